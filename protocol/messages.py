@@ -1,0 +1,377 @@
+"""Every message of protocol version 1 as a frozen msgspec Struct, with encoding and decoding.
+
+Requests refuse unknown fields by name. Replies ignore them, so that a client survives a newer worker.
+Shapes only: what a message means to a session is the worker's business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .errors import ErrorCode, InvalidMessageError
+from .subjects import ID_PATTERN
+
+VERSION: Final = 1
+
+Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, _ and -; at most 64")]
+Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Meta(description="raw text, tokenised as it is")]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True):
+    """The function that a tool call names, in OpenAI's shape."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """One tool call of an assistant message, in OpenAI's shape."""
+
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message in OpenAI's shape; rendered by the model's chat template."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which positions keep their KV. Version 1 knows `full`: all of them."""
+
+    policy: Literal["full"] = "full"
+
+
+class _Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", omit_defaults=True):
+    id: Id
+    expect_position: Position | None = None
+
+
+class Open(_Request, frozen=True, tag="open"):
+    """Start a session explicitly. Optional: the first append or generate does it too."""
+
+    cache: CachePolicy = CachePolicy()
+
+
+class _Input(_Request, frozen=True):
+    messages: tuple[Message, ...] | None = None
+    text: Text | None = None
+    tokens: tuple[TokenId, ...] | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Count how many of `messages`, `text` and `tokens` are given."""
+        return sum(part is not None for part in (self.messages, self.text, self.tokens))
+
+
+class Append(_Input, frozen=True, tag="append"):
+    """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once."""
+
+    def __post_init__(self) -> None:
+        if self.num_inputs != 1:
+            raise ValueError(f"append takes exactly one of messages, text, tokens; {self.num_inputs} were given")
+
+
+class Generate(_Input, frozen=True, tag="generate"):
+    """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
+
+    Filters apply in the order repetition_penalty, temperature, top_k, top_p, min_p. A temperature of 0
+    takes the most likely token. Without a seed one is derived from the request, so that an interrupted
+    answer goes on as it would have. `top_k` 0 and `top_p` 1 are off. `raw` leaves out the assistant header
+    that the chat template would add after messages.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] = ()
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_inputs > 1:
+            raise ValueError(f"generate takes at most one of messages, text, tokens; {self.num_inputs} were given")
+
+
+class Rewind(_Request, frozen=True, tag="rewind"):
+    """Forget every token from `position` on."""
+
+    position: Position
+
+
+class Close(_Request, frozen=True, tag="close"):
+    """End the session. Only an `open` can use its name again."""
+
+
+Request = Open | Append | Generate | Rewind | Close
+
+
+class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    id: str
+    seq: int
+    position: int
+    repeat_of: int | None = None
+
+
+class Opened(_Result, frozen=True, tag="opened"):
+    """Answer to `open`."""
+
+
+class Rewound(_Result, frozen=True, tag="rewound"):
+    """Answer to `rewind`."""
+
+
+class Closed(_Result, frozen=True, tag="closed"):
+    """Answer to `close`; `position` is what the session held."""
+
+
+class Appended(_Result, frozen=True, tag="appended"):
+    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`.
+
+    `rewritten_from` is set where the chat template changed what was already in the session: the tokens
+    from that position on were replaced and prefilled again.
+    """
+
+    tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    kv_live_bytes: int
+    seconds: float
+    rewritten_from: int | None = None
+
+
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    completion_tokens: int
+
+
+class Seconds(Struct, frozen=True, kw_only=True):
+    """Where the time of one generate went: waiting, prefill, to the first token, in all."""
+
+    queued: float
+    prefill: float
+    first_token: float
+    total: float
+
+
+class Generated(_Result, frozen=True, tag="generated"):
+    """Answer to `generate`. `text` leaves out the stop string; `tokens` holds all ids that were added."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    seconds: Seconds
+    kv_live_bytes: int
+    rewritten_from: int | None = None
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
+    """Answer to a request that changed nothing. `id` is null where the body was no valid request."""
+
+    id: str | None
+    code: ErrorCode
+    message: str
+    retryable: bool
+    seq: int | None = None
+    position: int | None = None
+    repeat_of: int | None = None
+
+
+Result = Opened | Appended | Generated | Rewound | Closed | Failed
+
+
+class Chunk(Struct, frozen=True):
+    """Some tokens of a running generate. `i` is the index of the first one; `text` is whole characters."""
+
+    i: int
+    tokens: tuple[int, ...]
+    text: str
+
+
+class InfoRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info"):
+    """Ask for a session's state (on `ctl`)."""
+
+
+class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
+    """Stop a waiting or running request of the session (on `ctl`)."""
+
+    id: Id
+
+
+ControlRequest = InfoRequest | CancelRequest
+
+
+class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
+    """Answer to `cancel`: what the request was doing when it was told to stop."""
+
+    id: str
+    was: Literal["waiting", "running"]
+
+
+class Histogram(Struct, frozen=True):
+    """Counts by upper bound; `counts` has one entry more than `bounds`, for what lies above the last."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+    count: int
+
+
+class SnapshotCounters(Struct, frozen=True, kw_only=True):
+    """`accepted = durable + sum(dropped) + failed + cancelled + in_flight`, at every instant."""
+
+    accepted: int = 0
+    durable: int = 0
+    dropped: dict[str, int] = {}
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    written_bytes: int = 0
+    restored_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    evicted: int = 0
+    rejected: int = 0
+
+
+class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
+    """A worker's state, published every few seconds. Times are in seconds, sizes in bytes."""
+
+    worker: str
+    version: str
+    model: str
+    device: str
+    uptime_s: float
+    requests: dict[str, dict[str, int]]
+    waiting: int
+    running: int
+    sessions: int
+    resident_sessions: int
+    prefilled_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    time_to_first_token: Histogram
+    time_per_output_token: Histogram
+    batch_size: Histogram
+    event_loop_lag: Histogram
+    resident_kv_bytes: int
+    max_memory_bytes: int
+    mlx_active_bytes: int
+    mlx_peak_bytes: int
+    process_bytes: int
+    snapshots: SnapshotCounters
+
+
+class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
+    """Answer to `info`."""
+
+    tenant: str
+    session: str
+    position: int
+    state: Literal["idle", "waiting", "running", "closed"]
+    active: str | None
+    waiting: tuple[str, ...]
+    requests: int
+    resident: bool
+    kv_live_bytes: int
+    policy: str
+    model: str
+    worker: Metrics
+
+
+ControlReply = SessionInfo | Cancelled | Failed
+
+_T = TypeVar("_T")
+
+_REQUEST = msgspec.json.Decoder(Request)
+_RESULT = msgspec.json.Decoder(Result)
+_CHUNK = msgspec.json.Decoder(Chunk)
+_CONTROL = msgspec.json.Decoder(ControlRequest)
+_CONTROL_REPLY = msgspec.json.Decoder(ControlReply)
+_METRICS = msgspec.json.Decoder(Metrics)
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode(message: Struct) -> bytes:
+    """Write a message as JSON."""
+    return _ENCODER.encode(message)
+
+
+def decode_request(body: bytes) -> Request:
+    """Read what came on `in`; raises `InvalidMessageError` with a sentence for the sender."""
+    return _decode(_REQUEST, body, "a request", "open, append, generate, rewind or close")
+
+
+def decode_control(body: bytes) -> ControlRequest:
+    """Read what came on `ctl`; raises `InvalidMessageError`."""
+    return _decode(_CONTROL, body, "a control request", "info or cancel")
+
+
+def decode_ask(body: bytes, request_id: str) -> Generate:
+    """Read what came on `ask`: a generate whose `type` and `id` may be left out.
+
+    `request_id` is taken where the sender gave no id. Raises `InvalidMessageError`.
+    """
+    fields = _decode(msgspec.json.Decoder(dict[str, Any]), body, "a generate", "generate")
+    if fields.setdefault("type", "generate") != "generate":
+        raise InvalidMessageError(f"ask takes a generate, not {fields['type']!r}; publish others on the session's in")
+    fields.setdefault("id", request_id)
+    request = decode_request(msgspec.json.encode(fields))
+    if not isinstance(request, Generate):  # the tag was checked above
+        raise TypeError(request)
+    return request
+
+
+def decode_result(body: bytes) -> Result:
+    """Read what came on `out`; raises `InvalidMessageError`."""
+    return _decode(_RESULT, body, "a result", "a result type")
+
+
+def decode_chunk(body: bytes) -> Chunk:
+    """Read one token chunk; raises `InvalidMessageError`."""
+    return _decode(_CHUNK, body, "a chunk", "no type")
+
+
+def decode_control_reply(body: bytes) -> ControlReply:
+    """Read the answer to a control request; raises `InvalidMessageError`."""
+    return _decode(_CONTROL_REPLY, body, "a control reply", "session, cancelled or failed")
+
+
+def decode_metrics(body: bytes) -> Metrics:
+    """Read a metrics message; raises `InvalidMessageError`."""
+    return _decode(_METRICS, body, "a metrics message", "metrics")
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str, types: str) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        hint = f"; the type must be {types}" if "$.type" in str(error) or "`type`" in str(error) else ""
+        raise InvalidMessageError(f"not {what}: {error}{hint}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        start = body[:40].decode("utf-8", "replace")
+        raise InvalidMessageError(f"not JSON ({error}); the body must be one JSON object, it starts {start!r}") from None

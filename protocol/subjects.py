@@ -1,0 +1,117 @@
+"""The subject grammar: build subjects, take them apart, and the rule for ids.
+
+Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`; metrics go to
+`<prefix>._metrics.<worker>`, which no tenant can name, since a tenant starts with a letter or digit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from .errors import InvalidMessageError
+
+DEFAULT_PREFIX: Final = "turnkeep"
+DEFAULT_TENANT: Final = "default"
+
+#: Tenants, sessions, workers and request ids. The closing look-ahead refuses a trailing newline, which
+#: `$` would let pass, and means the same in Python and in ECMAScript (JSON Schema).
+ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?![\s\S])"
+ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
+
+Kind = Literal["in", "out", "tok", "ctl", "ask"]
+
+_ID = re.compile(ID_PATTERN)
+_PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
+
+
+def check_id(what: str, value: str) -> str:
+    """Return `value` if it is a valid id, else raise `InvalidMessageError` naming `what`."""
+    if not _ID.match(value):
+        raise InvalidMessageError(f"{what} {value!r} is not valid: it must be {ID_RULE}")
+    return value
+
+
+def check_prefix(value: str) -> str:
+    """Return `value` if it can start a subject, else raise `InvalidMessageError`."""
+    if not _PREFIX.match(value):
+        raise InvalidMessageError(
+            f"subject prefix {value!r} is not valid: it must be words of A-Z a-z 0-9 _ - joined by dots"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """A session's full name. Build it with `session_key` where the parts come from outside."""
+
+    tenant: str
+    session: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.session}"
+
+
+def session_key(tenant: str, session: str) -> SessionKey:
+    """Check both names and join them."""
+    return SessionKey(check_id("tenant", tenant), check_id("session", session))
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """All subjects under one prefix."""
+
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        check_prefix(self.prefix)
+
+    def of(self, key: SessionKey, kind: Literal["in", "out", "ctl", "ask"]) -> str:
+        """Name the subject of a session for `kind`."""
+        return f"{self.prefix}.{key.tenant}.{key.session}.{kind}"
+
+    def tokens(self, key: SessionKey, request_id: str) -> str:
+        """Name the subject of one generate's token chunks."""
+        return f"{self.prefix}.{key.tenant}.{key.session}.tok.{request_id}"
+
+    def log(self, key: SessionKey) -> str:
+        """Match a session's `in` and `out` among the subjects of the log stream."""
+        return f"{self.prefix}.{key.tenant}.{key.session}.*"
+
+    def every(self, kind: Literal["in", "out", "ctl", "ask"]) -> str:
+        """Match the subject of `kind` of every session."""
+        return f"{self.prefix}.*.*.{kind}"
+
+    @property
+    def every_token(self) -> str:
+        """Match every token subject."""
+        return f"{self.prefix}.*.*.tok.*"
+
+    def metrics(self, worker: str) -> str:
+        """Name a worker's metrics subject (`*` matches every worker)."""
+        return f"{self.prefix}._metrics.{worker}"
+
+    @property
+    def log_stream(self) -> str:
+        """Name the JetStream stream that holds every session's `in` and `out`."""
+        return f"{self.prefix.replace('.', '_')}_log"
+
+    @property
+    def token_stream(self) -> str:
+        """Name the JetStream stream that keeps token chunks for some minutes."""
+        return f"{self.prefix.replace('.', '_')}_tok"
+
+    def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
+        """Take a session's subject apart: key, kind, and the request id of a `tok` subject.
+
+        Raises `InvalidMessageError` for anything else, names that break the id rule included: NATS lets
+        any client publish under any name that a wildcard matches.
+        """
+        head = self.prefix + "."
+        parts = subject[len(head) :].split(".") if subject.startswith(head) else []
+        if len(parts) < 3 or parts[2] not in get_args(Kind) or len(parts) != (4 if parts[2] == "tok" else 3):
+            raise InvalidMessageError(f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND")
+        key = session_key(parts[0], parts[1])
+        kind: Kind = parts[2]  # type: ignore[assignment]  # checked above
+        return key, kind, check_id("request id", parts[3]) if kind == "tok" else None
