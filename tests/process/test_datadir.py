@@ -1,0 +1,110 @@
+"""One data directory has one worker, and an unusable one is named before anything else happens."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from worker.datadir import DataDir, DataDirError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from worker.datadir import DataDir
+directory = DataDir.open(Path(sys.argv[1]), "first")
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mount a tmpfs with given options; skips where that is not allowed."""
+    mounts = []
+
+    def mount(options: str):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
+        )
+        if done.returncode:
+            pytest.skip("mounting a file system is not allowed here")
+        mounts.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounts:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
+    path = tmp_path / "a" / "b"
+    with DataDir.open(path, "w1") as opened:
+        assert opened.path == path
+        for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
+            assert folder.is_dir()
+            assert folder.parent == path
+        assert path.stat().st_mode & 0o077 == 0
+        assert json.loads((path / "worker.lock").read_text()) == {"pid": os.getpid(), "worker": "w1"}
+
+
+def test_a_second_worker_is_told_the_pid_of_the_first_until_it_is_killed(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DataDirError, match=rf"in use by worker first \(pid {holder.pid}\).*--data-dir"):
+            DataDir.open(tmp_path, "second")
+        holder.kill()
+    with DataDir.open(tmp_path, "second"):
+        assert json.loads((tmp_path / "worker.lock").read_text())["worker"] == "second"
+
+
+def test_a_process_that_the_worker_started_does_not_keep_the_lock(tmp_path):
+    """The embedded NATS server outlives a killed worker; the next worker must still get in."""
+    opened = DataDir.open(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        opened.close()
+        opened.close()
+        DataDir.open(tmp_path).close()
+        child.kill()
+
+
+def test_a_file_in_its_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
+            DataDir.open(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(DataDirError, match="not writable for this user"):
+        DataDir.open(tmp_path / "new")
+    with pytest.raises(DataDirError, match="not writable for this user"):
+        DataDir.open(tmp_path)
+
+
+def test_a_read_only_file_system_is_named(mounted):
+    with pytest.raises(DataDirError, match="its file system is read-only"):
+        DataDir.open(mounted("ro"))
+
+
+def test_a_full_disk_is_named(mounted):
+    folder = mounted("size=64k")
+    with pytest.raises(OSError, match="No space"):
+        (folder / "filler").write_bytes(b"x" * 70_000)
+    with pytest.raises(DataDirError, match="the disk is full"):
+        DataDir.open(folder)
+
+
+def test_a_lock_that_is_being_written_is_still_a_lock(tmp_path):
+    opened = DataDir.open(tmp_path)
+    (tmp_path / "worker.lock").write_text("")
+    with pytest.raises(DataDirError, match="another worker that is just starting"):
+        DataDir.open(tmp_path)
+    opened.close()

@@ -1,0 +1,176 @@
+"""Where settings come from, and what is said when one is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.subjects import check_id
+from worker import settings as module
+from worker.settings import Settings, SettingsError, describe, load
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "turnkeep.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(flags=None, environ=None, toml: str | None = None, *, cwd: Path) -> str:
+    if toml is not None:
+        write(cwd, toml)
+    with pytest.raises(SettingsError) as caught:
+        load(flags or {}, environ or {}, None, cwd)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_nothing_given_means_the_defaults(tmp_path):
+    settings = load({}, {}, None, tmp_path)
+    assert settings == Settings()
+    assert settings.nats is None
+    assert settings.sync_interval == "always"
+    assert settings.max_message_bytes == 2**20
+    assert check_id("worker", settings.worker)
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path):
+    write(tmp_path, "max_batch = 2\nmax_waiting = 20\nmax_context = 200\n")
+    environ = {"TURNKEEP_MAX_BATCH": "3", "TURNKEEP_MAX_WAITING": "30"}
+    settings = load({"max_batch": 4, "max_waiting": None}, environ, None, tmp_path)
+    assert (settings.max_batch, settings.max_waiting, settings.max_context) == (4, 30, 200)
+    assert settings.block_tokens == 128
+
+
+def test_every_setting_has_one_name_everywhere(tmp_path):
+    """The name in the file, the flag and the variable are derived from one another, and all are read."""
+    for described in describe():
+        assert described.flag == "--" + described.variable.removeprefix("TURNKEEP_").lower().replace("_", "-")
+        assert described.purpose
+        assert described.wants
+        if described.name not in ("data_dir", "worker"):
+            read = load({}, {described.variable: described.default}, None, tmp_path)
+            assert getattr(read, described.name) == getattr(Settings(), described.name), described
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("2000000", 2_000_000),
+        ("64m", 2**26),
+    ],
+)
+def test_sizes_are_read_in_the_units_people_write(tmp_path, text, size_bytes):
+    assert load({}, {"TURNKEEP_MAX_MEMORY": text}, None, tmp_path).max_memory == size_bytes
+    assert load({"max_memory": size_bytes}, {}, None, tmp_path).max_memory == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("2m", 120.0), ("750ms", 0.75), ("0.5s", 0.5), ("1h", 3600.0)]
+)
+def test_durations_are_read_in_the_units_people_write(tmp_path, text, seconds):
+    assert load({"ack_wait_s": text}, {}, None, tmp_path).ack_wait_s == seconds
+
+
+def test_toml_numbers_and_texts_are_both_taken(tmp_path):
+    write(tmp_path, 'max_disk = "2GiB"\nwriter_queue = 1048576\nack_wait_s = 2\nsync_interval = "2000ms"\n')
+    settings = load({}, {}, None, tmp_path)
+    assert (settings.max_disk, settings.writer_queue, settings.ack_wait_s) == (2**31, 2**20, 2.0)
+    assert settings.sync_interval == "2s"
+
+
+def test_a_word_takes_back_what_the_file_set(tmp_path):
+    write(tmp_path, 'nats = "nats://queue:4222"\nmax_memory = "1GiB"\nmodel = "some/model"\n')
+    settings = load({"nats": "embedded", "max_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
+    assert (settings.nats, settings.max_memory, settings.model) == (None, None, None)
+
+
+def test_nats_urls_are_completed(tmp_path):
+    assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
+
+
+def test_a_relative_data_dir_starts_where_it_was_written(tmp_path):
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    config = write(folder, 'data_dir = "state"\n')
+    assert load({}, {}, config, tmp_path).data_dir == folder / "state"
+    assert load({"data_dir": "here"}, {}, config, tmp_path).data_dir == tmp_path / "here"
+    assert load({"data_dir": Path("/srv/x")}, {}, config, tmp_path).data_dir == Path("/srv/x")
+
+
+def test_an_empty_or_test_variable_is_not_set(tmp_path):
+    environ = {"TURNKEEP_MAX_BATCH": "", "TURNKEEP_TEST_WHATEVER": "1", "OTHER": "x"}
+    assert load({}, environ, None, tmp_path) == Settings()
+
+
+def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_path):
+    message = refusal(environ={"TURNKEEP_MAX_BACH": "3"}, cwd=tmp_path)
+    assert message == "TURNKEEP_MAX_BACH is not a setting; did you mean TURNKEEP_MAX_BATCH?"
+    message = refusal(toml="data-dir = 'x'\n", cwd=tmp_path)
+    assert "data-dir in " in message
+    assert "turnkeep.toml is not a setting; did you mean data_dir in " in message
+    assert "turnkeep serve --help" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("max_batch", "0", "a whole number from 1 to 1024"),
+        ("max_batch", "many", "a whole number"),
+        ("max_batch", True, "a whole number"),
+        ("max_batch", 2.5, "a whole number"),
+        ("nats_port", 70000, "from 1 to 65535"),
+        ("max_disk", "20 parsecs", "such as 8GiB"),
+        ("max_disk", "-1", "such as 8GiB"),
+        ("max_message_bytes", "1GiB", "from 1KiB to 32MiB"),
+        ("max_memory", "9" * 5000, "such as 8GiB"),
+        ("ack_wait_s", "soon", "such as 5, 5s or 2m"),
+        ("ack_wait_s", float("nan"), "from 0.5 to 3600 seconds"),
+        ("metrics_interval_s", "inf", "a duration"),
+        ("dtype", "int4", "one of auto, float32, float16, bfloat16"),
+        ("prefix", "a..b", "joined by dots"),
+        ("worker", "my host", "1 to 64 of the characters"),
+        ("nats", "http://queue", "nats://host:4222"),
+        ("nats", "nats://queue:99999", "nats://host:4222"),
+        ("sync_interval", "never", "'always' or a duration"),
+        ("data_dir", 7, "a path"),
+        ("model", "  ", "text"),
+        ("log_level", ["info"], "one of debug, info, warning, error"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_would_be_right(tmp_path, name, value, right):
+    message = refusal({name: value}, cwd=tmp_path)
+    assert message.startswith("--" + name.replace("_", "-") + ": ")
+    assert right in message
+
+
+def test_a_password_is_not_repeated_in_an_error(tmp_path):
+    message = refusal({"nats": "nats://me:secret@queue:99999"}, cwd=tmp_path)
+    assert "secret" not in message
+
+
+def test_a_settings_file_that_was_named_must_be_readable(tmp_path):
+    with pytest.raises(SettingsError, match=r"there is no settings file .*absent\.toml"):
+        load({}, {}, Path("absent.toml"), tmp_path)
+    with pytest.raises(SettingsError, match=r"cannot be read: Is a directory"):
+        load({}, {}, tmp_path, tmp_path)
+    assert "is not valid TOML" in refusal(toml="max_batch = = 3\n", cwd=tmp_path)
+    assert "a whole number" in refusal(toml="[max_batch]\nx = 1\n", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "worker"),
+    [
+        ("queue-1.example.org", "queue-1"),
+        ("Ma c's", "Ma-c-s"),
+        ("_x", "x"),
+        ("-" * 5, "worker"),
+        ("a" * 99, "a" * 64),
+    ],
+)
+def test_the_default_worker_name_fits_the_id_rule(monkeypatch, host, worker):
+    monkeypatch.setattr(module.socket, "gethostname", lambda: host)
+    assert check_id("worker", module.default_worker()) == worker

@@ -1,0 +1,119 @@
+"""A worker's data directory: its layout, and the lock that makes it one worker's.
+
+Knows nothing of what lies in its folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from typing import TYPE_CHECKING, Final, Self
+
+from protocol.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+LOCK_NAME: Final = "worker.lock"
+
+_ADVICE: Final = {
+    errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",
+    errno.EPERM: "it is not writable for this user; change its owner, or choose another with --data-dir",
+    errno.EROFS: "its file system is read-only; choose another with --data-dir",
+    errno.ENOSPC: "the disk is full; free some space, or choose another with --data-dir",
+    errno.EDQUOT: "the disk quota is used up; free some space, or choose another with --data-dir",
+    errno.EEXIST: "there is a file in its place; remove it, or choose another with --data-dir",
+    errno.ENOTDIR: "there is a file in its place; remove it, or choose another with --data-dir",
+    errno.ENOLCK: "its file system has no locks; choose a local disk with --data-dir",
+    errno.ENOTSUP: "its file system has no locks; choose a local disk with --data-dir",
+}
+
+
+class DataDirError(TurnkeepError):
+    """The data directory cannot be used; the message is one line that says why and what would help."""
+
+
+class DataDir:
+    """An open data directory. The lock holds until `close`, or until the process ends in any way."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, path: Path, worker: str = "") -> DataDir:
+        """Create the directory where needed, prove that it can be written, and take its lock.
+
+        `worker` is the name that another worker reads from the lock file. Raises `DataDirError`.
+        """
+        path = path.absolute()
+        fd = -1
+        try:
+            # What users say to a model is theirs alone: no access for others.
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The file is never unlinked: two workers could then each lock an inode of this name.
+            os.ftruncate(fd, 0)
+            os.write(fd, json.dumps({"pid": os.getpid(), "worker": worker}).encode())
+            os.fsync(fd)  # a full disk shows here and not in the middle of a turn
+            opened = cls(path, fd)
+            for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                message = f"the data directory {path} is in use by {_owner(fd)}; stop it, or choose another"
+                message += " with --data-dir"
+            else:
+                reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
+                message = f"the data directory {path} cannot be used: {reason}"
+            if fd >= 0:
+                os.close(fd)
+            raise DataDirError(message) from None
+        return opened
+
+    @property
+    def nats(self) -> Path:
+        """The store of the embedded NATS server."""
+        return self.path / "nats"
+
+    @property
+    def models(self) -> Path:
+        """Models converted to MLX folders."""
+        return self.path / "models"
+
+    @property
+    def snapshots(self) -> Path:
+        """KV snapshots and their index."""
+        return self.path / "snapshots"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the processes that belong to the worker."""
+        return self.path / "logs"
+
+    def close(self) -> None:
+        """Give the lock back. Calling it again does nothing."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _owner(lock_fd: int) -> str:
+    try:
+        owner = json.loads(os.read(lock_fd, 1024))
+        name = f"worker {owner['worker']} " if owner["worker"] else "a worker "
+        return f"{name}(pid {owner['pid']})"
+    except (OSError, ValueError, KeyError, TypeError):  # between its lock and its first write
+        return "another worker that is just starting"

@@ -1,0 +1,382 @@
+"""Every setting of a worker: its default, its range, and where its value comes from.
+
+Command line over `TURNKEEP_*` environment over `turnkeep.toml` over defaults; a setting has one name in all
+four (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). Knows nothing of what a setting is used for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import platformdirs
+
+from protocol.errors import InvalidMessageError, TurnkeepError
+from protocol.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+CONFIG_NAME: Final = "turnkeep.toml"
+_ENV: Final = "TURNKEEP_"
+_TEST_ENV: Final = "TURNKEEP_TEST_"
+
+_KIB: Final = 2**10
+_MIB: Final = 2**20
+_GIB: Final = 2**30
+_TIB: Final = 2**40
+
+
+class SettingsError(TurnkeepError):
+    """A setting is unknown or wrong; the message names it, its source, and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a setting's value is read and shown. `wants` completes the sentence "it must be ..."."""
+
+    wants: str
+    parse: Callable[[object], Any]  # raises ValueError
+    show: Callable[[Any], str] = str
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE_UNITS: Final = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(|ms|s|m|h|d)")
+_DURATION_UNITS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(value: object) -> int:
+    """Read bytes from a whole number or from `8GiB`, `500MB`, `64k` (KiB) and the like. Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(_text(value))
+    unit = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(value)
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def parse_duration(value: object) -> float:
+    """Read seconds from a number or from `5s`, `250ms`, `2m`, `1h`, `7d`. Raises ValueError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.fullmatch(_text(value))
+    if match is None:
+        raise ValueError(value)
+    return float(match[1]) * _DURATION_UNITS[match[2]]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(value)
+    return value.strip()
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)  # noqa: TRY004  # one kind of error for one kind of fault
+    return int(value)
+
+
+def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
+    def parse_within(value: object) -> float:
+        number = parse(value)
+        if not (math.isfinite(number) and low <= number <= high):
+            raise ValueError(value)
+        return number
+
+    return parse_within
+
+
+def _count(low: int, high: int) -> Kind:
+    return Kind(f"a whole number from {low} to {high}", _within(_whole, low, high))
+
+
+def _size(low: int, high: int = 1024 * _TIB) -> Kind:
+    wants = f"a size from {size_text(low)} to {size_text(high)}, such as 8GiB, 500MB or a number of bytes"
+    return Kind(wants, _within(parse_size, low, high), size_text)
+
+
+def _duration(low: float, high: float) -> Kind:
+    wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
+    return Kind(wants, _within(parse_duration, low, high), lambda value: f"{value:g}")
+
+
+def _choice(*words: str) -> Kind:
+    def parse(value: object) -> str:
+        if value not in words:
+            raise ValueError(value)
+        return str(value)
+
+    return Kind("one of " + ", ".join(words), parse)
+
+
+def _or(word: str, meaning: object, kind: Kind) -> Kind:
+    """Let `word` stand for `meaning`, so that a nearer source can take back what a farther one set."""
+    return Kind(
+        f"{word!r} or {kind.wants}",
+        lambda value: meaning if value == word else kind.parse(value),
+        lambda value: word if value == meaning else kind.show(value),
+    )
+
+
+def _checked(wants: str, check: Callable[[str], str]) -> Kind:
+    def parse(value: object) -> str:
+        try:
+            return check(_text(value))
+        except InvalidMessageError as error:
+            raise ValueError(str(error)) from None
+
+    return Kind(wants, parse)
+
+
+def _nats_url(value: object) -> str:
+    """Complete `host:port[,host:port]` to URLs; a port may be left out."""
+    urls = [
+        url if "://" in url else f"nats://{url}" for url in (part.strip() for part in _text(value).split(","))
+    ]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
+            raise ValueError(url)
+    return ",".join(urls)
+
+
+def size_text(size_bytes: int) -> str:
+    """Write a size with the largest binary unit that leaves it whole: `8GiB`, `1536MiB`, `1000B`."""
+    for unit, name in ((_TIB, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if size_bytes and size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return f"{size_bytes}B"
+
+
+def default_worker() -> str:
+    """Make a worker name of the host's name: what breaks the id rule becomes `-`."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])
+    return re.sub(r"^[^A-Za-z0-9]+", "", name)[:64] or "worker"
+
+
+def default_data_dir() -> Path:
+    """Name the place where this platform keeps a user's application data."""
+    return Path(platformdirs.user_data_dir("turnkeep"))
+
+
+def _setting(kind: Kind, default: object, purpose: str) -> Any:
+    return dataclasses.field(default=default, metadata={"kind": kind, "purpose": purpose})
+
+
+def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> Any:
+    """Declare a setting whose default is found at the start; `found` says where."""
+    return dataclasses.field(
+        default_factory=find, metadata={"kind": kind, "purpose": purpose, "found": found}
+    )
+
+
+_PATH = Kind("a path", lambda value: value if isinstance(value, Path) else Path(_text(value)))
+_TEXT = Kind("text", _text)
+_SYNC = Kind(
+    "a duration from 0.001 to 3600 seconds", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of one worker. Sizes are bytes; names ending in `_s` are seconds.
+
+    Built directly it takes values as they are; `load` is what checks them.
+    """
+
+    data_dir: Path = _found(  # noqa: RUF009  # a dataclass field behind a shorter name
+        _PATH,
+        default_data_dir,
+        "the user's data directory",
+        "where the worker keeps log, snapshots and models",
+    )
+    nats: str | None = _setting(
+        _or("embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", _nats_url)),
+        None,
+        "the NATS servers to use; without it the worker runs its own",
+    )
+    nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
+    prefix: str = _setting(
+        _checked("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
+        DEFAULT_PREFIX,
+        "the first part of every subject; workers with one prefix share their sessions",
+    )
+    model: str | None = _setting(
+        _or("packaged", None, _TEXT),
+        None,
+        "an MLX folder, a GGUF file or a hub id; without it the packaged model",
+    )
+    worker: str = _found(
+        _checked(ID_RULE, lambda name: check_id("worker", name)),
+        default_worker,
+        "the host's name",
+        "this worker's name in metrics",
+    )
+    dtype: str = _setting(
+        _choice("auto", "float32", "float16", "bfloat16"),
+        "auto",
+        "type of weights and KV; auto suits the device",
+    )
+    max_memory: int | None = _setting(
+        _or("auto", None, _size(_MIB)), None, "bytes of KV on the device; auto derives them from the machine"
+    )
+    max_disk: int = _setting(
+        _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"
+    )
+    min_free_disk: int = _setting(_size(0), _GIB, "bytes of the disk that snapshots leave free")
+    writer_queue: int = _setting(
+        _size(_MIB), 512 * _MIB, "bytes of snapshots waiting to be written; beyond it snapshots are dropped"
+    )
+    metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "seconds between two metrics messages")
+    block_tokens: int = _setting(_count(8, 8192), 128, "tokens of one KV block and of one prefill chunk")
+    max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
+    max_waiting: int = _setting(
+        _count(1, 1_000_000),
+        1024,
+        "requests waiting in this worker; beyond it they are refused as overloaded",
+    )
+    max_context: int | None = _setting(
+        _or("auto", None, _count(16, 2**31)),
+        None,
+        "tokens that one session may hold; auto takes the model's limit",
+    )
+    idle_timeout_s: float = _setting(
+        _duration(0, 30 * 86400), 300.0, "seconds until an idle session leaves memory"
+    )
+    ack_wait_s: float = _setting(
+        _duration(0.5, 3600), 5.0, "seconds without a sign of life until another worker takes a request over"
+    )
+    token_ttl_s: float = _setting(
+        _duration(10, 7 * 86400), 900.0, "seconds that token chunks can be read back"
+    )
+    max_message_bytes: int = _setting(_size(_KIB, 32 * _MIB), _MIB, "bytes of one message")
+    log_max_bytes: int = _setting(
+        _size(16 * _MIB), 10 * _GIB, "bytes of the log; a full log refuses new requests"
+    )
+    log_max_age_s: float = _setting(
+        _or("none", 0.0, _duration(0, 10 * 365 * 86400)),
+        0.0,
+        "seconds that log entries are kept; 0 keeps them",
+    )
+    sync_interval: str = _setting(
+        _or("always", "always", _SYNC),
+        "always",
+        "when the worker's own NATS server syncs to disk; a power cut loses what came since",
+    )
+    log_format: str = _setting(
+        _choice("auto", "console", "json"), "auto", "auto is console on a terminal, else json"
+    )
+    log_level: str = _setting(
+        _choice("debug", "info", "warning", "error"), "info", "the least severe line logged"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One setting as the command line and the documentation show it."""
+
+    name: str
+    purpose: str
+    wants: str
+    default: str
+
+    @property
+    def flag(self) -> str:
+        """Name its command-line option."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Name its environment variable."""
+        return _ENV + self.name.upper()
+
+
+def describe() -> tuple[Description, ...]:
+    """List every setting in the order of `Settings`."""
+    return tuple(
+        Description(field.name, field.metadata["purpose"], field.metadata["kind"].wants, _default_text(field))
+        for field in dataclasses.fields(Settings)
+    )
+
+
+def load(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    config_path: Path | None = None,
+    cwd: Path | None = None,
+) -> Settings:
+    """Collect the settings from all four sources; raises `SettingsError`.
+
+    `flags` maps setting names to what the command line gave, None for options that were not given.
+    `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read where it exists. An empty
+    environment variable counts as not set. A relative `data_dir` starts at `cwd`, or at the file's folder.
+    """
+    cwd = cwd or Path.cwd()
+    path = (cwd / config_path) if config_path else cwd / CONFIG_NAME
+    values = _read(
+        _file(path, required=config_path is not None), lambda name: f"{name} in {path}", path.parent
+    )
+    variables = {
+        key.removeprefix(_ENV).lower(): value
+        for key, value in environ.items()
+        if key.startswith(_ENV) and not key.startswith(_TEST_ENV) and value.strip()
+    }
+    values |= _read(variables, lambda name: _ENV + name.upper(), cwd)
+    given = {name: value for name, value in flags.items() if value is not None}
+    values |= _read(given, lambda name: "--" + name.replace("_", "-"), cwd)
+    return Settings(**values)
+
+
+def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    values = {}
+    for name, value in raw.items():
+        if name not in fields:
+            raise SettingsError(f"{source(name)} is not a setting{_suggest(name, fields, source)}")
+        kind: Kind = fields[name].metadata["kind"]
+        try:
+            parsed = kind.parse(value)
+        except (ValueError, OverflowError):
+            shown = "its value" if "@" in str(value) else repr(value)  # a URL may hold a password
+            raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
+        values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
+    return values
+
+
+def _file(path: Path, *, required: bool) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise SettingsError(f"there is no settings file {path}; --config must name a TOML file") from None
+    except OSError as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {path} is not valid TOML: {error}") from None
+
+
+def _suggest(name: str, known: Iterable[str], source: Callable[[str], str]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
+    return f"; did you mean {source(near[0])}?" if near else "; see turnkeep serve --help for the list"
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    found: str | None = field.metadata.get("found")
+    kind: Kind = field.metadata["kind"]
+    return found or kind.show(field.default)
