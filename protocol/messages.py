@@ -12,11 +12,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .errors import ErrorCode, InvalidMessageError
-from .subjects import ID_PATTERN
+from .explain import explain
+from .subjects import ID_PATTERN, ID_RULE
 
 VERSION: Final = 1
 
-Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, _ and -; at most 64")]
+Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(description="raw text, tokenised as it is")]
@@ -54,7 +55,9 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["full"] = "full"
 
 
-class _Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", omit_defaults=True):
+class _Request(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", omit_defaults=True
+):
     id: Id
     expect_position: Position | None = None
 
@@ -81,7 +84,7 @@ class Append(_Input, frozen=True, tag="append"):
 
     def __post_init__(self) -> None:
         if self.num_inputs != 1:
-            raise ValueError(f"append takes exactly one of messages, text, tokens; {self.num_inputs} were given")
+            raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
 
 
 class Generate(_Input, frozen=True, tag="generate"):
@@ -105,7 +108,9 @@ class Generate(_Input, frozen=True, tag="generate"):
 
     def __post_init__(self) -> None:
         if self.num_inputs > 1:
-            raise ValueError(f"generate takes at most one of messages, text, tokens; {self.num_inputs} were given")
+            raise ValueError(
+                f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
+            )
 
 
 class Rewind(_Request, frozen=True, tag="rewind"):
@@ -307,28 +312,37 @@ ControlReply = SessionInfo | Cancelled | Failed
 
 _T = TypeVar("_T")
 
-_REQUEST = msgspec.json.Decoder(Request)
-_RESULT = msgspec.json.Decoder(Result)
-_CHUNK = msgspec.json.Decoder(Chunk)
-_CONTROL = msgspec.json.Decoder(ControlRequest)
-_CONTROL_REPLY = msgspec.json.Decoder(ControlReply)
-_METRICS = msgspec.json.Decoder(Metrics)
-_ENCODER = msgspec.json.Encoder()
+_REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
+_RESULT: Final[msgspec.json.Decoder[Result]] = msgspec.json.Decoder(Result)
+_CHUNK: Final = msgspec.json.Decoder(Chunk)
+_CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
+_CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
+_METRICS: Final = msgspec.json.Decoder(Metrics)
+#: The values stay raw: they are read once, by the request decoder, whatever their nesting.
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENCODER: Final = msgspec.json.Encoder()
 
 
-def encode(message: Struct) -> bytes:
-    """Write a message as JSON."""
-    return _ENCODER.encode(message)
+def encode(message: Struct | dict[str, Any]) -> bytes:
+    """Write a message as JSON; raises `InvalidMessageError` for what JSON cannot hold."""
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        raise InvalidMessageError(
+            "text must be whole Unicode characters, not half a surrogate pair"
+        ) from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidMessageError(f"the message cannot be written as JSON: {error}") from None
 
 
 def decode_request(body: bytes) -> Request:
     """Read what came on `in`; raises `InvalidMessageError` with a sentence for the sender."""
-    return _decode(_REQUEST, body, "a request", "open, append, generate, rewind or close")
+    return _decode(_REQUEST, body, "a request")
 
 
 def decode_control(body: bytes) -> ControlRequest:
     """Read what came on `ctl`; raises `InvalidMessageError`."""
-    return _decode(_CONTROL, body, "a control request", "info or cancel")
+    return _decode(_CONTROL, body, "a control request")
 
 
 def decode_ask(body: bytes, request_id: str) -> Generate:
@@ -336,42 +350,38 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
 
     `request_id` is taken where the sender gave no id. Raises `InvalidMessageError`.
     """
-    fields = _decode(msgspec.json.Decoder(dict[str, Any]), body, "a generate", "generate")
-    if fields.setdefault("type", "generate") != "generate":
-        raise InvalidMessageError(f"ask takes a generate, not {fields['type']!r}; publish others on the session's in")
-    fields.setdefault("id", request_id)
-    request = decode_request(msgspec.json.encode(fields))
-    if not isinstance(request, Generate):  # the tag was checked above
-        raise TypeError(request)
+    fields = _decode(_FIELDS, body, "a generate")
+    fields.setdefault("type", msgspec.Raw(b'"generate"'))
+    fields.setdefault("id", msgspec.Raw(_ENCODER.encode(request_id)))
+    request = decode_request(_ENCODER.encode(fields))
+    if not isinstance(request, Generate):
+        kind = type(request).__struct_config__.tag
+        raise InvalidMessageError(f"ask takes a generate, not {kind}: publish that on the session's in")
     return request
 
 
 def decode_result(body: bytes) -> Result:
     """Read what came on `out`; raises `InvalidMessageError`."""
-    return _decode(_RESULT, body, "a result", "a result type")
+    return _decode(_RESULT, body, "a result")
 
 
 def decode_chunk(body: bytes) -> Chunk:
     """Read one token chunk; raises `InvalidMessageError`."""
-    return _decode(_CHUNK, body, "a chunk", "no type")
+    return _decode(_CHUNK, body, "a chunk")
 
 
 def decode_control_reply(body: bytes) -> ControlReply:
     """Read the answer to a control request; raises `InvalidMessageError`."""
-    return _decode(_CONTROL_REPLY, body, "a control reply", "session, cancelled or failed")
+    return _decode(_CONTROL_REPLY, body, "a control reply")
 
 
 def decode_metrics(body: bytes) -> Metrics:
     """Read a metrics message; raises `InvalidMessageError`."""
-    return _decode(_METRICS, body, "a metrics message", "metrics")
+    return _decode(_METRICS, body, "a metrics message")
 
 
-def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str, types: str) -> _T:
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        hint = f"; the type must be {types}" if "$.type" in str(error) or "`type`" in str(error) else ""
-        raise InvalidMessageError(f"not {what}: {error}{hint}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        start = body[:40].decode("utf-8", "replace")
-        raise InvalidMessageError(f"not JSON ({error}); the body must be one JSON object, it starts {start!r}") from None
+        raise InvalidMessageError(explain(error, body, decoder.type, what)) from None

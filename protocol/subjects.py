@@ -111,7 +111,9 @@ class Subjects:
         head = self.prefix + "."
         parts = subject[len(head) :].split(".") if subject.startswith(head) else []
         if len(parts) < 3 or parts[2] not in get_args(Kind) or len(parts) != (4 if parts[2] == "tok" else 3):
-            raise InvalidMessageError(f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND")
+            raise InvalidMessageError(
+                f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND"
+            )
         key = session_key(parts[0], parts[1])
         kind: Kind = parts[2]  # type: ignore[assignment]  # checked above
         return key, kind, check_id("request id", parts[3]) if kind == "tok" else None

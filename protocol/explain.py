@@ -1,0 +1,157 @@
+"""Turns a failed decode into one sentence for the sender: what was wrong and what would be right.
+
+Knows the message types only through msgspec's inspection, so that a new field explains itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct, inspect
+
+from .subjects import ID_PATTERN, ID_RULE
+
+_MAX_ECHO: Final = 64
+
+_PLACE = re.compile(r"(?P<fault>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+_BAD_VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[[^]]*\]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class _Type(Struct):
+    type: Any = None
+
+
+def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
+    """Say why `body` is not `expected` (a message type or a union of them), called `what` in the sentence.
+
+    `error` is what msgspec raised: `DecodeError`, `ValidationError`, `UnicodeDecodeError`, `RecursionError`.
+    """
+    if not body.strip():
+        return f"the body is empty: {what} must be one JSON object"
+    if isinstance(error, msgspec.ValidationError):
+        return _explain_fields(str(error), body, expected, what)
+    if isinstance(error, RecursionError):
+        return f"the body is nested too deeply to be {what}"
+    try:
+        body.decode()
+    except UnicodeDecodeError as undecodable:
+        return f"the body is not UTF-8: byte {undecodable.start} is 0x{body[undecodable.start]:02x}"
+    hint = "; it holds half of a surrogate pair" if _SURROGATE.search(body) else ""
+    return (
+        f"the body is not JSON ({error}{hint}): {what} must be one JSON object, this starts {_start(body)!r}"
+    )
+
+
+def _explain_fields(fault: str, body: bytes, expected: Any, what: str) -> str:
+    found = _PLACE.fullmatch(fault)
+    fault, path = (found["fault"], found["path"] or "") if found else (fault, "")
+    at = _type_at(expected, path, _tag(body))
+    name = path.lstrip(".") or _name(at, what)
+    if unknown := _UNKNOWN_FIELD.fullmatch(fault):
+        return _explain_unknown(name, unknown[1], at)
+    if missing := _MISSING_FIELD.fullmatch(fault):
+        return _explain_missing(name, missing[1], at)
+    if bad := _BAD_VALUE.fullmatch(fault):
+        return _explain_choice(name, bad[1], at, what)
+    if ID_PATTERN in fault.replace("\\\\", "\\"):
+        return f"{name} must be {ID_RULE}"
+    if fault.startswith("Expected "):
+        return f"{name} must be {fault.removeprefix('Expected ').replace(', got ', ', not ')}"
+    return fault
+
+
+def _explain_unknown(owner: str, field: str, at: inspect.Type | None) -> str:
+    allowed = _fields(at)
+    return f"{owner} has no field {_echo(field)!r}{_nearest(field, allowed)}; it takes {', '.join(allowed)}"
+
+
+def _explain_missing(owner: str, field: str, at: inspect.Type | None) -> str:
+    rule = (
+        f": {ID_RULE}" if field == "id" else f": {_join(_tags(at))}" if field == "type" and _tags(at) else ""
+    )
+    return f"{owner} needs the field {field!r}{rule}"
+
+
+def _explain_choice(name: str, value: str, at: inspect.Type | None, what: str) -> str:
+    if isinstance(at, inspect.LiteralType):
+        choices = [str(choice) for choice in at.values]
+    else:
+        choices, name = _tags(at), f"the type of {what}"
+    value = value.strip("'")
+    return f"{name} must be {_join(choices)}, not {_echo(value)!r}{_nearest(value, choices)}"
+
+
+def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
+    """Follow msgspec's path (`.messages[0].role`) to the type that was expected there.
+
+    A path that ends in a message's `type` gives the union of the messages that could stand there.
+    """
+    at: inspect.Type | None = inspect.type_info(expected)
+    if path != ".type":
+        at = next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
+    for step in _STEP.finditer(path):
+        if step[1] is None:
+            at = getattr(at, "item_type", None)
+        elif not (step[1] == "type" and any(each.tag for each in _structs(at))):
+            fields = (field for each in _structs(at) for field in each.fields)
+            at = next((field.type for field in fields if field.encode_name == step[1]), None)
+        at = _without_null(at)
+    return at
+
+
+def _without_null(at: inspect.Type | None) -> inspect.Type | None:
+    if isinstance(at, inspect.UnionType):
+        others = [each for each in at.types if not isinstance(each, inspect.NoneType)]
+        at = others[0] if len(others) == 1 else at
+    return at.type if isinstance(at, inspect.Metadata) else at
+
+
+def _structs(at: inspect.Type | None) -> list[inspect.StructType]:
+    types = at.types if isinstance(at, inspect.UnionType) else (at,)
+    return [each for each in types if isinstance(each, inspect.StructType)]
+
+
+def _fields(at: inspect.Type | None) -> list[str]:
+    structs = _structs(at)
+    tag = [each.tag_field for each in structs[:1] if each.tag_field]
+    return tag + [field.encode_name for each in structs[:1] for field in each.fields]
+
+
+def _tags(at: inspect.Type | None) -> list[str]:
+    return [str(each.tag) for each in _structs(at) if each.tag is not None]
+
+
+def _name(at: inspect.Type | None, what: str) -> str:
+    tags = _tags(at)
+    return tags[0] if len(tags) == 1 else what
+
+
+def _tag(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body, type=_Type).type
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _nearest(word: str, choices: list[str]) -> str:
+    near = difflib.get_close_matches(word[:_MAX_ECHO], choices, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _join(choices: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(choices[:-1]), *choices[-1:])))
+
+
+def _echo(text: str) -> str:
+    return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "..."
+
+
+def _start(body: bytes) -> str:
+    return _echo(body[: _MAX_ECHO + 1].decode("utf-8", "replace"))
