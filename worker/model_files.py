@@ -1,0 +1,100 @@
+"""What a model folder must hold, checked before MLX reads it, and the error for everything that is wrong.
+
+MLX takes offsets in a safetensors file as they are and reads lazily, so a truncated file would fail late or
+give wrong weights. Knows file formats only; must not import MLX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: `(done_bytes, total_bytes, what)`; called from the thread that does the work.
+Progress = Callable[[int, int, str], None]
+
+_LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
+
+
+class ModelError(Exception):
+    """A model cannot be used: one clear line that says what was wrong and what would be right."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises `ModelError` naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}; a model folder needs one") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, it holds {type(content).__name__}")
+    return content
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """Return the config of a model folder whose files are all there and complete; raises `ModelError`."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is no folder; a model is a folder with config.json and model*.safetensors"
+        )
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(
+            f"{folder / 'config.json'} names no model_type; it must say which architecture this is"
+        )
+    for path in weight_files(folder):
+        check_safetensors(path)
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the weight files of a model folder; raises `ModelError` where one is missing."""
+    files = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index).get("weight_map", {})
+        missing = (
+            sorted(set(names.values()) - {path.name for path in files}) if isinstance(names, dict) else []
+        )
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {missing[0]}, which its index names ({len(missing)} missing in all)"
+            )
+    if not files:
+        raise ModelError(
+            f"{folder} has no model*.safetensors; a model folder needs its weights in this format"
+        )
+    return files
+
+
+def check_safetensors(path: Path) -> None:
+    """Check header and length of a weight file; raises `ModelError` for one that is truncated or broken."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise ModelError(
+                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
+            )
+        try:
+            header = json.loads(file.read(header_bytes))
+            end = max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise ModelError(f"{path} is broken: its safetensors header cannot be read") from None
+    expected = _LENGTH_BYTES + header_bytes + end
+    if size != expected:
+        raise ModelError(f"{path} is truncated or broken: it has {size} bytes, its header says {expected}")
+
+
+def one_line(error: BaseException) -> str:
+    """Give the error's text as one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,186 @@
+"""Text to tokens and back, and the chat template's rendering: a thin wrapper over a Hugging Face tokenizer.
+
+Special tokens in text are parsed, since chat templates contain them. Decoding works on each token's bytes, so
+it is right in the middle of a session too, where a tokenizer's own decoder would cut a leading space. Every
+method may be called from any thread. Must not import MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from .model_files import ModelError, one_line, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+_REPLACEMENT: Final = "\ufffd"
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TemplateError(Exception):
+    """The chat template does not take these messages; carries the template's own message."""
+
+
+class _HfTokenizer(Protocol):
+    chat_template: Any
+    eos_token_id: Any
+    backend_tokenizer: Any
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+class Tokenizer:
+    """Encode, decode and render with one model's tokenizer. `eos_ids` end an answer."""
+
+    def __init__(self, hf: _HfTokenizer, eos_ids: Iterable[int] = ()) -> None:
+        self._hf = hf
+        self._rust = hf.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        own = hf.eos_token_id
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if own is None else {int(own)})
+        self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        self.has_template = bool(hf.chat_template)
+        self._bytes: dict[int, bytes] = {}
+        self._guard: int = self._ids("a")[-1]
+        self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
+        self._bos = self._find_bos()
+        self._adds_space = self._join(self._ids("a")) == b" a"
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Load the tokenizer of a model folder; raises `ModelError`."""
+        config = read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.exists() else {}
+        ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
+        return cls(_load(folder), frozenset().union(*ends))
+
+    def encode(self, text: str, *, at_start: bool) -> list[int]:
+        """Give the tokens of `text`.
+
+        At the start of a session the tokenizer's own beginning-of-sequence token is put before it, unless the
+        text brings it along; further on nothing is added, not even the space that some put before all text.
+        """
+        if not text:
+            return []
+        if not at_start:
+            return self._inside(text) if self._adds_space else self._ids(text)
+        ids = self._ids(text)
+        return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Give the text of tokens, special ones included; bytes that are no UTF-8 become U+FFFD."""
+        return self._join(ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Give the bytes that a token stands for inside a text; none for an id beyond the vocabulary."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find_bytes(token)
+        return found
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Give the text of a whole conversation; raises `TemplateError`."""
+        if not self.has_template:
+            raise TemplateError("the model has no chat template; send text or tokens instead of messages")
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # noqa: BLE001  a template is foreign code that can raise anything
+            raise TemplateError(
+                f"the chat template does not take these messages: {one_line(error)}"
+            ) from None
+        return str(text)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _inside(self, text: str) -> list[int]:
+        """Encode behind a line break, which takes the added space, and cut both off."""
+        ids = self._ids("\n" + text)
+        head = b""
+        for i, token in enumerate(ids):
+            head += self.token_bytes(token)
+            if head == b" \n":
+                return ids[i + 1 :]
+        return self._ids(text)  # the line break is part of a longer token: rather a space too many
+
+    def _join(self, ids: Sequence[int]) -> bytes:
+        return b"".join(map(self.token_bytes, ids))
+
+    def _find_bytes(self, token: int) -> bytes:
+        name = self._rust.id_to_token(token)
+        if name is None:
+            return b""
+        # Behind another token, because decoders cut a space at the beginning.
+        text: str = self._rust.decode([self._guard, token], skip_special_tokens=False)[
+            len(self._guard_text) :
+        ]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        if all(char in _BYTE_OF for char in name):
+            return bytes(_BYTE_OF[char] for char in name)
+        return text.encode()
+
+    def _find_bos(self) -> list[int]:
+        """Find what the tokenizer itself puts before a text."""
+        plain = self._ids("a")
+        ids: list[int] = self._rust.encode("a", add_special_tokens=True).ids
+        for i in range(len(ids) - len(plain) + 1):
+            if ids[i : i + len(plain)] == plain:
+                return ids[:i]
+        return []
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Give the byte of each character of byte-level BPE (the table of GPT-2's encoder)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF: Final = _byte_alphabet()
+
+
+def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    ends = config.get("eos_token_id")
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _load(folder: Path) -> _HfTokenizer:
+    hf_class = import_transformers().AutoTokenizer
+    try:
+        hf: _HfTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  the library raises whatever its parsers raise
+        raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
+    if not hasattr(hf, "backend_tokenizer"):
+        raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")
+    return hf
+
+
+def import_transformers() -> Any:
+    """Import transformers without its advice to install PyTorch, which is not needed here."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return transformers
