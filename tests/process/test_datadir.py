@@ -19,27 +19,6 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """Mount a tmpfs with given options; skips where that is not allowed."""
-    mounts = []
-
-    def mount(options: str):
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
-        )
-        if done.returncode:
-            pytest.skip("mounting a file system is not allowed here")
-        mounts.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounts:
-        subprocess.run(["umount", folder], check=True)
-
-
 def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
     path = tmp_path / "a" / "b"
     with DataDir.open(path, "w1") as opened:

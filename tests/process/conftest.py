@@ -1,0 +1,93 @@
+"""Free ports, data directories, and NATS servers of every kind to point a worker at."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+
+import pytest
+
+from worker.broker import EmbeddedServer, find_server
+from worker.datadir import DataDir
+from worker.settings import Settings
+
+
+def find_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def free_port():
+    return find_port()
+
+
+@pytest.fixture
+def unused_port():
+    """A second port, beside the one that the settings name."""
+    return find_port()
+
+
+@pytest.fixture
+def settings(tmp_path, free_port):
+    return Settings(data_dir=tmp_path / "data", nats_port=free_port, log_max_bytes=2**26)
+
+
+@pytest.fixture
+def directory(settings):
+    with DataDir.open(settings.data_dir, "test") as opened:
+        yield opened
+
+
+@pytest.fixture
+async def server(directory, settings):
+    """Run the embedded server; it is gone afterwards, whatever the test did to it."""
+    embedded = EmbeddedServer(directory, settings)
+    yield embedded
+    await embedded.stop()
+
+
+@pytest.fixture
+async def foreign_server(tmp_path, free_port):
+    """Start a nats-server of an operator's with a given configuration; returns its URL."""
+    processes = []
+
+    async def start(**config):
+        file = tmp_path / "foreign.conf"
+        file.write_text(json.dumps({"listen": f"127.0.0.1:{free_port}"} | config))
+        processes.append(subprocess.Popen([find_server(), "-c", file], stderr=subprocess.DEVNULL))  # noqa: ASYNC220
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", free_port)
+                writer.close()
+                return f"nats://127.0.0.1:{free_port}"
+            await asyncio.sleep(0.05)
+        raise AssertionError("the server did not start")
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mount a tmpfs with given options; skips where that is not allowed."""
+    mounts = []
+
+    def mount(options: str):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
+        )
+        if done.returncode:
+            pytest.skip("mounting a file system is not allowed here")
+        mounts.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounts:
+        subprocess.run(["umount", folder], check=True)

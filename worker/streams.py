@@ -1,0 +1,201 @@
+"""The JetStream streams and the consumer that all workers of one prefix share.
+
+Owns their configuration. Knows nothing of what the messages say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import nats.errors
+import structlog
+from nats.js import api
+from nats.js.errors import APIError, NotFoundError
+
+from .broker import BrokerError, payload_bytes
+
+if TYPE_CHECKING:
+    from nats.js.client import JetStreamContext
+
+    from protocol.subjects import Subjects
+
+    from .settings import Settings
+
+#: The durable pull consumer of the log stream; every worker pulls from it.
+CONSUMER: Final = "worker"
+MAX_ACK_PENDING: Final = 4096
+TOKEN_MAX_BYTES: Final = 2**30
+
+#: Message ids are compared across the whole stream, so one tenant's could swallow another's message.
+#: A window of 0 means two minutes to the server; this is the shortest that it takes.
+_DEDUPE_S: Final = 0.1
+
+_NAME_IN_USE: Final = 10058
+_SUBJECTS_OVERLAP: Final = 10065
+_NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of the server
+
+#: What the settings decide; everything else is the operator's.
+_OWNED: Final = frozenset(
+    {"discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
+    | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
+)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The names of what `ensure` has made sure of."""
+
+    log: str
+    tokens: str
+    consumer: str
+
+
+async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
+    """Create the log stream, the token stream and the consumer, or bring them to these settings.
+
+    Any number of workers may do it at the same time. What an operator set beyond the settings (replicas,
+    placement, metadata) is kept. Raises `BrokerError` where a stream exists that cannot be made to fit.
+    """
+    await _ensure_stream(js, _log_stream(subjects, settings))
+    await _ensure_stream(js, _token_stream(subjects, settings))
+    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
+    return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
+
+
+def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=subjects.log_stream,
+        subjects=[subjects.every("in"), subjects.every("out")],
+        retention=api.RetentionPolicy.LIMITS,
+        storage=api.StorageType.FILE,
+        discard=api.DiscardPolicy.NEW,  # the log is the truth: when it is full it refuses, it never forgets
+        max_bytes=settings.log_max_bytes,
+        max_age=settings.log_max_age_s,
+        max_msg_size=payload_bytes(settings),
+        allow_direct=True,
+        duplicate_window=_DEDUPE_S,
+    )
+
+
+def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=subjects.token_stream,
+        subjects=[subjects.every_token],
+        retention=api.RetentionPolicy.LIMITS,
+        storage=api.StorageType.FILE,
+        discard=api.DiscardPolicy.OLD,
+        max_bytes=TOKEN_MAX_BYTES,
+        max_age=settings.token_ttl_s,
+        max_msg_size=payload_bytes(settings),
+        allow_direct=True,
+        duplicate_window=_DEDUPE_S,
+    )
+
+
+def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
+    return api.ConsumerConfig(
+        durable_name=CONSUMER,
+        filter_subject=subjects.every("in"),
+        deliver_policy=api.DeliverPolicy.ALL,
+        ack_policy=api.AckPolicy.EXPLICIT,
+        ack_wait=settings.ack_wait_s,
+        max_deliver=-1,  # a request is answered, however many workers it takes
+        max_ack_pending=MAX_ACK_PENDING,
+    )
+
+
+async def _ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
+    name = str(wanted.name)
+    try:
+        try:
+            info = await js.stream_info(name)
+        except NotFoundError:
+            try:
+                await js.add_stream(wanted)
+            except APIError as error:
+                if error.err_code != _NAME_IN_USE:
+                    raise
+                info = await js.stream_info(name)  # another worker was faster, with other settings
+            else:
+                log.info("created stream", stream=name)
+                return
+        _check_identity(wanted, info.config)
+        if changes := _differences(wanted, info.config):
+            await js.update_stream(info.config.evolve(**changes))
+            log.info("updated stream", stream=name, **changes)
+        if (
+            wanted.max_bytes
+            and wanted.discard == api.DiscardPolicy.NEW
+            and info.state.bytes > wanted.max_bytes * 0.9
+        ):
+            log.warning(
+                "the log is nearly full", stream=name, bytes=info.state.bytes, max_bytes=wanted.max_bytes
+            )
+    except (APIError, nats.errors.Error) as error:
+        raise BrokerError(await _explain(js, wanted, error)) from None
+
+
+def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
+    """Refuse a stream of this name that is another's, or of a kind that cannot be changed."""
+    if sorted(found.subjects or ()) != sorted(wanted.subjects or ()):
+        raise BrokerError(
+            f"the stream {wanted.name} exists with the subjects {', '.join(found.subjects or ())} instead of"
+            f" {', '.join(wanted.subjects or ())}; remove or rename it, or choose another --prefix"
+        )
+    for what in ("storage", "retention"):
+        if getattr(found, what) != getattr(wanted, what):
+            raise BrokerError(
+                f"the stream {wanted.name} exists with {what} {getattr(found, what)} instead of"
+                f" {getattr(wanted, what).value}, which is fixed; remove it, or choose another --prefix"
+            )
+
+
+async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig) -> None:
+    try:
+        try:
+            found = (await js.consumer_info(stream, CONSUMER)).config
+        except NotFoundError:
+            found = None
+        changes = _differences(wanted, found) if found else {}
+        if found is None or changes:
+            await js.add_consumer(stream, found.evolve(**changes) if found else wanted)
+            log.info("set up consumer", stream=stream, consumer=CONSUMER, **changes)
+    except (APIError, nats.errors.Error) as error:
+        raise BrokerError(
+            f"the consumer {CONSUMER} of stream {stream} cannot be set up ({_reason(error)}); if something"
+            " else made it, remove it"
+        ) from None
+
+
+def _differences(wanted: Any, found: Any) -> dict[str, Any]:
+    """Collect what `wanted` says otherwise than `found`; what it leaves open (None) is not looked at."""
+    asked = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
+    return {
+        name: value
+        for name, value in asked.items()
+        if name in _OWNED and value is not None and value != getattr(found, name)
+    }
+
+
+async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Exception) -> str:
+    code = error.err_code if isinstance(error, APIError) else None
+    if code == _SUBJECTS_OVERLAP:
+        owners = {await js.find_stream_name_by_subject(subject) for subject in wanted.subjects or ()}
+        return (
+            f"the stream {wanted.name} cannot be created: its subjects belong to the stream"
+            f" {', '.join(sorted(owners))}; remove that stream, or choose another --prefix"
+        )
+    if code in _NO_SPACE:
+        return (
+            f"the NATS server has no room for the stream {wanted.name} of up to {wanted.max_bytes} bytes;"
+            " raise its JetStream storage limit, or lower --log-max-bytes"
+        )
+    return f"the NATS server refuses the stream {wanted.name}: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "description", None) or error or type(error).__name__)
