@@ -46,3 +46,15 @@ class RequestFailedError(TurnkeepError):
 
 class NoWorkerError(TurnkeepError):
     """Nothing answers: no NATS server at the address, or no worker behind it."""
+
+
+class NotPermittedError(TurnkeepError):
+    """The NATS server does not let this user publish there."""
+
+
+class ResultTimeoutError(TurnkeepError, TimeoutError):
+    """The caller's time is over. The request stays in the log and will be answered."""
+
+
+class StreamBrokenError(TurnkeepError):
+    """Chunks of one answer contradict each other or the recorded result."""

@@ -1,0 +1,64 @@
+"""Joins the token chunks of one answer: no gap, no repeat, and never against the recorded result.
+
+Pure: chunks in, what is new in them out. Where chunks come from is the caller's business.
+"""
+
+from __future__ import annotations
+
+from .errors import StreamBrokenError
+from .messages import Chunk, Generated
+
+
+class Assembly:
+    """One answer as far as it is known.
+
+    Chunks may come again, cut differently, after a worker or a server died. A chunk's place among the
+    tokens is its `i`; its place in the text is known where another chunk began or ended at `i`. A chunk
+    that starts anywhere else is refused, and `behind` is true until an earlier one closes the gap.
+    """
+
+    def __init__(self) -> None:
+        self.behind = False
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._text_length = 0
+        #: Index of a token at which some chunk began or ended -> characters before it.
+        self._text_at = {0: 0}
+
+    def add(self, chunk: Chunk) -> Chunk | None:
+        """Return what `chunk` adds, or None. Raises `StreamBrokenError` if it contradicts what is known."""
+        text_start = self._text_at.get(chunk.i)
+        if text_start is None:
+            self.behind = True
+            return None
+        num_known = len(self._tokens) - chunk.i
+        if self._tokens[chunk.i : chunk.i + len(chunk.tokens)] != list(chunk.tokens[:num_known]):
+            raise StreamBrokenError(f"tokens from {chunk.i} on were published twice and differ")
+        self._check_text(text_start, chunk.text)
+        self._text_at.setdefault(chunk.i + len(chunk.tokens), text_start + len(chunk.text))
+        if len(chunk.tokens) > num_known:
+            self.behind = False
+        return self._extend(chunk.tokens[num_known:], chunk.text[self._text_length - text_start :])
+
+    def finish(self, result: Generated) -> Chunk | None:
+        """Return what `result` holds beyond the chunks; raises `StreamBrokenError` if they contradict it."""
+        num_known = len(self._tokens)
+        if list(result.tokens[:num_known]) != self._tokens:
+            raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")
+        if not result.text.startswith("".join(self._texts)):
+            raise StreamBrokenError(f"the recorded text of {result.id} differs from that streamed")
+        return self._extend(result.tokens[num_known:], result.text[self._text_length :])
+
+    def _check_text(self, start: int, text: str) -> None:
+        overlap = text[: self._text_length - start]
+        if overlap and not "".join(self._texts).startswith(overlap, start):
+            raise StreamBrokenError(f"text from character {start} on was published twice and differs")
+
+    def _extend(self, tokens: tuple[int, ...], text: str) -> Chunk | None:
+        if not tokens and not text:
+            return None
+        new = Chunk(i=len(self._tokens), tokens=tokens, text=text)
+        self._tokens += tokens
+        self._texts.append(text)
+        self._text_length += len(text)
+        return new

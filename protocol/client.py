@@ -1,0 +1,321 @@
+"""The async Python client: one NATS connection of one tenant.
+
+The only module of the protocol that imports nats. What a call does while it waits is in `calls` and
+`generation`; this module publishes, reads and listens for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client as Nats
+from nats.js.errors import APIError, NoStreamResponseError
+
+from .calls import Outboxes, Pending, Stored, expect
+from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
+from .messages import (
+    Generate,
+    Generated,
+    Metrics,
+    Request,
+    decode_metrics,
+    decode_request,
+    decode_result,
+    encode,
+)
+from .session import Messages, Sampling, Session, build
+from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+DEFAULT_URL: Final = "nats://127.0.0.1:4222"
+
+#: Wait for the log's acknowledgement before publishing again, doubling up to the second.
+FIRST_ACK_S: Final = 2.0
+LAST_ACK_S: Final = 30.0
+#: Tries before a missing log means that no worker was ever there: a cluster may be electing a leader.
+NUM_TRIES: Final = 4
+TRY_PAUSE_S: Final = 0.2
+RECONNECT_PAUSE_S: Final = 0.25
+#: One batch of a read-back, and the wait for its next message.
+READ_BATCH: Final = 256
+READ_BATCH_BYTES: Final = 4 * 2**20
+READ_S: Final = 2.0
+
+_MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code for more than the stream's max_msg_size
+_END_OF_BATCH: Final = "204"
+_CREDENTIALS: Final = re.compile(r"(?<=//)[^/@]*@")
+
+
+async def connect(
+    url: str = DEFAULT_URL,
+    *,
+    tenant: str = DEFAULT_TENANT,
+    prefix: str = DEFAULT_PREFIX,
+    name: str = "turnkeep-client",
+    connect_timeout_s: float = 2.0,
+    control_timeout_s: float = 5.0,
+    **nats_options: Any,
+) -> Client:
+    """Connect to NATS and return a client; use it as an async context manager, or close it.
+
+    `nats_options` go to nats-py's `connect` as they are (credentials, TLS). A connection that is lost later
+    is made again for as long as the client is open, and waiting calls go on. Raises `NoWorkerError` if no
+    server can be reached within `connect_timeout_s`, `InvalidMessageError` for a bad tenant or prefix.
+    """
+    check_id("tenant", tenant)
+    wire = _NatsWire(Subjects(prefix))
+    await wire.connect(url, connect_timeout_s, name=name, **nats_options)
+    return Client(wire, tenant, control_timeout_s)
+
+
+class Client:
+    """A connection of one tenant. Make it with `connect`."""
+
+    def __init__(self, wire: _NatsWire, tenant: str, control_timeout_s: float) -> None:
+        self.tenant = tenant
+        self._wire = wire
+        self._outboxes = Outboxes(wire)
+        self._control_timeout_s = control_timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls that still wait raise `NoWorkerError`. Their requests go on."""
+        await self._wire.close()
+
+    def session(self, name: str) -> Session:
+        """Name a session of the tenant. Nothing is sent. Raises `InvalidMessageError` for a bad name."""
+        return Session(self._wire, self._outboxes, session_key(self.tenant, name), self._control_timeout_s)
+
+    async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Pending:
+        """Publish a request and return it once the log has it; await that for the result, `Failed` included.
+
+        `timeout_s` counts from here to the result. Raises what `Session`'s methods raise.
+        """
+        decode_request(encode(request))  # msgspec checks what it decodes, not what Python builds
+        pending = Pending(self._wire, self._outboxes, key, request, timeout_s=timeout_s)
+        async with pending.listening():
+            return pending
+
+    async def ask(
+        self,
+        session: str,
+        *,
+        messages: Messages | None = None,
+        text: str | None = None,
+        tokens: Sequence[int] | None = None,
+        request_id: str | None = None,
+        timeout_s: float = 60.0,
+        **sampling: Unpack[Sampling],
+    ) -> Generated:
+        """Generate by core request and reply: needs no access to the log, streams nothing, retries nothing.
+
+        Raises `RequestFailedError`, and `NoWorkerError` if nobody serves or `timeout_s` is over.
+        """
+        request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
+        subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
+        return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
+
+    async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
+        """Yield what a worker publishes every few seconds (`*`: every worker), until the client is closed."""
+        subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
+        async with contextlib.aclosing(self._wire.bodies(subject)) as bodies:
+            async for body in bodies:
+                # A worker of another version must not end the view of the others.
+                with contextlib.suppress(InvalidMessageError):
+                    yield decode_metrics(body)
+
+
+class _NatsWire:
+    """`calls.Wire` over nats-py."""
+
+    def __init__(self, subjects: Subjects) -> None:
+        self.subjects = subjects
+        self.epoch = 0
+        self.closed = False
+        self.watchers: set[asyncio.Event] = set()
+        self._nats = Nats()
+        self._jetstream = self._nats.jetstream()
+        self._connected = asyncio.Event()
+        self._last_error = ""
+        self._denial = ""
+
+    async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._nats.connect(
+                    url,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
+                    reconnected_cb=self._on_reconnected,
+                    closed_cb=self._on_closed,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # only ever slept
+                    **options,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            await self._nats.close()
+            why = self._last_error or str(error) or f"no answer within {timeout_s} s"
+            raise NoWorkerError(f"no NATS server at {_CREDENTIALS.sub('', url)}: {why}") from None
+        self._connected.set()
+
+    async def close(self) -> None:
+        await self._nats.close()
+
+    async def publish(self, subject: str, body: bytes) -> int:
+        patience_s, num_refusals = FIRST_ACK_S, 0
+        while True:
+            await self._connected.wait()
+            self._check(body)
+            try:
+                ack = await self._jetstream.publish(subject, body, timeout=patience_s)
+            except NoStreamResponseError:
+                num_refusals += 1
+                if num_refusals == NUM_TRIES:
+                    raise NoWorkerError(
+                        f"no stream takes {subject}: no worker was ever started on this NATS server"
+                        f" with the prefix {self.subjects.prefix!r}"
+                    ) from None
+                await asyncio.sleep(TRY_PAUSE_S)
+            except APIError as error:
+                raise _refusal(error) from None
+            except nats.errors.TimeoutError:
+                # The log may have it or not. Under the same id a second entry does no harm.
+                self._check_permission(subject)
+                patience_s = min(2 * patience_s, LAST_ACK_S)
+            except nats.errors.Error:  # between two connections
+                await asyncio.sleep(TRY_PAUSE_S)
+            else:
+                if ack.stream != self.subjects.log_stream:
+                    raise NoWorkerError(
+                        f"{subject} is stored by the stream {ack.stream!r}, which is not a worker's:"
+                        f" it should be {self.subjects.log_stream!r}"
+                    )
+                return ack.seq
+
+    async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
+        self._check(body)
+        try:
+            return (await self._nats.request(subject, body, timeout=timeout_s)).data
+        except nats.errors.NoRespondersError:
+            raise NoWorkerError(f"no worker serves {subject}") from None
+        except nats.errors.TimeoutError:
+            self._check_permission(subject)
+            raise NoWorkerError(f"no worker answered on {subject} within {timeout_s} s") from None
+        except nats.errors.Error as error:
+            raise NoWorkerError(f"{subject} could not be asked: {error}") from None
+
+    async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
+        found: list[Stored] = []
+        # Whatever goes wrong, the caller asks again. Without a stream there is nothing to be found.
+        with contextlib.suppress(nats.errors.Error):
+            replies = await self._nats.subscribe(self._nats.new_inbox())
+            try:
+                while self._connected.is_set() and await self._read_batch(
+                    replies, stream, subject, seq, found
+                ):
+                    seq = found[-1].seq + 1
+            finally:
+                await replies.unsubscribe()
+        return found
+
+    async def _read_batch(
+        self, replies: Subscription, stream: str, subject: str, seq: int, found: list[Stored]
+    ) -> bool:
+        """Add one batch to `found` and say whether there is more."""
+        request = {"seq": seq, "batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, "next_by_subj": subject}
+        await self._nats.publish(
+            f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=replies.subject
+        )
+        while True:
+            reply = await replies.next_msg(timeout=READ_S)
+            headers = reply.headers or {}
+            if status := headers.get("Status"):
+                return status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
+            found.append(Stored(int(headers["Nats-Sequence"]), reply.data))
+
+    async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        async def deliver(message: Msg) -> None:
+            on_body(message.data)
+
+        self._check()
+        subscription = await self._nats.subscribe(subject, cb=deliver)
+
+        async def stop() -> None:
+            with contextlib.suppress(nats.errors.Error):  # a closed connection has no subscriptions
+                await subscription.unsubscribe()
+
+        return stop
+
+    async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
+        """Yield every message of a subject until the connection is closed."""
+        self._check()
+        subscription = await self._nats.subscribe(subject)
+        try:
+            async for message in subscription.messages:
+                yield message.data
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
+    def _check(self, body: bytes = b"") -> None:
+        if self.closed:
+            raise NoWorkerError("the client is closed")
+        if len(body) > self._nats.max_payload:
+            raise InvalidMessageError(
+                f"the request has {len(body)} bytes, the NATS server takes {self._nats.max_payload} at most:"
+                " send it as several appends"
+            )
+
+    def _check_permission(self, subject: str) -> None:
+        # The server reports a violation to the connection, not to the publisher.
+        if f'"{subject.lower()}"' in self._denial:
+            raise NotPermittedError(f"this user may not publish on {subject}: {self._denial}")
+
+    def _wake(self) -> None:
+        for watcher in self.watchers:
+            watcher.set()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        if "permissions violation" in self._last_error.lower():
+            self._denial = self._last_error.lower()
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+
+    async def _on_reconnected(self) -> None:
+        self.epoch += 1
+        self._connected.set()
+        self._wake()
+
+    async def _on_closed(self) -> None:
+        self.closed = True
+        self._connected.set()  # whoever waits for it must find out
+        self._wake()
+
+
+def _refusal(error: APIError) -> TurnkeepError:
+    if error.err_code == _MESSAGE_TOO_LARGE:
+        return InvalidMessageError("the request is larger than the log takes: send it as several appends")
+    return RequestFailedError(
+        "overloaded", f"the log refused the request: {error.description}", retryable=True
+    )

@@ -1,0 +1,129 @@
+"""A generate as its client sees it: chunks while it runs, the recorded answer at the end.
+
+Owns where missing chunks are looked for. How they join is in `chunks`, how a result is found in `calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from .calls import LAST_LOOK_S, Pending, Wire, expect
+from .chunks import Assembly
+from .messages import Cancelled, Chunk, Generated, decode_chunk
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+
+#: Pause between two looks for chunks that are known to be missing; doubles up to the second.
+FIRST_CHUNK_LOOK_S: Final = 0.05
+LAST_CHUNK_LOOK_S: Final = 2.0
+#: Chunks kept for a caller that reads slowly. Older ones are read back from the token stream.
+MAX_WAITING_CHUNKS: Final = 65_536
+
+
+class Generation:
+    """A running generate. Iterate over it for its chunks, or await it for its result; both work together.
+
+    The request is published by the first of the two. Leaving the iteration early does not stop the
+    answer: `cancel` does. Texts and tokens of the chunks, joined, are exactly those of the result.
+    """
+
+    def __init__(self, pending: Pending, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
+        self._pending = pending
+        self._wire = wire
+        self._cancel = cancel
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._pending.id
+
+    @property
+    def seq(self) -> int | None:
+        """Sequence of the request in the log, once that has acknowledged it."""
+        return self._pending.seq
+
+    @property
+    def result(self) -> Generated:
+        """The recorded answer. Raises `RequestFailedError`, or RuntimeError before it is here."""
+        return expect(Generated, self._pending.result)
+
+    def __await__(self) -> Generator[Any, None, Generated]:
+        return self.wait().__await__()
+
+    async def wait(self) -> Generated:
+        """Return the recorded answer. Raises `RequestFailedError`, `ResultTimeoutError`, `NoWorkerError`."""
+        return expect(Generated, await self._pending.wait())
+
+    async def cancel(self) -> Cancelled:
+        """Ask the worker to stop here. The answer ends with finish_reason `cancelled`."""
+        return await self._cancel(self.id)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Yield the answer as it comes, from its first token on; raises what `wait` raises.
+
+        Raises `StreamBrokenError` where the worker contradicts what it has published before.
+        """
+        pending, assembly = self._pending, Assembly()
+        if not pending.is_settled():
+            chunks = _Chunks(self._wire, self._wire.subjects.tokens(pending.key, self.id), pending.wake)
+            async with chunks.listening(), pending.listening():
+                while not pending.is_settled() or chunks.waiting:
+                    for body in await chunks.take(behind=assembly.behind):
+                        if new := assembly.add(decode_chunk(body)):
+                            yield new
+                    if not pending.is_settled() and not chunks.waiting:
+                        await pending.turn(chunks.patience_s if assembly.behind else LAST_LOOK_S)
+        if rest := assembly.finish(self.result):
+            yield rest
+
+
+class _Chunks:
+    """The chunk bodies of one generate: as they come, and from the token stream where some were missed."""
+
+    def __init__(self, wire: Wire, subject: str, wake: asyncio.Event) -> None:
+        self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING_CHUNKS)
+        self._wire = wire
+        self._subject = subject
+        self._wake = wake
+        self._epoch = wire.epoch
+        self._next_seq = 1
+        self._pause_s = FIRST_CHUNK_LOOK_S
+        self._look_at = 0.0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        stop = await self._wire.listen(self._subject, self._arrived)
+        try:
+            yield
+        finally:
+            await stop()
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until missing chunks may be looked for again."""
+        return max(0.0, self._look_at - asyncio.get_running_loop().time())
+
+    async def take(self, *, behind: bool) -> list[bytes]:
+        """Return what has come since; where some is missing, what the token stream has, first."""
+        found: list[bytes] = []
+        if self._epoch != self._wire.epoch or (behind and not self.patience_s):
+            # The stream may store a chunk a little later than it is delivered, or have lost it: ask again,
+            # more and more seldom.
+            self._epoch = self._wire.epoch
+            self._look_at = asyncio.get_running_loop().time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_CHUNK_LOOK_S)
+            stream = self._wire.subjects.token_stream
+            for stored in await self._wire.read(stream, self._subject, self._next_seq):
+                self._next_seq = stored.seq + 1
+                found.append(stored.body)
+        found += self.waiting
+        self.waiting.clear()
+        return [body for body in found if body]  # an empty body ends the stream; the result tells more
+
+    def _arrived(self, body: bytes) -> None:
+        self.waiting.append(body)
+        self._wake.set()

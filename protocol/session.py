@@ -1,0 +1,172 @@
+"""One session of a client: each method is one request, or one question to the worker that holds it.
+
+Builds requests and names their results; `calls` and `generation` carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from uuid import uuid4
+
+from .calls import Outboxes, Pending, Wire, expect
+from .generation import Generation
+from .messages import (
+    Append,
+    Appended,
+    CachePolicy,
+    Cancelled,
+    CancelRequest,
+    Close,
+    Closed,
+    ControlReply,
+    ControlRequest,
+    Generate,
+    InfoRequest,
+    Message,
+    Open,
+    Opened,
+    Request,
+    Rewind,
+    Rewound,
+    SessionInfo,
+    decode_control_reply,
+    decode_request,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from .subjects import SessionKey
+
+#: Chat messages as our own type or as dicts in OpenAI's shape.
+Messages = Sequence[Message | Mapping[str, Any]]
+
+
+class Sampling(TypedDict, total=False):
+    """The options of a generate; what is left out has the default of `messages.Generate`."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: Sequence[str]
+    raw: bool
+
+
+class Session:
+    """A session by its name. Holds nothing: two objects for one session are as good as one.
+
+    Every method that takes a `request_id` makes one up where it is left out. Repeating a request under its
+    id is safe: it is answered from the record. `timeout_s` counts from the call to the result; without it a
+    call waits for as long as it takes, over restarts of worker and server. All raise `InvalidMessageError`,
+    `RequestFailedError` (the worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and
+    `ResultTimeoutError`.
+    """
+
+    def __init__(self, wire: Wire, outboxes: Outboxes, key: SessionKey, control_timeout_s: float) -> None:
+        self.key = key
+        self._wire = wire
+        self._outboxes = outboxes
+        self._control_timeout_s = control_timeout_s
+
+    async def open(
+        self,
+        cache: CachePolicy | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Opened:
+        """Start the session explicitly; only as its first request, or after `close`."""
+        return expect(Opened, await self._call(build(Open, request_id, cache=cache), timeout_s))
+
+    async def append(
+        self,
+        *,
+        messages: Messages | None = None,
+        text: str | None = None,
+        tokens: Sequence[int] | None = None,
+        request_id: str | None = None,
+        expect_position: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Appended:
+        """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled."""
+        request = build(
+            Append, request_id, messages=messages, text=text, tokens=tokens, expect_position=expect_position
+        )
+        return expect(Appended, await self._call(request, timeout_s))
+
+    def generate(
+        self,
+        *,
+        messages: Messages | None = None,
+        text: str | None = None,
+        tokens: Sequence[int] | None = None,
+        request_id: str | None = None,
+        expect_position: int | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """Prepare a generate, after appending at most one of `messages`, `text`, `tokens`.
+
+        Iterating over it or awaiting it sends it. Raises `InvalidMessageError` at once.
+        """
+        request = build(
+            Generate,
+            request_id,
+            messages=messages,
+            text=text,
+            tokens=tokens,
+            expect_position=expect_position,
+            **sampling,
+        )
+        return Generation(self._pending(request, timeout_s), self._wire, self.cancel)
+
+    async def rewind(
+        self,
+        position: int,
+        *,
+        request_id: str | None = None,
+        expect_position: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Rewound:
+        """Forget every token from `position` on."""
+        request = build(Rewind, request_id, position=position, expect_position=expect_position)
+        return expect(Rewound, await self._call(request, timeout_s))
+
+    async def close(self, *, request_id: str | None = None, timeout_s: float | None = None) -> Closed:
+        """End the session. Only `open` can use its name again."""
+        return expect(Closed, await self._call(build(Close, request_id), timeout_s))
+
+    async def info(self) -> SessionInfo:
+        """Return the session's state, from the worker that holds it."""
+        return expect(SessionInfo, await self._control(InfoRequest()))
+
+    async def cancel(self, request_id: str) -> Cancelled:
+        """Stop a waiting or running request of the session."""
+        return expect(Cancelled, await self._control(CancelRequest(id=request_id)))
+
+    async def _call(self, request: Request, timeout_s: float | None) -> Any:
+        return await self._pending(request, timeout_s)
+
+    def _pending(self, request: Request, timeout_s: float | None) -> Pending:
+        return Pending(self._wire, self._outboxes, self.key, request, timeout_s=timeout_s)
+
+    async def _control(self, request: ControlRequest) -> ControlReply:
+        subject = self._wire.subjects.of(self.key, "ctl")
+        return decode_control_reply(await self._wire.ask(subject, encode(request), self._control_timeout_s))
+
+
+_Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
+
+
+def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
+    """Make a request, None meaning left out; raises `InvalidMessageError` as the worker would answer."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    tag = kind.__struct_config__.tag
+    request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
+    if not isinstance(request, kind):  # the tag says that it is
+        raise TypeError(request)
+    return request

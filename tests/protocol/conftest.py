@@ -1,0 +1,43 @@
+"""A real nats-server, a scripted worker behind it, and a client of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import nats
+import pytest
+from scripted_worker import FakeWorker, NatsServer
+
+from protocol.client import Client, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path / "js")
+    await server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncIterator[Client]:
+    async with await connect(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def worker(server: NatsServer) -> AsyncIterator[FakeWorker]:
+    async def ignore(error: Exception) -> None:
+        """Servers are killed here."""
+
+    connection = await nats.connect(
+        server.url, error_cb=ignore, reconnect_time_wait=0.1, max_reconnect_attempts=-1
+    )
+    worker = FakeWorker(connection)
+    await worker.start()
+    yield worker
+    await connection.close()

@@ -1,0 +1,184 @@
+"""A real nats-server that can be killed, and a scripted worker that speaks the protocol with raw nats-py."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nats.js.api import StreamConfig
+
+from protocol.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Request,
+    Result,
+    Rewound,
+    Seconds,
+    Usage,
+    decode_request,
+    encode,
+)
+from protocol.subjects import SessionKey, Subjects
+
+if TYPE_CHECKING:
+    import nats
+
+SUBJECTS = Subjects()
+KEY = SessionKey("default", "s1")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class NatsServer:
+    """A nats-server process over one store directory and one port."""
+
+    def __init__(self, folder: Path, extra: tuple[str, ...] = ()) -> None:
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._extra = extra
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        binary = Path(sys.executable).with_name("nats-server")
+        command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder)]
+        self._process = subprocess.Popen(
+            [*command, *self._extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for _ in range(200):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                await writer.wait_closed()
+                return
+        raise RuntimeError("nats-server did not start")
+
+    def kill(self) -> None:
+        """Kill -9 and reap."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+Script = Callable[["FakeWorker", int, Request], Awaitable[None]]
+
+
+class FakeWorker:
+    """Makes the streams and hands every request on `in` to a script."""
+
+    def __init__(self, connection: nats.NATS) -> None:
+        self.nats = connection
+        self.js = connection.jetstream()
+        self.script: Script = answer
+        self.requests: list[tuple[int, Request]] = []
+
+    async def start(self) -> None:
+        await self.js.add_stream(
+            StreamConfig(
+                name=SUBJECTS.log_stream,
+                subjects=[SUBJECTS.every("in"), SUBJECTS.every("out")],
+                allow_direct=True,
+            )
+        )
+        await self.js.add_stream(
+            StreamConfig(
+                name=SUBJECTS.token_stream, subjects=[SUBJECTS.every_token], allow_direct=True, max_age=600
+            )
+        )
+        # A consumer, as a worker has one: it also sees what was published while it was cut off.
+        await self.js.subscribe(SUBJECTS.every("in"), cb=self._take, ordered_consumer=True)
+
+    async def _take(self, message: nats.aio.msg.Msg) -> None:
+        seq = message.metadata.sequence.stream
+        request = decode_request(message.data)
+        self.requests.append((seq, request))
+        await self.script(self, seq, request)
+
+    async def result(self, result: Result) -> None:
+        await self.js.publish(SUBJECTS.of(KEY, "out"), encode(result))
+
+    async def chunk(self, request: Request, i: int, tokens: list[int], text: str) -> None:
+        body = encode(Chunk(i=i, tokens=tuple(tokens), text=text))
+        await self.js.publish(SUBJECTS.tokens(KEY, request.id), body)
+
+    async def end(self, request: Request) -> None:
+        await self.js.publish(SUBJECTS.tokens(KEY, request.id), b"")
+
+
+#: The answer that every scripted generate gives.
+TOKENS = (11, 12, 13, 14, 15, 16)
+TEXTS = ("He", "llo", ", ", "wör", "ld", "!")
+
+
+def generated(seq: int, request: Request, **changes: object) -> Generated:
+    fields: dict[str, object] = {
+        "text": "".join(TEXTS),
+        "tokens": TOKENS,
+        "finish_reason": "stop",
+        "usage": Usage(prompt_tokens=3, cached_tokens=1, prefilled_tokens=2, completion_tokens=6),
+        "seconds": Seconds(queued=0.0, prefill=0.1, first_token=0.2, total=0.5),
+        "kv_live_bytes": 1024,
+        "position": 9,
+    }
+    return Generated(id=request.id, seq=seq, **(fields | changes))  # type: ignore[arg-type]
+
+
+def plain_result(seq: int, request: Request) -> Result:
+    match request:
+        case Append():
+            return Appended(
+                id=request.id,
+                seq=seq,
+                position=3,
+                tokens=3,
+                cached_tokens=1,
+                prefilled_tokens=2,
+                kv_live_bytes=512,
+                seconds=0.1,
+            )
+        case Generate():
+            return generated(seq, request)
+        case Open():
+            return Opened(id=request.id, seq=seq, position=0)
+        case Close():
+            return Closed(id=request.id, seq=seq, position=9)
+        case _:
+            return Rewound(id=request.id, seq=seq, position=request.position)
+
+
+async def answer(worker: FakeWorker, seq: int, request: Request) -> None:
+    """Stream every token and record the result, as a worker in good health does."""
+    if isinstance(request, Generate):
+        for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
+            await worker.chunk(request, i, [token], text)
+    await worker.result(plain_result(seq, request))
+    if isinstance(request, Generate):
+        await worker.end(request)
+
+
+async def refuse(worker: FakeWorker, seq: int, request: Request) -> None:
+    await worker.result(
+        Failed(id=request.id, seq=seq, code="overloaded", message="4 requests wait", retryable=True)
+    )
