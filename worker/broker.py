@@ -87,6 +87,26 @@ def check_port(port: int) -> None:
             ) from None
 
 
+def server_name(root: Path) -> str:
+    """Name the server of a data directory, so that it can be told from a stranger on its port."""
+    return "turnkeep-" + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
+
+
+async def greet(port: int) -> dict[str, Any] | None:
+    """Read what the server on a local port says of itself to whoever connects; None where none answers."""
+    with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            try:
+                word, _, said = (await reader.readline()).partition(b" ")
+            finally:
+                writer.close()
+        if word == b"INFO":
+            greeting: dict[str, Any] = json.loads(said)
+            return greeting
+    return None
+
+
 class EmbeddedServer:
     """A nats-server process of the worker's own, with JetStream in the worker's data directory.
 
@@ -102,8 +122,7 @@ class EmbeddedServer:
         self._config_file = self._root / "nats-server.conf"
         self._state_file = self._root / "nats-server.json"
         self._log_file = directory.logs / "nats-server.log"
-        # Names the data directory, so that whoever answers on the port can be told from a stranger.
-        self._name = "turnkeep-" + hashlib.sha256(os.fsencode(self._root)).hexdigest()[:16]
+        self._name = server_name(self._root)
         self._config = self._render(directory, settings)
         self._room_bytes = 4 * payload_bytes(settings)
         self._process: psutil.Process | None = None
@@ -251,7 +270,7 @@ class EmbeddedServer:
         while loop.time() < deadline:
             if not self._alive():
                 raise BrokerError(f"nats-server ended at once: {self._last_words()}")
-            greeting = await self._greeting()
+            greeting = await greet(self.port)
             if greeting and greeting.get("server_name") != self._name:
                 check_port(self.port)  # says whose port it is
             if greeting and greeting.get("jetstream"):
@@ -260,20 +279,6 @@ class EmbeddedServer:
                 return
             await asyncio.sleep(0.05)
         raise BrokerError(f"nats-server was not ready within {_READY_S:g} s; see {self._log_file}")
-
-    async def _greeting(self) -> dict[str, Any] | None:
-        """Read what the server says of itself to whoever connects; None where nothing sensible answers."""
-        with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
-            async with asyncio.timeout(2.0):
-                reader, writer = await asyncio.open_connection(HOST, self.port)
-                try:
-                    word, _, said = (await reader.readline()).partition(b" ")
-                finally:
-                    writer.close()
-            if word == b"INFO":
-                greeting: dict[str, Any] = json.loads(said)
-                return greeting
-        return None
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

@@ -36,6 +36,10 @@ class DataDirError(TurnkeepError):
     """The data directory cannot be used; the message is one line that says why and what would help."""
 
 
+class DataDirInUseError(DataDirError):
+    """Another worker holds the data directory's lock."""
+
+
 class DataDir:
     """An open data directory. The lock holds until `close`, or until the process ends in any way."""
 
@@ -63,16 +67,17 @@ class DataDir:
             opened = cls(path, fd)
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
+        except BlockingIOError:
+            owner = _owner(fd)
+            os.close(fd)
+            raise DataDirInUseError(
+                f"the data directory {path} is in use by {owner}; stop it, or choose another with --data-dir"
+            ) from None
         except OSError as error:
-            if isinstance(error, BlockingIOError):
-                message = f"the data directory {path} is in use by {_owner(fd)}; stop it, or choose another"
-                message += " with --data-dir"
-            else:
-                reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
-                message = f"the data directory {path} cannot be used: {reason}"
             if fd >= 0:
                 os.close(fd)
-            raise DataDirError(message) from None
+            reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
+            raise DataDirError(f"the data directory {path} cannot be used: {reason}") from None
         return opened
 
     @property

@@ -228,9 +228,9 @@ class Settings:
         "this worker's name in metrics",
     )
     dtype: str = _setting(
-        _choice("auto", "float32", "float16", "bfloat16"),
+        _choice("auto", "keep", "float32", "float16", "bfloat16"),
         "auto",
-        "type of weights and KV; auto suits the device",
+        "type of weights and KV; auto suits the device, keep leaves the weights as they are",
     )
     max_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)), None, "bytes of KV on the device; auto derives them from the machine"

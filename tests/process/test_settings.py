@@ -130,7 +130,7 @@ def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_pat
         ("ack_wait_s", "soon", "such as 5, 5s or 2m"),
         ("ack_wait_s", float("nan"), "from 0.5 to 3600 seconds"),
         ("metrics_interval_s", "inf", "a duration"),
-        ("dtype", "int4", "one of auto, float32, float16, bfloat16"),
+        ("dtype", "int4", "one of auto, keep, float32, float16, bfloat16"),
         ("prefix", "a..b", "joined by dots"),
         ("worker", "my host", "1 to 64 of the characters"),
         ("nats", "http://queue", "nats://host:4222"),

@@ -1,0 +1,122 @@
+"""The doctor finds what a worker would stumble over, and says how to mend it."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from worker import doctor
+from worker.datadir import DataDir
+from worker.doctor import Check, checks, exit_code, table
+
+
+async def examine(settings):
+    return {check.name: check for check in await asyncio.to_thread(checks, settings)}
+
+
+@pytest.fixture
+def small(settings):
+    """Ask for so little disk that any machine has it."""
+    return dataclasses.replace(settings, max_disk=2**20, min_free_disk=0)
+
+
+async def test_a_sound_machine_passes_every_check(small):
+    found = await examine(small)
+    assert list(found) == ["Python", "MLX", "BLAS", "data directory", "disk", "NATS", "port", "model"]
+    assert {check.name for check in found.values() if check.state == "fail"} == set()
+    assert exit_code(found.values()) == 0
+    assert found["MLX"].found.split(" on ")[1] in ("cpu", "metal", "cuda")
+    assert str(small.nats_port) in found["port"].found
+
+
+async def test_a_running_worker_is_no_fault(server, small, directory):
+    await server.start()
+    found = await examine(small)
+    assert "in use by worker test" in found["data directory"].found
+    assert found["port"] == Check(
+        "port", "ok", f"{small.nats_port} is held by this data directory's own server"
+    )
+
+
+async def test_a_port_held_by_a_stranger_fails_with_advice(foreign_server, small):
+    await foreign_server(server_name="stranger")
+    port = (await examine(small))["port"]
+    assert (port.state, port.found) == ("fail", "stranger")
+    assert "--nats-port" in port.mend
+
+
+async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_server, small):
+    found = await examine(dataclasses.replace(small, nats=await foreign_server()))
+    assert found["NATS"].state == "fail"
+    assert "nats-server -js" in found["NATS"].mend
+    assert "port" not in found
+    assert exit_code(found.values()) == 1
+
+
+async def test_a_remote_server_is_named_with_its_version(foreign_server, small, tmp_path):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
+    nats = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
+    assert nats.state == "ok"
+    assert "JetStream is enabled" in nats.found
+
+
+async def test_an_unusable_data_directory_fails_with_advice(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    found = await examine(dataclasses.replace(small, data_dir=tmp_path / "file"))
+    assert found["data directory"].state == "fail"
+    assert "there is a file in its place" in found["data directory"].missing
+    assert "--data-dir" in found["data directory"].mend
+
+
+def test_a_small_disk_warns_and_a_tiny_one_fails(mounted, settings, monkeypatch):
+    folder = mounted("size=8m")
+    assert doctor._disk(dataclasses.replace(settings, data_dir=folder))[1].state == "fail"
+    monkeypatch.setattr(doctor, "_MIN_FREE_BYTES", 2**20)
+    disk = doctor._disk(dataclasses.replace(settings, data_dir=folder))[1]
+    assert disk.state == "warn"
+    assert "--max-disk" in disk.mend
+
+
+def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
+    monkeypatch.setattr(doctor, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')")
+    found = doctor._mlx()
+    assert found.state == "fail"
+    assert "cannot open shared object file" in found.found
+    assert "mlx[cpu]" in found.mend
+    monkeypatch.setattr(doctor, "_ASK_MLX", "import os; os.abort()")
+    assert doctor._mlx().state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("spec", "state", "word"),
+    [
+        ("no/where/at/all", "fail", "org/name"),
+        ("some-org/some-model", "warn", "downloads"),
+        ("./missing", "fail", "folder"),
+    ],
+)
+def test_a_model_that_is_not_here_is_said(settings, spec, state, word):
+    found = doctor._model(dataclasses.replace(settings, model=spec))
+    assert found.state == state
+    assert word in found.mend
+
+
+def test_an_empty_model_folder_fails(settings, tmp_path):
+    assert doctor._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
+
+
+def test_the_table_shows_every_word_on_a_narrow_terminal():
+    found = [Check("disk", "warn", "1.0 GiB free", "up to 30 GiB", "lower --max-disk [and] more")]
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(table(found))
+    text = " ".join(capture.get().split())
+    for word in ("warn", "disk", "GiB", "--max-disk", "[and]"):
+        assert word in text
+    assert exit_code(found) == 0
+
+
+def test_looking_at_a_directory_leaves_it_free_for_the_worker(settings):
+    doctor._disk(settings)
+    DataDir.open(settings.data_dir).close()

