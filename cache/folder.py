@@ -1,0 +1,122 @@
+"""The directory on SSD: its lock, its paths, and moving files between its rooms. Knows no index.
+
+lock            held while a store is open
+index.sqlite    what is there and when it was last used; can be lost
+snapshots/      complete files, named by their digest
+tmp/            files being written; whatever a start finds here is from a process that died
+quarantine/     files that failed verification, kept for inspection while they are few
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+from .format import SUFFIX, CacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: Quarantined files beyond this many are removed, oldest first.
+QUARANTINE_FILES: Final = 8
+
+
+class DirectoryLockedError(CacheError):
+    """Another process has this directory open."""
+
+
+class Folder:
+    """One directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.snapshots = directory / "snapshots"
+        self.tmp = directory / "tmp"
+        self.quarantined = directory / "quarantine"
+        self.catalog = directory / "index.sqlite"
+        for path in (self.snapshots, self.tmp, self.quarantined):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise DirectoryLockedError(
+                f"cache directory {directory} is in use by process {owner}; give each worker its own"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self._lock)
+
+    def path(self, digest: bytes) -> Path:
+        """Name the file of a snapshot."""
+        return self.snapshots / f"{digest.hex()}{SUFFIX}"
+
+    def scan(self) -> dict[bytes, tuple[int, int]]:
+        """List the snapshots that are there: digest to (size in bytes, mtime in ns)."""
+        found = {}
+        with os.scandir(self.snapshots) as entries:
+            for entry in entries:
+                with suppress(ValueError):
+                    digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
+                    if entry.name == self.path(digest).name and entry.is_file(follow_symlinks=False):
+                        stat = entry.stat(follow_symlinks=False)
+                        found[digest] = (stat.st_size, stat.st_mtime_ns)
+        return found
+
+    def clear_tmp(self) -> int:
+        """Remove what a process that died was writing; count it."""
+        leftovers = list(self.tmp.iterdir())
+        for path in leftovers:
+            path.unlink()
+        return len(leftovers)
+
+    @contextmanager
+    def placing(self, digest: bytes) -> Iterator[Path]:
+        """Give a path to write to; on exit remove it unless `place` has moved it."""
+        path = self.tmp / digest.hex()
+        try:
+            # A file of this name can only be what an earlier failure could not remove.
+            path.unlink(missing_ok=True)
+            yield path
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def place(self, path: Path, digest: bytes) -> None:
+        """Move a complete, synced file to its place, and sync the move."""
+        path.rename(self.path(digest))
+        fd = os.open(self.snapshots, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a snapshot; one that is gone already is no fault."""
+        self.path(digest).unlink(missing_ok=True)
+
+    def quarantine(self, digest: bytes) -> None:
+        """Move a doubtful file out of the way, and drop the oldest of those that are too many."""
+        path = self.path(digest)
+        with suppress(FileNotFoundError):
+            path.rename(self.quarantined / path.name)
+        kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
+        for old in kept[:-QUARANTINE_FILES]:
+            old.unlink(missing_ok=True)
+
+    def quarantined_bytes(self) -> int:
+        """Measure the quarantine: it counts against the disk limit."""
+        return sum(path.stat().st_size for path in self.quarantined.iterdir())
+
+    def free_bytes(self) -> int:
+        """Measure what the file system has left for this process."""
+        stat = os.statvfs(self.directory)
+        return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,129 @@
+"""What a snapshot must match before a model may use it.
+
+Two models that share a name, or a file that changed in place, must never share KV. So the identity is
+made of contents, not of names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+#: Raise it when the meaning of a snapshot's tensors or header changes: older files are then never matched.
+FORMAT_VERSION: Final = 1
+
+#: Fields of config.json that say where a model came from, not what it computes.
+_PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+_TOKENIZER_FILES: Final = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The contents that KV depends on. `weights`, `config` and `tokenizer` are hex digests."""
+
+    weights: str
+    config: str
+    tokenizer: str
+    kv_dtype: str
+    block_tokens: int
+    policy: str = "full"
+    format_version: int = FORMAT_VERSION
+
+    def digest(self) -> bytes:
+        """Name the identity in 32 bytes."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=32, person=b"turnkeep.model").digest()
+
+    def to_json(self) -> str:
+        """Write the identity for a header: one line, fields in a fixed order."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+def folder_identity(
+    folder: Path, *, kv_dtype: str, block_tokens: int, policy: str = "full", memo: Path | None = None
+) -> Identity:
+    """Take the identity of a model folder in the MLX layout.
+
+    Reads every weight file unless `memo` remembers it (see `files_digest`): call it off the event loop.
+    Raises `FileNotFoundError` where weights or config.json are missing.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    tokenizer = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
+    return Identity(
+        weights=files_digest(weights, memo=memo),
+        config=config_digest(json.loads((folder / "config.json").read_bytes())),
+        tokenizer=files_digest(tokenizer, memo=memo),
+        kv_dtype=kv_dtype,
+        block_tokens=block_tokens,
+        policy=policy,
+    )
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Name a model's configuration by what it computes; where it was downloaded from is left out."""
+    relevant = {name: value for name, value in config.items() if name not in _PROVENANCE}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
+
+def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
+    """Name the contents of files, with their file names, in the order given.
+
+    `memo` is a small JSON file of digests that were taken before, so that a start does not read the
+    weights twice. A file counts as unchanged while its path, size, mtime and ctime are the same (mtime
+    alone can be set back by a copy that preserves times). A memo that cannot be read or written costs
+    time only.
+    """
+    known = _read_memo(memo)
+    whole = hashlib.sha256()
+    fresh = False
+    for path in paths:
+        key = str(path.resolve())
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        entry = known.get(key)
+        if not (
+            isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("sha256"), str)
+        ):
+            with path.open("rb") as file:
+                entry = {"stamp": stamp, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            known[key] = entry
+            fresh = True
+        whole.update(f"{path.name}\0{entry['sha256']}\n".encode())
+    if memo is not None and fresh:
+        _write_memo(memo, known)
+    return whole.hexdigest()
+
+
+def _read_memo(memo: Path | None) -> dict[str, Any]:
+    try:
+        known = json.loads(memo.read_bytes()) if memo is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_memo(memo: Path, known: dict[str, Any]) -> None:
+    draft = memo.with_name(f"{memo.name}.{os.getpid()}")
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(known, indent=1))
+        draft.replace(memo)
+    except OSError:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""Take mlx-lm's caches apart into plain bytes, and rebuild them.
+
+Runs on the device thread, which owns every live cache. Knows `KVCache` and its batched form, whose
+state can be cut at any token; other classes are named by `unsupported`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from .format import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_DTYPES: Final = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+
+
+def unsupported(caches: Sequence[Any]) -> str | None:
+    """Name the first class that cannot be snapshotted yet; None where all can.
+
+    Subclasses count as unsupported: they may hold state that is unknown here.
+    """
+    return next((type(cache).__name__ for cache in caches if type(cache) is not KVCache), None)
+
+
+def cut(
+    caches: Sequence[Any], start: int, end: int, *, row: int | None = None, left_padding: int | None = None
+) -> tuple[Tensor, ...]:
+    """Copy keys and values of the tokens `[start, end)` of every layer.
+
+    `caches` are a session's own, or a batch's, of which `row` is taken. `left_padding` is that row's, for a
+    caller that holds it as a plain integer; else a `BatchKVCache` is asked, which waits for the device.
+
+    The copies are contiguous and evaluated in one go, so that another thread may read their bytes while
+    the caches change: assigning to a slice of a cache mutates the very array that a view would look at.
+    Raises `ValueError` where the caches do not hold these tokens.
+    """
+    if left_padding is None:
+        left_padding = 0 if row is None else padding(caches, row)
+    first, last = left_padding + start, left_padding + end
+    here = slice(row or 0, (row or 0) + 1)
+    names: list[str] = []
+    copies: list[mx.array] = []
+    for i, cache in enumerate(caches):
+        if not 0 <= start < end or cache.keys is None or last > _num_held(cache):
+            raise ValueError(f"layer {i} does not hold the tokens [{start}, {end})")
+        names += (f"{i}.keys", f"{i}.values")
+        copies += (mx.contiguous(part[here, :, first:last, :]) for part in (cache.keys, cache.values))
+    mx.eval(copies)
+    return tuple(
+        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy))
+        for name, copy in zip(names, copies, strict=True)
+    )
+
+
+def padding(caches: Sequence[Any], row: int) -> int:
+    """Read a row's left padding; waits for the device. Zero for caches without any."""
+    if caches and isinstance(caches[0], BatchKVCache):
+        return int(np.array(caches[0].left_padding)[row])
+    return 0
+
+
+def rebuild(tensors: Mapping[str, mx.array]) -> list[Any]:
+    """Make a session's caches from evaluated arrays that span it from position 0."""
+    caches: list[Any] = []
+    for i in range(len(tensors) // 2):
+        cache = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
+        keys, values = tensors[f"{i}.keys"], tensors[f"{i}.values"]
+        cache.state = (keys, values, keys.shape[2])
+        caches.append(cache)
+    return caches
+
+
+def trim(caches: Sequence[Any], num_tokens: int) -> None:
+    """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest."""
+    for cache in caches:
+        cache.trim(max(0, cache.offset - num_tokens))
+
+
+def live_bytes(caches: Sequence[Any]) -> int:
+    """Count what a session's KV really holds, without what is allocated ahead.
+
+    Over layers: cached positions x KV heads x head_dim x itemsize, for keys and for values.
+    """
+    return sum(
+        cache.offset * part.shape[1] * part.shape[3] * part.dtype.size
+        for cache in caches
+        if cache.keys is not None
+        for part in (cache.keys, cache.values)
+    )
+
+
+def _bytes(array: mx.array) -> memoryview:
+    view: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
+    return memoryview(view).cast("B")
+
+
+def _num_held(cache: Any) -> int:
+    """Count the token slots that are filled, padding included."""
+    if isinstance(cache, KVCache | BatchKVCache):
+        return int(cache.size())  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
+    return int(cache.keys.shape[2])

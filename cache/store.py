@@ -1,0 +1,441 @@
+"""The only face of the cache: match, load, save, forget, barrier, stats.
+
+Belongs to the event loop, which owns the index and all counts; blocking work runs on the writer thread and
+on I/O threads. Names KV by tenant and tokens. Knows nothing of sessions: those are names that share a
+beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+import structlog
+
+from . import blocks, eviction
+from . import format as snapshot_format
+from .folder import Folder
+from .format import Name
+from .index import Catalog, Entry, Index, Row, reconcile
+from .restore import Piece, Restored, restore
+from .writer import DropReason, State, Write, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from .blocks import Span
+    from .format import Tensor
+    from .identity import Identity
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: At most so many snapshots are evicted to make room for one; the rest waits for the next.
+EVICT_LIMIT: Final = 32
+
+#: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
+#: takes longer than computing them.
+_LEAST_SHARE: Final = 0.25
+
+_DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
+_IO_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of some tokens: `num_tokens` of them, over these entries in order.
+
+    The last entry may hold more than is used of it. All are pinned until `load` or `release`.
+    """
+
+    num_tokens: int
+    entries: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotStats:
+    """The counts at one instant: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
+
+    `stored` and `stored_bytes` are what is there now, `evicted` what went for want of room, `rejected`
+    the files that were doubtful. The other bytes are totals since the start.
+    """
+
+    accepted: int = 0
+    durable: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    written_bytes: int = 0
+    restored_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    evicted: int = 0
+    rejected: int = 0
+
+
+@dataclass(slots=True)
+class _Opened:
+    folder: Folder
+    catalog: Catalog
+    rows: list[Row]
+    rejected: int
+    quarantined_bytes: int
+
+
+class Store:
+    """An open cache directory. Make it with `open`; every method but `room` belongs to the event loop."""
+
+    def __init__(
+        self,
+        opened: _Opened,
+        *,
+        identity: Identity,
+        max_bytes: int,
+        queue_bytes: int,
+        min_free_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder = opened.folder
+        self._catalog = opened.catalog
+        self._identity = identity
+        self._identity_digest = identity.digest()
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
+        self._index = Index(clock, opened.rows)
+        self._writer = Writer(opened.folder, opened.catalog, queue_bytes=queue_bytes, settled=self._settled)
+        self._io = ThreadPoolExecutor(_IO_THREADS, "turnkeep-restore")
+        self._restored_bytes = 0
+        self._evicted = 0
+        self._rejected = opened.rejected
+        self._quarantined_bytes = opened.quarantined_bytes
+        self._shrink()
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        *,
+        identity: Identity,
+        max_bytes: int,
+        queue_bytes: int,
+        min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> Store:
+        """Lock the directory, and bring index and files together.
+
+        Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
+        `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes` is left free on the file
+        system, at the cost of snapshots. Raises `DirectoryLockedError`, `OSError`.
+        """
+        opened = await asyncio.to_thread(_open, directory)
+        return cls(
+            opened,
+            identity=identity,
+            max_bytes=max_bytes,
+            queue_bytes=queue_bytes,
+            min_free_bytes=min_free_bytes,
+            clock=clock,
+        )
+
+    def match(self, tenant: str, tokens: Sequence[int]) -> Match:
+        """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
+        packed = blocks.pack(tokens)
+        entries: list[Entry] = []
+        parent, at, width = self._root(tenant), 0, self._block * blocks.TOKEN_BYTES
+        while at + width <= len(packed):
+            digest = blocks.link(parent, packed[at : at + width])
+            entry = self._index.get(digest)
+            if entry is None or not entry.usable:
+                break
+            entries.append(entry)
+            parent, at = digest, at + width
+        num_tokens = at // blocks.TOKEN_BYTES
+        part = self._index.longest(parent, packed[at : at + width])
+        if part is not None and part[1] >= _LEAST_SHARE * part[0].name.num_tokens:
+            entries.append(part[0])
+            num_tokens += part[1]
+        for entry in entries:
+            entry.pins += 1
+        if entries:
+            self._use(entries[-1])
+        return Match(num_tokens, tuple(entries))
+
+    def release(self, match: Match) -> None:
+        """Unpin a match that is not going to be loaded. `load` does it by itself."""
+        for entry in reversed(match.entries):
+            entry.pins -= 1
+            if entry.doomed and not entry.pins and self._index.get(entry.digest) is entry:
+                # What was saved on top of it meanwhile needs it again.
+                entry.doomed = False
+                if not self._index.num_children(entry.digest):
+                    self._discard([entry])
+
+    async def load(self, match: Match) -> Restored | None:
+        """Read a match into evaluated arrays, on an I/O thread.
+
+        A doubtful file goes to quarantine together with what continues it, and the prefix before it is
+        returned; None where nothing is left. Releases the match, however it ends.
+        """
+        if not match.entries:
+            return None
+        pieces = [
+            Piece(entry.digest, name.start, min(name.num_tokens, match.num_tokens - name.start))
+            for entry in match.entries
+            for name in (entry.name,)
+        ]
+        try:
+            outcome = await asyncio.get_running_loop().run_in_executor(
+                self._io, restore, self._folder, pieces, self._identity_digest
+            )
+        finally:
+            self.release(match)
+        if outcome.doubt is not None:
+            self._quarantined_bytes = outcome.quarantined_bytes
+            self._reject(match.entries[outcome.num_read], outcome.doubt)
+        if outcome.restored is not None:
+            self._restored_bytes += outcome.restored.size_bytes
+        return outcome.restored
+
+    def wanted(self, tenant: str, tokens: Sequence[int], start: int, end: int) -> list[Span]:
+        """List the spans of `[start, end)` that are neither stored nor on their way: what is worth cutting.
+
+        Full blocks, then the tail up to `end`; the first block may begin before `start`. Empty where the
+        prefix before it is missing, since nothing could find such a span again: `start` 0 mends a gap.
+        """
+        spans = blocks.spans(start, end, self._block)
+        if not spans or self._writer.paused:
+            return []
+        packed = blocks.pack(tokens[:end])
+        parent = self._name(tenant, packed, spans[0]).parent
+        if spans[0].start and self._index.get(parent) is None:
+            return []
+        wanted = []
+        for span in spans:
+            piece = _slice(packed, span)
+            if not self._index.covered(parent, piece):
+                wanted.append(span)
+            parent = blocks.link(parent, piece)
+        return wanted
+
+    def save(self, tenant: str, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
+        """Queue the KV of `span`; `tokens` must reach at least to its end. False where it was dropped.
+
+        True also where the same KV is stored or on its way. Once it is durable, stored tails that it
+        contains are removed. Raises `ValueError` where the tensors do not fit the span.
+        """
+        name = self._name(tenant, blocks.pack(tokens[: span.end]), span)
+        if self._index.covered(name.parent, name.tokens):
+            return True
+        draft = snapshot_format.draft(name, self._identity, tensors)
+        reason = self._refusal(name, draft.size_bytes)
+        if reason is not None:
+            self._writer.drop(reason)
+            return False
+        entry = Entry(name.digest, name, draft.size_bytes, self._index.next_use())
+        # In the index first: as a child on its way it keeps its own chain from being evicted for it.
+        self._index.add(entry)
+        if not self._make_room(draft.size_bytes):
+            self._index.remove(entry)
+            self._writer.drop("disk_limit")
+            return False
+        self._writer.write(entry, draft)
+        return True
+
+    def room(self) -> int:
+        """Tell how many bytes `save` would queue now. Safe on any thread: ask it before cutting."""
+        return self._writer.room_bytes
+
+    def skip(self, num_snapshots: int) -> None:
+        """Count snapshots that were not even cut, because `room` was too small."""
+        self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
+
+    def forget(self, tenant: str, tokens: Sequence[int]) -> int:
+        """Remove what is stored or on its way of these tokens, from the end to where others share it.
+
+        Returns how many snapshots went. What is being loaded goes when that is done. Settled after a
+        `barrier`: nothing of it comes back, not even by a write that was under way.
+        """
+        packed = blocks.pack(tokens)
+        chain = [self._root(tenant), *blocks.chain(self._root(tenant), packed, self._block)]
+        rest = packed[(len(chain) - 1) * self._block * blocks.TOKEN_BYTES :]
+        tails = [child for child in self._index.children(chain[-1]) if rest.startswith(child.name.tokens)]
+        gone = len(tails)
+        self._discard(tails)
+        for digest in reversed(chain[1:]):
+            entry = self._index.get(digest)
+            if not all(child.doomed for child in self._index.children(digest)):
+                break
+            if entry is not None:
+                self._discard([entry])
+                gone += 1
+        return gone
+
+    async def barrier(self, timeout_s: float) -> bool:
+        """Wait until all earlier writes and removals are settled; False where that takes too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._writer.barrier()
+                # What has just been settled may have queued removals, of tails that it replaced and of
+                # files that were forgotten while they were renamed. Those queue nothing more.
+                await self._writer.barrier()
+        except TimeoutError:
+            return False
+        return True
+
+    def stats(self) -> SnapshotStats:
+        """Take the counts."""
+        counts = self._writer.counts
+        return SnapshotStats(
+            accepted=counts.accepted,
+            durable=counts.durable,
+            dropped=dict(counts.dropped),
+            failed=counts.failed,
+            cancelled=counts.cancelled,
+            in_flight=counts.in_flight,
+            in_flight_bytes=counts.in_flight_bytes,
+            written_bytes=counts.written_bytes,
+            restored_bytes=self._restored_bytes,
+            stored=self._index.stored,
+            stored_bytes=self._index.stored_bytes,
+            evicted=self._evicted,
+            rejected=self._rejected,
+        )
+
+    async def close(self, timeout_s: float = 5.0) -> bool:
+        """Write what is queued, then end the threads and unlock. False where time ran out.
+
+        What is not written by then is given up. A directory whose writer hangs stays locked.
+        """
+        drained = await self.barrier(timeout_s / 2)
+        stopped = await self._writer.stop(timeout_s / 2)
+        self._io.shutdown(wait=False, cancel_futures=True)
+        if stopped:
+            self._catalog.close()
+            self._folder.close()
+        if not (drained and stopped):
+            _log.warning("cache_closed_in_haste", drained=drained, stopped=stopped)
+        return drained and stopped
+
+    @property
+    def _block(self) -> int:
+        return self._identity.block_tokens
+
+    def _root(self, tenant: str) -> bytes:
+        return blocks.root(self._identity_digest, tenant)
+
+    def _name(self, tenant: str, packed: bytes, span: Span) -> Name:
+        before = packed[: span.start * blocks.TOKEN_BYTES]
+        root = self._root(tenant)
+        parent = (blocks.chain(root, before, self._block) or [root])[-1]
+        return Name(parent, span.start, _slice(packed, span))
+
+    def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
+        if self._writer.paused:
+            return "disk_error"
+        if size_bytes > min(self._max_bytes, self._writer.queue_bytes):
+            return "too_large"
+        if name.start and self._index.get(name.parent) is None:
+            return "no_parent"
+        if size_bytes > self._writer.room_bytes:
+            return "queue_full"
+        return None
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Evict until `size_bytes` more fit both limits; False where they cannot."""
+        need = self._excess() + size_bytes
+        victims = eviction.choose(self._index, self._index.num_children, need_bytes=need, limit=EVICT_LIMIT)
+        self._evicted += len(victims)
+        self._discard(victims)
+        return sum(victim.size_bytes for victim in victims) >= need
+
+    def _excess(self) -> int:
+        """How far over its limits the cache is (negative: how much still fits)."""
+        in_flight = self._writer.counts.in_flight_bytes
+        used = self._index.stored_bytes + in_flight + self._quarantined_bytes
+        free = self._folder.free_bytes() + self._writer.unlinking_bytes - in_flight
+        return max(used - self._max_bytes, self._min_free_bytes - free)
+
+    def _shrink(self) -> None:
+        """Evict at a start whatever a lowered limit has no room for."""
+        used = self._index.stored_bytes + self._quarantined_bytes
+        victims = eviction.choose(
+            self._index,
+            self._index.num_children,
+            need_bytes=used - self._max_bytes,
+            limit=len(self._index),
+        )
+        if victims:
+            self._evicted += len(victims)
+            self._discard(victims)
+            _log.warning("cache_shrunk", evicted=len(victims), max_bytes=self._max_bytes)
+
+    def _use(self, entry: Entry) -> None:
+        self._index.use(entry)
+        self._writer.use(entry.used, entry.digest)
+
+    def _discard(self, entries: list[Entry]) -> None:
+        """Take entries without children out of the index, and their files off the disk.
+
+        One that is being loaded stays until that is done.
+        """
+        for entry in entries:
+            entry.doomed = entry.pins > 0
+        self._take_out([entry for entry in entries if not entry.doomed], "cancelled")
+
+    def _take_out(self, entries: list[Entry], reason: DropReason | Literal["cancelled"]) -> None:
+        """Take entries out, children before their parents; those on their way are abandoned for `reason`."""
+        rows = []
+        for entry in entries:
+            self._index.remove(entry)
+            if entry.durable:
+                rows.append(entry.row)
+            else:
+                self._writer.abandon(entry, reason)
+        if rows:
+            self._writer.unlink(rows)
+
+    def _reject(self, entry: Entry, doubt: str) -> None:
+        """Give up a doubtful snapshot and all that continues it, pinned or not: nothing could match it."""
+        if self._index.get(entry.digest) is not entry:
+            return  # another load was first, or it was forgotten meanwhile
+        _log.warning("snapshot_quarantined", digest=entry.digest.hex(), reason=doubt)
+        self._rejected += 1
+        self._take_out([*self._index.below(entry), entry], "no_parent")
+
+    def _settled(self, write: Write) -> None:
+        """Enter the end of a write into the index. Called by the writer, on the event loop."""
+        entry = write.entry
+        if write.state is State.DURABLE and write.abandoned is None:
+            self._index.settle(entry)
+            self._discard(self._index.shadowed(entry))
+            return
+        if self._index.get(entry.digest) is entry:
+            self._take_out([*self._index.below(entry), entry], "no_parent")
+        # The file may be in place: it was abandoned after the writer last looked, or the sync of the
+        # directory failed. If it has been saved anew, that write is queued already, and replaces it.
+        if write.state in {State.DURABLE, State.FAILED} and self._index.get(entry.digest) is None:
+            self._writer.unlink([write.row])
+
+
+def _open(directory: Path) -> _Opened:
+    """Lock a directory and read what is in it. Blocking."""
+    folder = Folder(directory)
+    try:
+        leftovers = folder.clear_tmp()
+        if leftovers:
+            _log.warning("unfinished_snapshots_removed", files=leftovers)
+        catalog = Catalog(folder)
+        rows, rejected = reconcile(folder, catalog)
+        return _Opened(folder, catalog, rows, rejected, folder.quarantined_bytes())
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _slice(packed: bytes, span: Span) -> bytes:
+    return packed[span.start * blocks.TOKEN_BYTES : span.end * blocks.TOKEN_BYTES]

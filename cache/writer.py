@@ -1,0 +1,305 @@
+"""The writer: one thread that owns the disk, a queue bounded by bytes, and the count of every snapshot.
+
+A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. All but the thread's
+own loop belongs to the event loop: completions come back to it, and the counts change nowhere else. So
+
+    accepted = durable + sum(dropped) + failed + cancelled + in_flight
+
+holds whenever the event loop looks. Knows files and rows; not what a snapshot is good for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import queue
+import sqlite3
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import structlog
+
+from . import format as snapshot_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .folder import Folder
+    from .format import Draft
+    from .index import Catalog, Entry, Row
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: Why a snapshot was given up.
+#: queue_full: the disk is slower than the device. too_large: it could never fit a limit. disk_limit: no
+#: room, and nothing that may be evicted. disk_error: writes failed a moment ago. no_parent: the prefix that
+#: it continues was lost.
+DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent"]
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+
+
+class State(enum.Enum):
+    """Where a snapshot is on its way to the disk. The last four are final."""
+
+    QUEUED = "queued"
+    WRITING = "writing"
+    DURABLE = "durable"
+    DROPPED = "dropped"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One snapshot to be written.
+
+    `abandoned` is set by the event loop, and looked at by the writer before it starts and before it
+    renames. A write that is past that when it is abandoned still ends DURABLE, and the event loop, which
+    knows better, removes the file: so nothing that was abandoned comes back.
+    """
+
+    entry: Entry  # the event loop's; the writer reads `row`
+    row: Row
+    draft: Draft
+    state: State = State.QUEUED
+    abandoned: DropReason | Literal["cancelled"] | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Unlink:
+    rows: list[Row]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.size_bytes for row in self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class _Use:
+    used: int
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Barrier:
+    passed: asyncio.Future[None]
+
+
+_Job = Write | _Unlink | _Use | _Barrier
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the snapshots that were offered. Belongs to the event loop."""
+
+    accepted: int = 0
+    durable: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Writer:
+    """The event loop's end of the thread. `settled` is called there once for every write that ends."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        catalog: Catalog,
+        *,
+        queue_bytes: int,
+        settled: Callable[[Write], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = Counts()
+        self.queue_bytes = queue_bytes
+        #: Bytes of files that are removed from the index, but not yet from the disk.
+        self.unlinking_bytes = 0
+        self._folder = folder
+        self._catalog = catalog
+        self._settled = settled
+        self._monotonic = monotonic
+        self._pause_s = 0.0
+        self._paused_until = 0.0
+        self._in_flight: dict[Entry, Write] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._catalog_failed = False
+        self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        """Whether writes failed a moment ago. Safe on any thread."""
+        return self._monotonic() < self._paused_until
+
+    @property
+    def room_bytes(self) -> int:
+        """How much the queue would take now. Safe on any thread: it reads plain integers."""
+        return 0 if self.paused else max(0, self.queue_bytes - self.counts.in_flight_bytes)
+
+    def drop(self, reason: DropReason, num_snapshots: int = 1) -> None:
+        """Count snapshots that are given up before they reach the queue."""
+        self.counts.accepted += num_snapshots
+        self.counts.dropped[reason] += num_snapshots
+
+    def write(self, entry: Entry, draft: Draft) -> None:
+        """Queue a snapshot; the caller has checked that there is room."""
+        write = Write(entry, entry.row, draft)
+        self.counts.accepted += 1
+        self.counts.in_flight += 1
+        self.counts.in_flight_bytes += draft.size_bytes
+        self._in_flight[entry] = write
+        self._jobs.put(write)
+
+    def abandon(self, entry: Entry, reason: DropReason | Literal["cancelled"]) -> None:
+        """Give up an entry's write, wherever it is. It stays in flight until the writer has let go of it."""
+        write = self._in_flight.get(entry)
+        if write is not None:
+            write.abandoned = write.abandoned or reason
+
+    def unlink(self, rows: list[Row]) -> None:
+        """Queue the removal of files and rows. Takes no room, and never waits."""
+        job = _Unlink(rows)
+        self.unlinking_bytes += job.size_bytes
+        self._jobs.put(job)
+
+    def use(self, used: int, digest: bytes) -> None:
+        """Queue a note of when a snapshot was used."""
+        self._jobs.put(_Use(used, digest))
+
+    async def barrier(self) -> None:
+        """Wait until everything that was queued before is settled, and has been counted."""
+        passed: asyncio.Future[None] = self._loop.create_future()
+        self._jobs.put(_Barrier(passed))
+        await passed
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Give up what is still queued and end the thread; False where it did not end in time.
+
+        The thread is a daemon: one that hangs in a system call cannot hold up the end of the process.
+        """
+        for write in self._in_flight.values():
+            write.abandoned = write.abandoned or "cancelled"
+        self._jobs.put(None)
+        # What the thread posts before it ends runs on the event loop before this resumes.
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _settle(self, job: _Job) -> None:
+        match job:
+            case Write():
+                self._count(job)
+                self._settled(job)
+            case _Unlink():
+                self.unlinking_bytes -= job.size_bytes
+            case _Barrier():
+                if not job.passed.done():  # whoever waited may have been cancelled
+                    job.passed.set_result(None)
+            case _Use():
+                pass
+
+    def _count(self, write: Write) -> None:
+        del self._in_flight[write.entry]
+        self.counts.in_flight -= 1
+        self.counts.in_flight_bytes -= write.draft.size_bytes
+        if write.state is State.DURABLE:
+            self.counts.written_bytes += write.draft.size_bytes
+            self._resume()
+        if write.state is State.FAILED:
+            self.counts.failed += 1
+            self._pause(write)
+        elif write.abandoned == "cancelled":
+            self.counts.cancelled += 1
+        elif write.abandoned is not None:
+            self.counts.dropped[write.abandoned] += 1
+        else:
+            self.counts.durable += 1
+
+    def _pause(self, write: Write) -> None:
+        """Stop taking snapshots for a while, longer each time, and give up what is queued."""
+        if not self._pause_s:
+            code = errno.errorcode.get(getattr(write.error, "errno", None) or 0, "")
+            _log.error("snapshot_writes_failing", error=str(write.error), code=code)
+        self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+        self._paused_until = self._monotonic() + self._pause_s
+        for queued in self._in_flight.values():
+            queued.abandoned = queued.abandoned or "disk_error"
+
+    def _resume(self) -> None:
+        if self._pause_s:
+            _log.info("snapshot_writes_recovered")
+        self._pause_s = self._paused_until = 0.0
+
+    # From here on: the thread.
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            match job:
+                case Write():
+                    self._write(job)
+                case _Unlink():
+                    self._unlink(job)
+                case _Use():
+                    self._in_catalog(self._catalog.use, [(job.used, job.digest)])
+                case _Barrier():
+                    pass
+            try:
+                self._loop.call_soon_threadsafe(self._settle, job)
+            except RuntimeError:  # the event loop is closed: nobody is left to be told
+                return
+
+    def _write(self, write: Write) -> None:
+        if self._let_go(write):
+            return
+        write.state = State.WRITING
+        digest = write.row.digest
+        try:
+            with self._folder.placing(digest) as path:
+                snapshot_format.write(write.draft, path)
+                if self._let_go(write):
+                    return
+                self._folder.place(path, digest)
+            write.state = State.DURABLE
+        except Exception as error:  # noqa: BLE001  # whatever it is, the thread must go on
+            write.state, write.error = State.FAILED, error
+            return
+        self._in_catalog(self._catalog.put, [write.row])
+
+    def _let_go(self, write: Write) -> bool:
+        if write.abandoned is None:
+            return False
+        write.state = State.CANCELLED if write.abandoned == "cancelled" else State.DROPPED
+        return True
+
+    def _unlink(self, job: _Unlink) -> None:
+        for row in job.rows:
+            try:
+                self._folder.remove(row.digest)
+            except OSError as error:
+                # The file is found again at the next start.
+                _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
+        self._in_catalog(self._catalog.remove, job.rows)
+
+    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> None:
+        """Change the catalog. Its faults are announced once per episode; the next start makes it whole."""
+        try:
+            change(rows)
+        except sqlite3.Error as error:
+            if not self._catalog_failed:
+                _log.error("index_not_written", error=str(error))
+            self._catalog_failed = True
+        else:
+            self._catalog_failed = False

@@ -1,0 +1,69 @@
+"""KV whose every value is a fingerprint of the tokens before it: what is restored proves itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cache.format import Tensor
+from cache.identity import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import mlx.core as mx
+
+    from cache.blocks import Span
+    from cache.store import Store
+
+BLOCK = 4
+HEADS, DIM = 2, 3
+
+
+def identity(**changes: Any) -> Identity:
+    fields = {"weights": "w", "config": "c", "tokenizer": "t", "kv_dtype": "float32", "block_tokens": BLOCK}
+    return Identity(**{**fields, **changes})
+
+
+def kv(tokens: Sequence[int], num_layers: int = 2) -> dict[str, np.ndarray]:
+    """Make KV in which the value at a position is a fingerprint of all tokens up to it."""
+    prints, seen = [], 7
+    for token in tokens:
+        seen = (seen * 31 + token + 1) % 1_000_003
+        prints.append(seen)
+    base = np.array(prints, dtype=np.float32)[None, None, :, None] * np.ones((1, HEADS, 1, DIM), np.float32)
+    ramp = np.arange(HEADS * DIM, dtype=np.float32).reshape(1, HEADS, 1, DIM)
+    return {
+        f"{layer}.{part}": base + ramp + 10 * layer + (5 if part == "keys" else 0)
+        for layer in range(num_layers)
+        for part in ("keys", "values")
+    }
+
+
+def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
+    """Cut that KV as the device thread would."""
+    tensors = []
+    for name, whole in kv(tokens).items():
+        part = np.ascontiguousarray(whole[:, :, span.start : span.end])
+        tensors.append(Tensor(name, "F32", part.shape, memoryview(part).cast("B")))
+    return tuple(tensors)
+
+
+def save_all(store: Store, tenant: str, tokens: Sequence[int], start: int = 0) -> list[bool]:
+    """Save whatever is wanted of these tokens."""
+    spans = store.wanted(tenant, tokens, start, len(tokens))
+    return [store.save(tenant, tokens, span, cut(tokens, span)) for span in spans]
+
+
+def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None:
+    expected = kv(tokens)
+    assert tensors.keys() == expected.keys()
+    for name, whole in expected.items():
+        assert np.array_equal(np.array(tensors[name]), whole), name
+
+
+def assert_sum_rule(store: Store) -> None:
+    stats = store.stats()
+    settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
+    assert stats.accepted == settled + stats.in_flight, stats
