@@ -15,9 +15,11 @@ from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime
     from pathlib import Path
 
 _REPLACEMENT: Final = "\ufffd"
+_DATE_FORMAT: Final = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,6 +47,7 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if own is None else {int(own)})
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.has_template = bool(hf.chat_template)
+        self._template, self._date_formats = _with_given_date(hf.chat_template)
         self._bytes: dict[int, bytes] = {}
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
@@ -84,13 +87,25 @@ class Tokenizer:
             found = self._bytes[token] = self._find_bytes(token)
         return found
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Give the text of a whole conversation; raises `TemplateError`."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, started: datetime
+    ) -> str:
+        """Give the text of a whole conversation; raises `TemplateError`.
+
+        `started` is what a template learns that asks for the date: the day when the session began, since the
+        clock would render the same conversation differently tomorrow.
+        """
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
             text = self._hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                session_dates={
+                    date_format: started.strftime(date_format) for date_format in self._date_formats
+                },
             )
         except Exception as error:  # noqa: BLE001  a template is foreign code that can raise anything
             raise TemplateError(
@@ -153,6 +168,18 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _byte_alphabet()
+
+
+def _with_given_date(template: Any) -> tuple[str | None, frozenset[str]]:
+    """Make a template that asks the clock take its dates from the variable `session_dates`, keyed by format.
+
+    The library passes no functions to a template, but a macro of its own hides the library's. None stands for
+    the tokenizer's own template.
+    """
+    formats = frozenset(_DATE_FORMAT.findall(template)) if isinstance(template, str) else frozenset()
+    if not formats:
+        return None, formats
+    return "{%- macro strftime_now(format) -%}{{ session_dates[format] }}{%- endmacro +%}" + template, formats
 
 
 def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:

@@ -1,0 +1,255 @@
+"""A session as a conversation: which tokens each turn adds, rendered with the model's chat template.
+
+The tokens added are those that the full render of the whole conversation adds. Where a template changes
+what it rendered before (it trims an answer, drops its thoughts), the addition says from which position on
+the history is replaced. Pure: no device, no broker, no clock.
+
+The history is cut into steps (prompts, answers, raw content). Answers stay as they were sampled, since
+sampled tokens need not be those that the tokenizer would choose. Prompts between two answers are tokenised
+as one text, so that a seam between turns is no seam between tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from .tokenizer import TemplateError, Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Message: TypeAlias = Mapping[str, Any]
+
+__all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
+
+#: What templates that name today's date are told, where nobody says when the session started.
+_SOME_DAY: Final = datetime(2025, 1, 1)  # noqa: DTZ001  a date to print, no instant
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """`history[:keep] + tokens` is the new history; `keep` is below its length where a part is replaced."""
+
+    keep: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The tokens `[start, end)` of a session and their text.
+
+    A prompt holds the messages that it renders; it may end with the header of an answer. An answer holds
+    its tokens, and is closed by an end-of-turn token. Messages after raw content start a conversation of
+    their own.
+    """
+
+    kind: Literal["prompt", "answer", "raw"]
+    start: int
+    end: int
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    opens_answer: bool = False
+    tokens: tuple[int, ...] = ()
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a session keeps beside its tokens. Immutable: every change returns a new one.
+
+    `history` is always the session's tokens before the change. `started` is the date that the template may
+    put into its prompt: one for the whole session, so that a replay of its log comes to the same tokens.
+    """
+
+    tokenizer: Tokenizer
+    started: datetime = _SOME_DAY
+    _steps: tuple[_Step, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Tokens in the session."""
+        return self._steps[-1].end if self._steps else 0
+
+    def add_messages(
+        self, history: Sequence[int], messages: Sequence[Message]
+    ) -> tuple[Conversation, Addition]:
+        """Add messages, after closing an answer that ended without its end-of-turn token.
+
+        Raises `TemplateError` where the template refuses them; nothing has changed then.
+        """
+        if not messages:
+            return self, Addition(len(history), [])
+        target = self._render([*self._messages(self._steps[self._first :]), *messages], header=False)
+        return self._extend(history, target, messages, opens_answer=False)
+
+    def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
+        """Add the assistant header that a generate needs.
+
+        Nothing is added with `raw`, in a session without messages, after raw content, and where the last
+        answer has not ended its turn: the generate goes on with it. Raises `TemplateError`.
+        """
+        steps = self._steps[self._first :]
+        if (
+            raw
+            or not steps
+            or steps[-1].opens_answer
+            or (steps[-1].kind == "answer" and not steps[-1].closed)
+        ):
+            return self, Addition(len(history), [])
+        target = self._render(self._messages(steps), header=True)
+        return self._extend(history, target, (), opens_answer=True)
+
+    def add_answer(self, history: Sequence[int], tokens: Sequence[int]) -> Conversation:
+        """Add generated tokens; the last one may be an end-of-turn token.
+
+        They belong to the assistant where its header or its unfinished answer stands before them; elsewhere
+        they are raw content.
+        """
+        last = self._steps[-1] if self._steps else None
+        if (
+            not tokens
+            or last is None
+            or not (last.opens_answer or (last.kind == "answer" and not last.closed))
+        ):
+            return self.add_raw(history, tokens)[0]
+        if last.kind == "prompt":
+            return self._with(self._answer(len(history), tuple(tokens)))
+        answer = self._answer(last.start, (*last.tokens, *tokens))
+        return replace(self, _steps=(*self._steps[:-1], answer))
+
+    def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
+        """Add text or tokens that came as they are; later messages start a conversation behind them."""
+        if not tokens:
+            return self, Addition(len(history), [])
+        addition = Addition(len(history), list(tokens))
+        return self._with(_Step("raw", len(history), len(history) + len(tokens))), addition
+
+    def rewind(self, position: int) -> Conversation:
+        """Forget what lies behind `position`.
+
+        The rest of an answer is an unfinished answer, the rest of a prompt is raw content.
+        """
+        steps = [step for step in self._steps if step.end <= position]
+        if len(steps) < len(self._steps):
+            cut = self._steps[len(steps)]
+            if cut.start < position and cut.kind == "answer":
+                steps.append(self._answer(cut.start, cut.tokens[: position - cut.start]))
+            elif cut.start < position:
+                steps.append(_Step("raw", cut.start, position))
+        return replace(self, _steps=tuple(steps))
+
+    @property
+    def _first(self) -> int:
+        """The index of the first step of the conversation that messages would go on with."""
+        behind = sum(1 for _ in takewhile(lambda step: step.kind != "raw", reversed(self._steps)))
+        return len(self._steps) - behind
+
+    def _with(self, step: _Step) -> Conversation:
+        return replace(self, _steps=(*self._steps, step))
+
+    def _answer(self, start: int, tokens: tuple[int, ...]) -> _Step:
+        return _Step(
+            "answer",
+            start,
+            start + len(tokens),
+            self.tokenizer.decode(tokens),
+            tokens=tokens,
+            closed=tokens[-1] in self.tokenizer.eos_ids,
+        )
+
+    def _messages(self, steps: Sequence[_Step]) -> list[Message]:
+        """List the messages that the steps stand for; a header without an answer is an empty one."""
+        messages: list[Message] = []
+        for step in steps:
+            messages += step.messages
+            if step.opens_answer:
+                messages.append({"role": "assistant", "content": ""})
+            elif step.kind == "answer":
+                content = self.tokenizer.decode(step.tokens[:-1]) if step.closed else step.text
+                messages[-1] = {"role": "assistant", "content": content}
+        return messages
+
+    def _render(self, messages: Sequence[Message], *, header: bool) -> str:
+        return self.tokenizer.render(messages, add_generation_prompt=header, started=self.started)
+
+    def _extend(
+        self, history: Sequence[int], target: str, messages: Sequence[Message], *, opens_answer: bool
+    ) -> tuple[Conversation, Addition]:
+        """Bring the conversation's text to `target`, keeping as many tokens as can be kept."""
+        first = self._first
+        steps = self._steps[first:]
+        base = self._steps[first - 1].end if first else 0
+        agreeing, agreed_chars = _agreement(steps, target)
+        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target, base)
+        wanted = self._encode(target[seam_chars:], seam, history)
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
+        )
+        addition = Addition(seam + same, wanted[same:])
+
+        kept = [step for step in steps[:agreeing] if step.end <= addition.keep]
+        if kept and kept[-1].opens_answer and len(kept) < len(steps):
+            kept[-1] = replace(kept[-1], opens_answer=False)  # its answer becomes a message of the new step
+        every = [*self._messages(steps), *messages]
+        added = _Step(
+            "prompt",
+            kept[-1].end if kept else base,
+            addition.keep + len(addition.tokens),
+            target[sum(len(step.text) for step in kept) :],
+            tuple(every[len(self._messages(kept)) :]),
+            opens_answer=opens_answer,
+        )
+        return replace(self, _steps=(*self._steps[:first], *kept, added)), addition
+
+    def _seam(
+        self, steps: Sequence[_Step], agreeing: int, agreed_chars: int, target: str, base: int
+    ) -> tuple[int, int]:
+        """Find where tokenising starts: the position and the number of characters of `target` before it.
+
+        That is behind the last answer before the point where `target` departs from the steps' text, or inside
+        of the answer in which it does.
+        """
+        if agreeing < len(steps) and steps[agreeing].kind == "answer":
+            answer = steps[agreeing]
+            num_tokens, num_chars = self._common(answer.tokens, target[agreed_chars:])
+            return answer.start + num_tokens, agreed_chars + num_chars
+        while agreeing and steps[agreeing - 1].kind == "prompt":
+            agreeing -= 1
+            agreed_chars -= len(steps[agreeing].text)
+        return steps[agreeing - 1].end if agreeing else base, agreed_chars
+
+    def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
+        """Count the tokens that `text` starts with, and their characters; only whole characters count."""
+        target = text.encode()
+        num_bytes = best_tokens = best_bytes = 0
+        for count, token in enumerate(tokens, 1):
+            piece = self.tokenizer.token_bytes(token)
+            if not target.startswith(piece, num_bytes):
+                break
+            num_bytes += len(piece)
+            if target[num_bytes : num_bytes + 1] < b"\x80" or target[num_bytes] >= 0xC0:
+                best_tokens, best_bytes = count, num_bytes
+        return best_tokens, len(target[:best_bytes].decode())
+
+    def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
+        """Tokenise what stands behind `position`, which is the session's start or the end of an answer."""
+        if position and history[position - 1] in self.tokenizer.eos_ids:
+            # Together with it, because an end-of-turn token may swallow the white space behind it.
+            end = history[position - 1]
+            ids = self.tokenizer.encode(self.tokenizer.decode([end]) + text, at_start=False)
+            if ids[:1] == [end]:
+                return ids[1:]
+        return self.tokenizer.encode(text, at_start=position == 0)
+
+
+def _agreement(steps: Sequence[_Step], target: str) -> tuple[int, int]:
+    """Count the steps whose text `target` starts with, and the characters of that text."""
+    chars = 0
+    for index, step in enumerate(steps):
+        if not target.startswith(step.text, chars):
+            return index, chars
+        chars += len(step.text)
+    return len(steps), chars
