@@ -1,0 +1,71 @@
+# Everything a contributor runs. Works with GNU make 3.81 (macOS) and newer; `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
+COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
+	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint type check bench lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## Make .venv from the lock file (PYTHON=python3.12 chooses the interpreter)
+
+demo: $(STAMP) ## Show what Turnkeep does: two workers, a kill, a restored session
+	$(BIN)/python -m ops.demo
+
+test: $(STAMP) ## Run the tests
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## Check style and format (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(STAMP) ## Check types (mypy, strict)
+	$(BIN)/mypy
+
+check: lint type test ## What CI runs: lint, type, test
+
+bench: $(STAMP) ## Run the short session benchmark
+	$(BIN)/turnkeep bench session --smoke
+
+lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer versions)
+	$(COMPILE) requirements/base.in -o requirements/base.lock
+	$(COMPILE) requirements/dev.in -o requirements/dev.lock
+
+clean: ## Remove caches and build output; `rm -rf .venv` starts over
+	rm -rf dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# pip is the last thing that venv puts there: an interrupted run is made good by the next one.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Turnkeep needs Python 3.11 or newer, and '$(PYTHON)' is not; try make setup PYTHON=python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			$(APT) $$package || { apt-get update -q && $(APT) $$package; }; \
+		else \
+			echo "$(PYTHON) cannot make environments; install its venv module (Debian: apt-get install $$package)" >&2; \
+			exit 1; \
+		fi; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): requirements/dev.lock pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/dev.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
+	@$(BIN)/python -c 'import sys; from worker.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \
+		package=libopenblas0-pthread; \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			$(APT) $$package || { apt-get update -q && $(APT) $$package; }; \
+		fi; \
+		$(BIN)/python -c 'import sys; from worker.blas import preload; sys.exit(preload().advice or 0)'; } || true
+	@touch $@
