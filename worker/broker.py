@@ -311,10 +311,15 @@ class EmbeddedServer:
                     log.error("nats-server is not healthy", reason=illness)
                 # After one failed write (a full disk) a stream stores nothing more and tells nobody: its
                 # publishers time out, until the server starts anew. What is stored can be read meanwhile.
-                elif illness and shutil.disk_usage(self._root).free > self._room_bytes:
+                elif illness and self._has_room():
                     log.error("restarting nats-server: it does not recover by itself", reason=illness)
                     await self._restart()
                 known = illness
+
+    def _has_room(self) -> bool:
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self._root).free > self._room_bytes
+        return False
 
     def _illness(self) -> str | None:
         """Ask the server's own health check what is wrong. Blocks; None if nothing is, or nobody says."""
@@ -380,11 +385,13 @@ async def connect(
     `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
     is called after the subscriptions are back: outstanding pulls are not, so pull again there. `on_closed`
     is called when the server has closed the connection for good, for example because a permission was
-    taken away, and on `close`. Raises `BrokerError` where no server answers, it refuses the credentials,
+    taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers, it refuses the credentials,
     has no JetStream, or takes messages of less than `min_payload_bytes`.
     """
     client = Client()
-    watch = _Watch(client, ",".join(_without_password(url) for url in urls.split(",")), on_reconnected)
+    watch = _Watch(
+        client, ",".join(_without_password(url) for url in urls.split(",")), on_reconnected, on_closed
+    )
     try:
         async with asyncio.timeout(timeout_s):
             await client.connect(
@@ -393,7 +400,7 @@ async def connect(
                 error_cb=watch.error,
                 disconnected_cb=watch.disconnected,
                 reconnected_cb=watch.reconnected,
-                closed_cb=on_closed,
+                closed_cb=watch.closed,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept for, so a float will do
                 connect_timeout=timeout_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
@@ -417,13 +424,18 @@ class _Watch:
     """What happens to one connection: into the log, or, until it stands, into `failures`."""
 
     def __init__(
-        self, client: Client, shown: str, on_reconnected: Callable[[], Awaitable[None]] | None
+        self,
+        client: Client,
+        shown: str,
+        on_reconnected: Callable[[], Awaitable[None]] | None,
+        on_closed: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self.shown = shown
         self.is_connected = False
         self.failures: list[Exception] = []
         self._client = client
         self._on_reconnected = on_reconnected
+        self._on_closed = on_closed
 
     async def error(self, error: Exception) -> None:
         if not self.is_connected:
@@ -448,6 +460,10 @@ class _Watch:
         log.info("connected to NATS again", servers=self.shown)
         if self._on_reconnected:
             await self._on_reconnected()
+
+    async def closed(self) -> None:
+        if self.is_connected and self._on_closed:
+            await self._on_closed()
 
 
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:

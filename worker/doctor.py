@@ -25,8 +25,6 @@ from .settings import size_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nats.aio.client import Client
-
     from .settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -133,17 +131,14 @@ def _disk(settings: Settings) -> list[Check]:
 
 
 async def _remote_nats(settings: Settings) -> Check:
-    client: Client | None = None
     try:
         client = await connect(
             str(settings.nats), name="turnkeep doctor", min_payload_bytes=payload_bytes(settings)
         )
-        version = client.connected_server_version
     except BrokerError as error:
         return _failure("NATS", "", error)
-    finally:
-        if client:
-            await client.close()
+    version = client.connected_server_version
+    await client.close()
     return Check("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
 
 

@@ -1,0 +1,66 @@
+"""One answer as it grows: its tokens, its text, and when it is over. Pure.
+
+The state after k tokens depends on those tokens alone. So after a crash the tokens that were published are
+pushed again, and the answer stands where it stood.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from protocol.messages import FinishReason
+
+
+class TextSink(Protocol):
+    """Turns tokens into text that is safe to show; `worker.text.TextStream` is the real one."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was seen."""
+
+    def push(self, token: int) -> str:
+        """Take a token, return the text that has become certain."""
+
+    def finish(self) -> str:
+        """Return what was held back."""
+
+
+class Answer:
+    """Tokens and text of one generate, up to its end."""
+
+    def __init__(self, stream: TextSink, *, max_tokens: int, end_tokens: frozenset[int]) -> None:
+        self._stream = stream
+        self.max_tokens = max_tokens
+        self._end_tokens = end_tokens
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.texts)
+
+    def push(self, token: int) -> str:
+        """Add the next token; returns its new text. Sets `finish_reason` when this token is the last."""
+        self.tokens.append(token)
+        if token in self._end_tokens:
+            self.finish_reason = "stop"
+            text = ""
+        else:
+            text = self._stream.push(token)
+            if self._stream.stopped:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.max_tokens:
+                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            text += self._stream.finish()
+        self.texts.append(text)
+        return text
+
+    def cancel(self) -> str:
+        """End the answer where it is; returns the text that was held back."""
+        self.finish_reason = "cancelled"
+        self.texts.append(self._stream.finish())
+        return self.texts[-1]

@@ -1,0 +1,246 @@
+"""The composition root: build every part, run them, take them down in the right order.
+
+Start: data directory, NATS, streams, model, snapshots, then requests. Stop, in reverse: no new requests,
+turns end and leave their tails for the disk, the writer finishes, NATS goes last. Whatever is unanswered
+then is in the log for the next worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import psutil
+import structlog
+
+from cache.identity import folder_identity
+from cache.store import Store
+from protocol.messages import Metrics, SnapshotCounters
+from protocol.subjects import Subjects
+
+from . import broker, model, streams
+from .admission import Ledger
+from .blas import preload
+from .datadir import DataDir
+from .desk import Desk
+from .device import Device
+from .engine import Engine
+from .execution import Execution
+from .history import Folder
+from .intake import Intake
+from .journal import Journal
+from .outbox import Outbox
+from .session import Services
+from .sessions import Sessions
+from .telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nats.aio.client import Client
+    from nats.js import JetStreamContext
+
+    from .model import LoadedModel, Progress
+    from .settings import Settings
+    from .streams import Streams
+    from .turn import Report
+
+log = structlog.get_logger()
+
+VERSION = importlib.metadata.version("turnkeep")
+
+#: Share of what is free beside the weights that resident KV may take, if no limit is set. The rest is for
+#: activations, merged copies of running rows, and everybody else on the machine.
+_MEMORY_SHARE = 0.5
+
+
+class WorkerError(Exception):
+    """The worker cannot go on; the message is one line."""
+
+
+class App:
+    """One worker. `run` starts it, serves until `stop` is called, and takes it down."""
+
+    def __init__(self, settings: Settings, *, progress: Progress | None = None) -> None:
+        """`progress(done, total, what)` hears of long steps of the start, from any thread."""
+        self._settings = settings
+        self._progress = progress
+        self._subjects = Subjects(settings.prefix)
+        self._telemetry = Telemetry()
+        self._stop = asyncio.Event()
+        self._store: Store | None = None
+        self.ready = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ask the worker to go down; event loop only."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`. Raises `TurnkeepError` or `ModelError` with one line for what a user can mend."""
+        settings = self._settings
+        async with contextlib.AsyncExitStack() as stack:
+            directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+            url = settings.nats
+            if url is None:
+                server = broker.EmbeddedServer(directory, settings)
+                await server.start()
+                stack.push_async_callback(server.stop)
+                url = server.url
+            nc = await broker.connect(
+                url, name=f"turnkeep {settings.worker}", min_payload_bytes=broker.payload_bytes(settings)
+            )
+            stack.push_async_callback(nc.close)
+            js = nc.jetstream()
+            names = await streams.ensure(js, self._subjects, settings)
+            loaded = await self._load_model(directory, stack)
+            await self._serve(nc, js, names, loaded)
+
+    async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
+        settings = self._settings
+        blas = preload()
+        if blas.advice:
+            log.warning(blas.advice)
+        dtype = settings.dtype if settings.dtype != "auto" else await asyncio.to_thread(model.default_dtype)
+        folder = await asyncio.to_thread(
+            model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
+        )
+        self._loop = asyncio.get_running_loop()
+        self._device = Device(
+            lambda: model.load(folder, dtype=dtype, progress=self._progress),
+            self._hand_over,
+            block_tokens=settings.block_tokens,
+            max_batch=settings.max_batch,
+        )
+        loaded = await asyncio.to_thread(self._device.start)
+        stack.push_async_callback(asyncio.to_thread, self._device.stop)
+        log.info("loaded the model", model=loaded.name, folder=str(folder), context=loaded.context_tokens)
+        if self._device.unsupported_cache is None:
+            self._store = await self._open_store(directory, folder, dtype)
+            stack.push_async_callback(self._store.close)
+            self._device.cut_snapshots(self._store.room)
+        else:
+            log.warning("this model's KV is not kept on SSD", cache_class=self._device.unsupported_cache)
+        return loaded
+
+    async def _open_store(self, directory: DataDir, folder: Path, dtype: str) -> Store:
+        settings = self._settings
+        identity = await asyncio.to_thread(
+            folder_identity,
+            folder,
+            kv_dtype=dtype,
+            block_tokens=settings.block_tokens,
+            memo=directory.models / "digests.json",
+        )
+        return await Store.open(
+            directory.snapshots,
+            identity=identity,
+            max_bytes=settings.max_disk,
+            queue_bytes=settings.writer_queue,
+            min_free_bytes=settings.min_free_disk,
+        )
+
+    async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
+        """Take requests until told to stop; raises `WorkerError` if a part ends that must not."""
+        settings, telemetry, subjects = self._settings, self._telemetry, self._subjects
+        self._loaded = loaded
+        ledger = Ledger(settings.max_memory or default_memory_bytes())
+        self._engine = Engine(
+            self._device, ledger, self._store, telemetry, bytes_per_token=loaded.kv_bytes_per_token
+        )
+        journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
+        folder = Folder(loaded.tokenizer)
+        execution = Execution(
+            journal=journal,
+            outbox=outbox,
+            engine=self._engine,
+            folder=folder,
+            tokenizer=loaded.tokenizer,
+            telemetry=telemetry,
+            context_tokens=min(settings.max_context or loaded.context_tokens, loaded.context_tokens),
+        )
+        self._intake = Intake(
+            js,
+            names,
+            ring=lambda subject, seq: self._sessions.ring(subject, seq),
+            ack_wait_s=settings.ack_wait_s,
+            max_held=settings.max_waiting,
+        )
+        services = Services(journal, outbox, execution, folder, telemetry, self._intake.settle, loaded.name)
+        self._sessions = Sessions(
+            services, self._engine, subjects, idle_timeout_s=settings.idle_timeout_s, metrics=self._metrics
+        )
+        desk = Desk(nc, js, subjects, self._sessions, outbox, ask_timeout_s=settings.token_ttl_s)
+        await desk.open()
+        pull = asyncio.create_task(self._intake.pull(), name="intake")
+        others = [
+            asyncio.create_task(self._intake.keep_alive(), name="keep-alive"),
+            asyncio.create_task(self._sessions.sweep(), name="sweep"),
+            asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
+            asyncio.create_task(self._publish_metrics(outbox), name="metrics"),
+        ]
+        log.info("ready", worker=settings.worker, nats=nc.connected_url.netloc if nc.connected_url else None)
+        self.ready.set()
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        done, _ = await asyncio.wait([stopped, pull, *others], return_when=asyncio.FIRST_COMPLETED)
+        log.info("stopping")
+        stopped.cancel()
+        await _cancel(pull)
+        self._engine.stop()
+        await self._sessions.stop()
+        await desk.close()
+        await self._intake.give_back()
+        await _cancel(*others)  # the keep-alive among them: until here the deliveries were this worker's
+        for task in done - {stopped}:
+            error = task.exception()
+            raise WorkerError(f"the {task.get_name()} task ended: {error!r}") from error
+
+    def _hand_over(self, report: Report) -> None:
+        """Carry a step's report from the device thread to the event loop."""
+        self._loop.call_soon_threadsafe(self._engine.handle, report)
+
+    async def _publish_metrics(self, outbox: Outbox) -> None:
+        while True:
+            await outbox.metrics(self._metrics())
+            await asyncio.sleep(self._settings.metrics_interval_s)
+
+    def _metrics(self) -> Metrics:
+        telemetry, engine = self._telemetry, self._engine
+        return Metrics(
+            worker=self._settings.worker,
+            version=VERSION,
+            model=self._loaded.name,
+            device=self._device.name,
+            uptime_s=telemetry.uptime_s,
+            requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
+            waiting=self._intake.num_held - engine.num_running,
+            running=engine.num_running,
+            sessions=len(self._sessions),
+            resident_sessions=engine.ledger.num_resident,
+            prefilled_tokens=telemetry.prefilled_tokens,
+            cached_tokens=telemetry.cached_tokens,
+            generated_tokens=telemetry.generated_tokens,
+            time_to_first_token=telemetry.time_to_first_token.histogram(),
+            time_per_output_token=telemetry.time_per_output_token.histogram(),
+            batch_size=telemetry.batch_size.histogram(),
+            event_loop_lag=telemetry.event_loop_lag.histogram(),
+            resident_kv_bytes=engine.ledger.used_bytes,
+            max_memory_bytes=engine.ledger.max_bytes,
+            mlx_active_bytes=engine.active_bytes,
+            mlx_peak_bytes=engine.peak_bytes,
+            process_bytes=psutil.Process().memory_info().rss,
+            snapshots=SnapshotCounters(**asdict(self._store.stats())) if self._store else SnapshotCounters(),
+        )
+
+
+def default_memory_bytes() -> int:
+    """Derive the limit for resident KV from what the machine has left once the weights are loaded."""
+    return int(psutil.virtual_memory().available * _MEMORY_SHARE)
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,210 @@
+"""The command line. Every fault that a user can cause or mend is one line on standard error.
+
+Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted. Commands that talk to
+a worker are clients like any other; only `serve`, `model` and `doctor` touch this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.errors import TurnkeepError
+
+from . import settings as settings_module
+from .settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from protocol.client import Client
+
+_CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
+
+
+class _Group(click.Group):
+    """Turns the faults of a user into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SettingsError as error:
+            _fail(str(error), 2)
+        except TurnkeepError as error:
+            _fail(str(error), 1)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(130)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"turnkeep: {message}", err=True)
+    sys.exit(code)
+
+
+def _with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of the named settings (none: all), and `--config`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(settings_module.describe()):
+            if not names or setting.name in names:
+                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. [default: {setting.default}]"
+                command = click.option(setting.flag, setting.name, metavar="VALUE", help=help_text)(command)
+        return click.option(
+            "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
+        )(command)
+
+    return decorate
+
+
+def _settings(config: Path | None, flags: dict[str, Any]) -> Settings:
+    return settings_module.load(flags, os.environ, config)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
+def main() -> None:
+    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive it."""
+
+
+@main.command()
+@_with_settings()
+def serve(config: Path | None, **flags: Any) -> None:
+    """Run a worker, with a NATS server of its own unless --nats names one. Ctrl-C stops it."""
+    from .serve import serve as run
+
+    run(_settings(config, flags))
+
+
+@main.group()
+def model() -> None:
+    """Models on this machine."""
+
+
+@model.command("list")
+@_with_settings("data_dir")
+def model_list(config: Path | None, **flags: Any) -> None:
+    """List the models that are here: packaged, converted, downloaded."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .model import list_models
+
+    table = Table("model", "origin", "dtype", "size", "path", box=None, header_style="bold")
+    for entry in list_models(_settings(config, flags).data_dir):
+        size = f"{entry.size_bytes / 2**20:.0f} MiB"
+        table.add_row(entry.name, entry.origin, entry.dtype, size, str(entry.path))
+    console = Console(soft_wrap=True)
+    console.print(table)
+
+
+@model.command("path")
+@_with_settings("data_dir", "model", "dtype")
+def model_path(config: Path | None, **flags: Any) -> None:
+    """Print the MLX folder that a worker with these settings loads, converting or downloading it first."""
+    from .model import default_dtype, resolve
+    from .progress import terminal_progress
+
+    settings = _settings(config, flags)
+    dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
+    with terminal_progress() as progress:
+        folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
+    click.echo(folder)
+
+
+@main.command()
+@_with_settings()
+def doctor(config: Path | None, **flags: Any) -> None:
+    """Check this machine: what is there, what is missing, and the command that mends it."""
+    from .doctor import run
+
+    sys.exit(run(_settings(config, flags)))
+
+
+@main.command()
+@click.option("--session", "name", default="chat", show_default=True, help="Session to go on with.")
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@click.option("--max-tokens", default=512, show_default=True, help="Most tokens of one answer.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@_with_settings(*_CLIENT_SETTINGS)
+def chat(
+    config: Path | None, name: str, tenant: str, max_tokens: int, temperature: float, **flags: Any
+) -> None:
+    """Talk with the model. Start it again with the same session and the conversation is still there."""
+    from .chat import chat as run
+
+    _talk(
+        _settings(config, flags),
+        tenant,
+        lambda client: run(client, name, max_tokens=max_tokens, temperature=temperature),
+    )
+
+
+@main.command()
+@click.argument("question")
+@click.option("--session", "name", help="Session to ask in; without it a new one, closed afterwards.")
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@click.option("--max-tokens", default=256, show_default=True, help="Most tokens of the answer.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@_with_settings(*_CLIENT_SETTINGS)
+def ask(
+    config: Path | None,
+    question: str,
+    name: str | None,
+    tenant: str,
+    max_tokens: int,
+    temperature: float,
+    **flags: Any,
+) -> None:
+    """Ask one question and print the answer as it comes."""
+    from .chat import ask as run
+
+    _talk(
+        _settings(config, flags),
+        tenant,
+        lambda client: run(client, name, question, max_tokens=max_tokens, temperature=temperature),
+    )
+
+
+@main.command()
+@click.argument("session", required=False)
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@click.option("--json", "as_json", is_flag=True, help="Print the message as it came.")
+@_with_settings(*_CLIENT_SETTINGS)
+def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
+    """Show a session and its worker; without SESSION, the next metrics message."""
+    from .chat import info as run
+
+    _talk(_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
+
+
+@main.command()
+@click.argument("session")
+@click.argument("request_id", metavar="ID")
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@_with_settings(*_CLIENT_SETTINGS)
+def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
+    """Stop request ID of SESSION; what it has said stays in the session."""
+
+    async def run(client: Client) -> None:
+        cancelled = await client.session(session).cancel(request_id)
+        click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
+
+    _talk(_settings(config, flags), tenant, run)
+
+
+def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
+    from protocol.client import connect
+
+    async def run() -> None:
+        url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"
+        async with await connect(url, tenant=tenant, prefix=settings.prefix) as client:
+            await talk(client)
+
+    asyncio.run(run())

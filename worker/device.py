@@ -1,0 +1,299 @@
+"""The device thread: it alone touches MLX.
+
+It owns the model, every session's KV on the device, and the batch. The event loop sends commands; once a
+step the thread hands back one report. It knows neither NATS nor the log, and of a session only its key.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import structlog
+from mlx_lm.models.cache import make_prompt_cache
+
+from cache import layers
+from cache.blocks import Span
+
+from .batch import Batch, Row
+from .scheduler import Scheduler
+from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protocol.subjects import SessionKey
+
+    from .model import LoadedModel
+
+log = structlog.get_logger()
+
+#: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes.
+MLX_CACHE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    key: SessionKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A session's caches, and the tokens that they cover."""
+
+    caches: list[Any]
+    num_tokens: int
+
+
+class Device:
+    """The thread and its command queue. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        report: Callable[[Report], None],
+        *,
+        block_tokens: int,
+        max_batch: int,
+    ) -> None:
+        """`load` runs on the thread; `report` is called there after each step and must only hand over."""
+        self._load = load
+        self._report = report
+        self._block = block_tokens
+        self._room: Callable[[], int] | None = None
+        self._commands: queue.SimpleQueue[Turn | _Cancel | _Drop | _Stop] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._scheduler: Scheduler[Turn] = Scheduler(max_batch)
+        self._resident: dict[SessionKey, _Held] = {}
+        self._events: list[Event] = []
+        #: Known once `start` has returned: the cache class that cannot be snapshotted, and the device.
+        self.unsupported_cache: str | None = None
+        self.name = ""
+
+    def start(self) -> LoadedModel:
+        """Start the thread and wait until the model is loaded; raises what loading raised."""
+        self._thread.start()
+        loaded = self._loaded.get()
+        if isinstance(loaded, BaseException):
+            self._thread.join()
+            raise loaded
+        return loaded
+
+    def cut_snapshots(self, room: Callable[[], int]) -> None:
+        """Cut snapshots from now on, while `room()`, called on the device thread, has the bytes for one."""
+        self._room = room
+
+    def submit(self, turn: Turn) -> None:
+        """Run a turn. A session has at most one under way."""
+        self._commands.put(turn)
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn after the step that is running; one that is over already is left alone."""
+        self._commands.put(_Cancel(turn))
+
+    def drop(self, key: SessionKey) -> None:
+        """Forget the KV of a session that has no turn under way."""
+        self._commands.put(_Drop(key))
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the thread after the step that is running; False if it did not end in time."""
+        self._commands.put(_Stop())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # Everything below runs on the device thread.
+
+    def _run(self) -> None:
+        try:
+            loaded = self._load()
+            mx.set_cache_limit(MLX_CACHE_BYTES)
+            self._model = loaded.model
+            self._batch = Batch(loaded.model)
+            self._bytes_per_token = loaded.kv_bytes_per_token
+            caches = make_prompt_cache(loaded.model)
+            self._trimmable = all(cache.is_trimmable() for cache in caches)
+            self.unsupported_cache = layers.unsupported(caches)
+            self.name = str(mx.default_device())
+        except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
+            self._loaded.put(error)
+            return
+        self._loaded.put(loaded)
+        while self._take_commands():
+            started = time.perf_counter()
+            step = self._scheduler.next()
+            if step.decode:
+                self._decode(step.decode)
+            if step.prefill is not None:
+                self._prefill(step.prefill)
+            self._hand_over(len(step.decode), time.perf_counter() - started)
+
+    def _take_commands(self) -> bool:
+        """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._scheduler)
+            except queue.Empty:
+                return True
+            match command:
+                case Turn():
+                    self._guarded(command, self._begin)
+                case _Cancel(turn) if turn in self._scheduler:
+                    self._guarded(turn, self._end)
+                case _Drop(key):
+                    self._resident.pop(key, None)
+                case _Stop():
+                    return False
+            if self._events:
+                self._hand_over(0, 0.0)
+
+    def _hand_over(self, num_rows: int, step_s: float) -> None:
+        events, self._events = tuple(self._events), []
+        self._report(Report(events, num_rows, step_s, mx.get_active_memory(), mx.get_peak_memory()))
+
+    def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
+        """Run `action`; a failure costs this turn and its KV, never the thread."""
+        try:
+            action(turn)
+        except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
+            self._fault(turn, error)
+
+    def _fault(self, turn: Turn, error: Exception) -> None:
+        log.error("turn failed on the device", session=str(turn.key), error=repr(error))
+        self._scheduler.remove(turn)
+        self._resident.pop(turn.key, None)
+        turn.caches = turn.row = None
+        self._events.append(Faulted(turn, error))
+
+    def _begin(self, turn: Turn) -> None:
+        """Take up a turn: find its KV, trim it to what is of use, and queue what has to be prefilled."""
+        # A generate leaves the last token to its first decode step, which draws from its logits. An append
+        # does so only where KV cannot be trimmed, since then that token could not be run again.
+        turn.target = max(len(turn.context) - (turn.answer is not None or not self._trimmable), 0)
+        held = self._resident.pop(turn.key, None)
+        usable = turn.num_kept
+        if turn.restored is not None:
+            held, usable = _Held(layers.rebuild(turn.restored), turn.num_restored), turn.num_restored
+            turn.restored = None
+        turn.caches, turn.num_cached = self._trimmed(held, min(usable, turn.target))
+        turn.num_reused = turn.num_cached
+        self._scheduler.add(turn)
+        if turn.num_cached == turn.target:
+            self._prompt_done(turn)
+
+    def _trimmed(self, held: _Held | None, num_tokens: int) -> tuple[list[Any], int]:
+        """Cut caches down to `num_tokens`, or start anew where that is not possible."""
+        if held is None or num_tokens == 0 or (held.num_tokens != num_tokens and not self._trimmable):
+            return make_prompt_cache(self._model), 0
+        if held.num_tokens != num_tokens:
+            layers.trim(held.caches, num_tokens)
+        return held.caches, num_tokens
+
+    def _prefill(self, turn: Turn) -> None:
+        self._guarded(turn, self._prefill_chunk)
+
+    def _prefill_chunk(self, turn: Turn) -> None:
+        """Run the prompt up to the next boundary of the grid: resuming there is bit-exact."""
+        started = time.perf_counter()
+        start = turn.num_cached
+        end = min((start // self._block + 1) * self._block, turn.target)
+        self._model(mx.array([turn.context[start:end]]), cache=turn.caches)
+        # Only the caches: the logits of a prompt are not wanted, and what is not evaluated is not computed.
+        mx.eval([cache.state for cache in turn.caches or ()])
+        turn.num_cached = end
+        turn.num_prefilled += max(min(end, turn.num_prompt) - start, 0)
+        turn.prefill_s += time.perf_counter() - started
+        self._events.append(Prefilled(turn, end))
+        self._cut_ready(turn)
+        if end == turn.target:
+            self._prompt_done(turn)
+
+    def _prompt_done(self, turn: Turn) -> None:
+        self._cut_ready(turn)
+        if turn.answer is None:
+            self._end(turn)
+            return
+        turn.row = Row(
+            caches=turn.caches,
+            last_token=turn.context[-1],
+            sampling=turn.sampling,
+            num_drawn=len(turn.answer.tokens),
+            num_cached=turn.num_cached,
+            seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+        )
+        turn.caches = None
+        self._scheduler.prefilled(turn)
+
+    def _decode(self, turns: tuple[Turn, ...]) -> None:
+        """Run one step for all rows; if it fails they all fail, since the merged caches are then undefined."""
+        try:
+            ended = self._decode_step(turns)
+        except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
+            self._batch.clear()
+            for turn in turns:
+                self._fault(turn, error)
+            return
+        for turn in ended:
+            self._guarded(turn, self._end)
+
+    def _decode_step(self, turns: tuple[Turn, ...]) -> list[Turn]:
+        self._batch.set_rows([turn.row for turn in turns if turn.row])
+        tokens = self._batch.step()
+        ended = []
+        for turn, token in zip(turns, tokens, strict=True):
+            if turn.answer is None or turn.row is None:
+                raise AssertionError("only answers decode")
+            # The first step ran the prompt's last token, unless that token was the answer's own.
+            turn.num_prefilled += turn.num_cached < turn.num_prompt
+            turn.num_cached = turn.row.num_cached
+            index = len(turn.answer.tokens)
+            self._events.append(Sampled(turn, index, token, turn.answer.push(token)))
+            if turn.num_cached % self._block == 0:
+                self._cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
+            if turn.answer.finish_reason is not None:
+                ended.append(turn)
+        return ended
+
+    def _end(self, turn: Turn) -> None:
+        """Leave the device: the KV stays resident, and the tail is cut for the disk."""
+        self._scheduler.remove(turn)
+        if turn.row is not None:
+            self._batch.set_rows([row for row in self._batch.rows if row is not turn.row])
+            turn.caches = turn.row.caches
+            turn.row = None
+            start = turn.num_cached // self._block * self._block
+            if start < turn.num_cached:
+                self._cut(turn, Span(start, turn.num_cached))
+        caches, turn.caches = turn.caches, None
+        live_bytes = 0
+        if caches is not None and turn.num_cached:
+            self._resident[turn.key] = _Held(caches, turn.num_cached)
+            live_bytes = layers.live_bytes(caches)
+        self._events.append(Finished(turn, turn.num_cached, live_bytes))
+
+    def _cut_ready(self, turn: Turn) -> None:
+        """Cut the missing pieces of the prompt that KV covers by now."""
+        while turn.spans and turn.spans[0].end <= turn.num_cached:
+            self._cut(turn, turn.spans.pop(0))
+
+    def _cut(self, turn: Turn, span: Span) -> None:
+        if self._room is None:
+            return
+        caches, index = (turn.caches or [], None) if turn.row is None else self._batch.place(turn.row)
+        fits = self._room() >= self._bytes_per_token * (span.end - span.start)
+        tensors = layers.cut(caches, span.start, span.end, row=index) if fits else None
+        self._events.append(Cut(turn, span, tensors))

@@ -1,0 +1,322 @@
+"""The event loop's side of the device: which KV is where, who may run, and what became of it.
+
+It owns the ledger of device memory and the record of which tokens have KV on the device. It brings a turn's
+KV together (device, then SSD), submits it, and passes on what comes back. It knows nothing of messages,
+the log or the order of a session's requests; the session sees to it that it has one turn under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from .sampling import Sampling
+from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from typing import TypeAlias
+
+    from cache.store import Store
+    from protocol.subjects import SessionKey
+
+    from .admission import Ledger
+    from .answer import Answer
+    from .device import Device
+    from .telemetry import Telemetry
+
+    Publish: TypeAlias = Callable[[int, list[int], str], Awaitable[None]]
+
+
+#: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
+#: the whole prefix, and reading a token is about this much faster than computing it.
+_RESTORE_GAIN = 16
+
+
+class DeviceFaultError(Exception):
+    """The forward pass failed; the session's tokens are as they were."""
+
+
+class StoppingError(Exception):
+    """The worker is going down: the turn was ended and its request stays unanswered."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a turn has come, for `info`."""
+
+    num_cached: int
+    num_context: int
+    num_generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a turn cost. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
+
+    `started_s` and `first_token_s` are readings of the monotonic clock.
+    """
+
+    num_cached: int
+    num_prefilled: int
+    live_bytes: int
+    prefill_s: float
+    started_s: float
+    first_token_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    turn: Turn
+    progress: Progress
+    events: asyncio.Queue[Sampled | Finished | Faulted]
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    key: SessionKey
+    size_bytes: int
+    admitted: asyncio.Future[bool]
+
+
+class Engine:
+    """Runs turns on the device; event loop only."""
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        store: Store | None,
+        telemetry: Telemetry,
+        *,
+        bytes_per_token: int,
+    ) -> None:
+        """`bytes_per_token` is what one token's KV takes on the device."""
+        self.ledger = ledger
+        self._device = device
+        self._store = store
+        self._telemetry = telemetry
+        self._bytes_per_token = bytes_per_token
+        self._resident: dict[SessionKey, list[int]] = {}
+        self._running: dict[SessionKey, _Running] = {}
+        self._waiters: deque[_Waiter] = deque()
+        self._stopping = False
+        self.active_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def num_running(self) -> int:
+        """Turns on the device."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait for device memory."""
+        return len(self._waiters)
+
+    def size_bytes(self, num_tokens: int) -> int:
+        """Estimate the device memory that the KV of `num_tokens` takes."""
+        return num_tokens * self._bytes_per_token
+
+    def num_resident(self, key: SessionKey) -> int:
+        """Count the tokens of a session that have KV on the device."""
+        return len(self._resident.get(key, ()))
+
+    def progress(self, key: SessionKey) -> Progress | None:
+        """Say how far a session's turn has come, if it runs one."""
+        running = self._running.get(key)
+        return running.progress if running else None
+
+    async def run(
+        self,
+        key: SessionKey,
+        context: list[int],
+        *,
+        answer: Answer | None = None,
+        sampling: Sampling | None = None,
+        max_new: int = 0,
+        publish: Publish | None = None,
+    ) -> Outcome | None:
+        """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
+
+        `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
+        slower than the device. Returns None if `cancel` came before the turn had memory to run in; a later
+        cancel ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the worker
+        stops before the turn is over.
+        """
+        if not await self._admitted(key, self.size_bytes(len(context) + max_new)):
+            return None
+        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
+        running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
+        self._running[key] = running
+        try:
+            await self._find_kv(turn)
+            started_s = monotonic()
+            if self._stopping:
+                raise StoppingError
+            if running.cancelled:  # while its KV was being found
+                return None
+            self._device.submit(turn)
+            first_token_s, live_bytes = await self._follow(running, publish)
+        finally:
+            del self._running[key]
+            self.ledger.settle(key, self.size_bytes(self.num_resident(key)))
+            self._admit_waiting()
+        num_cached = min(turn.num_reused, turn.num_prompt)
+        self._telemetry.cached_tokens += num_cached
+        self._telemetry.prefilled_tokens += turn.num_prefilled
+        return Outcome(
+            num_cached=num_cached,
+            num_prefilled=turn.num_prefilled,
+            live_bytes=live_bytes,
+            prefill_s=turn.prefill_s,
+            started_s=started_s,
+            first_token_s=first_token_s,
+        )
+
+    def cancel(self, key: SessionKey) -> None:
+        """End the session's turn as soon as the step that is running is over; nothing if it has none."""
+        running = self._running.get(key)
+        if running is not None:
+            running.cancelled = True
+            self._device.cancel(running.turn)
+        for waiter in self._waiters:
+            if waiter.key == key and not waiter.admitted.done():
+                waiter.admitted.set_result(False)
+
+    def forget(self, key: SessionKey) -> None:
+        """Drop a session's KV from the device. Its snapshots stay on SSD."""
+        if self._resident.pop(key, None) is not None:
+            self._device.drop(key)
+        self.ledger.forget(key)
+        self._admit_waiting()
+
+    def stop(self) -> None:
+        """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""
+        self._stopping = True
+        for key in list(self._running):
+            self.cancel(key)
+        for waiter in self._waiters:
+            if not waiter.admitted.done():
+                waiter.admitted.set_exception(StoppingError())
+
+    def handle(self, report: Report) -> None:
+        """Take in what the device thread did in one step."""
+        self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
+        if report.num_rows:
+            self._telemetry.batch_size.observe(report.num_rows)
+            self._telemetry.time_per_output_token.observe(report.step_s, report.num_rows)
+        for event in report.events:
+            self._handle_event(event)
+
+    def _handle_event(self, event: Event) -> None:
+        if isinstance(event, Cut):
+            self._save(event)
+            return
+        running = self._running[event.turn.key]
+        match event:
+            case Prefilled(_, num_cached):
+                running.progress.num_cached = num_cached
+                return
+            case Sampled(_, index):
+                running.progress.num_generated = index + 1
+                self._telemetry.generated_tokens += 1
+            case Finished(turn, num_cached):
+                self._resident.pop(turn.key, None)
+                if num_cached:
+                    self._resident[turn.key] = _tokens(turn, num_cached)
+            case Faulted(turn):
+                self._resident.pop(turn.key, None)
+        running.events.put_nowait(event)
+
+    async def _follow(self, running: _Running, publish: Publish | None) -> tuple[float, int]:
+        """Pass on tokens until the turn is over; returns when the first one came, and the KV's bytes."""
+        first_token_s: float | None = None
+        while True:
+            events = [await running.events.get()]
+            while not running.events.empty():
+                events.append(running.events.get_nowait())
+            sampled = [event for event in events if isinstance(event, Sampled)]
+            if sampled:
+                first_token_s = first_token_s or monotonic()
+                if publish is not None:
+                    tokens = [event.token for event in sampled]
+                    await publish(sampled[0].index, tokens, "".join(event.text for event in sampled))
+            match events[-1]:
+                case Faulted(_, error):
+                    raise DeviceFaultError(repr(error)) from error
+                case Finished(turn, _, live_bytes):
+                    over = turn.answer is None or turn.answer.finish_reason is not None
+                    if self._stopping and not (over and turn.num_cached >= turn.target):
+                        raise StoppingError
+                    return first_token_s or monotonic(), live_bytes
+
+    async def _find_kv(self, turn: Turn) -> None:
+        """Give the turn the longest KV there is: what is on the device, or what the SSD has more of."""
+        resident = self._resident.get(turn.key, [])
+        turn.num_kept = _num_common(resident, turn.context)
+        if self._store is None:
+            return
+        match = self._store.match(turn.key.tenant, turn.context)
+        if match.num_tokens - turn.num_kept > turn.num_kept // _RESTORE_GAIN:
+            restored = await self._store.load(match)
+            if restored is not None and restored.num_tokens > turn.num_kept:
+                turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
+        else:
+            self._store.release(match)
+        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
+        if turn.answer is not None and turn.spans and turn.spans[-1].end == len(turn.context):
+            turn.spans.pop()  # the tail is cut when the answer is over
+        self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
+
+    def _save(self, cut: Cut) -> None:
+        if self._store is None:
+            return
+        if cut.tensors is None:
+            self._store.skip(1)
+        else:
+            self._store.save(cut.turn.key.tenant, _tokens(cut.turn, cut.span.end), cut.span, cut.tensors)
+
+    async def _admitted(self, key: SessionKey, size_bytes: int) -> bool:
+        """Wait, first come first served, until the ledger has room; False if cancelled meanwhile."""
+        if self._stopping:
+            raise StoppingError
+        waiter = _Waiter(key, size_bytes, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._admit_waiting()
+        try:
+            return await waiter.admitted
+        finally:
+            self._waiters = deque(other for other in self._waiters if other is not waiter)
+
+    def _admit_waiting(self) -> None:
+        for waiter in self._waiters:
+            if waiter.admitted.done():
+                continue
+            victims = self.ledger.reserve(waiter.key, waiter.size_bytes)
+            if victims is None:
+                return
+            for victim in victims:
+                self._resident.pop(victim, None)
+                self._device.drop(victim)
+            waiter.admitted.set_result(True)
+
+
+def _tokens(turn: Turn, end: int) -> list[int]:
+    """Return the first `end` tokens of a turn's context and answer."""
+    if end <= len(turn.context) or turn.answer is None:
+        return turn.context[:end]
+    num_forced = len(turn.context) - turn.num_prompt
+    return (turn.context + turn.answer.tokens[num_forced:])[:end]
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    """Count the leading tokens that two lists share."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(i for i in range(length) if one[i] != other[i])

@@ -1,0 +1,285 @@
+"""Carry out one request of a session: what it adds, what runs on the device, and the result.
+
+Stateless between requests: a history comes in, a result and the history after it go out. Committing them is
+the session's business, so a failure in here has changed nothing but which KV is warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import blake2b
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import structlog
+
+from protocol.errors import RETRYABLE
+from protocol.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewind,
+    Rewound,
+    Seconds,
+    Usage,
+)
+
+from .answer import Answer
+from .history import RefusedError
+from .sampling import Sampling
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from protocol.errors import ErrorCode
+    from protocol.messages import Request, Result
+    from protocol.subjects import SessionKey
+
+    from .engine import Engine, Outcome
+    from .history import Folder, History, Input
+    from .journal import Journal
+    from .outbox import Outbox
+    from .record import Pending
+    from .telemetry import Telemetry
+    from .tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+
+class Execution:
+    """Carries out requests for one model; event loop only."""
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        outbox: Outbox,
+        engine: Engine,
+        folder: Folder,
+        tokenizer: Tokenizer,
+        telemetry: Telemetry,
+        context_tokens: int,
+    ) -> None:
+        """`context_tokens` is the most that a session may hold."""
+        self._journal = journal
+        self._outbox = outbox
+        self._engine = engine
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._telemetry = telemetry
+        self._context_tokens = context_tokens
+
+    def cancel(self, key: SessionKey) -> None:
+        """End what the session has on the device, within a step."""
+        self._engine.cancel(key)
+
+    def forget(self, key: SessionKey) -> None:
+        """Drop what the session holds on the device."""
+        self._engine.forget(key)
+
+    async def carry_out(
+        self, key: SessionKey, request: Request, pending: Pending, history: History
+    ) -> tuple[Result, History]:
+        """Carry out a request that has passed `Folder.check`; returns its result and the history after it.
+
+        Raises `RefusedError`, `DeviceFaultError` and `StoppingError`.
+        """
+        match request:
+            case Append():
+                return await self._append(key, request, pending, history)
+            case Generate():
+                return await self._generate(key, request, pending, history)
+            case Open():
+                return Opened(id=request.id, seq=pending.seq, position=0), self._folder.opened(history)
+            case Rewind(position=position):
+                result = Rewound(id=request.id, seq=pending.seq, position=position)
+                return result, self._folder.rewound(history, position)
+            case Close():
+                self._engine.forget(key)
+                closed = Closed(id=request.id, seq=pending.seq, position=history.position)
+                return closed, self._folder.closed(history)
+
+    async def _append(
+        self, key: SessionKey, request: Append, pending: Pending, history: History
+    ) -> tuple[Result, History]:
+        extended = await asyncio.to_thread(self._folder.extend, history, request)
+        tokens = extended.history.tokens
+        self._check_size(len(tokens), room=0)
+        cached = prefilled = 0
+        live_bytes = self._engine.size_bytes(self._engine.num_resident(key))
+        if tokens != history.tokens:
+            outcome = await self._engine.run(key, tokens)
+            if outcome is None or outcome.num_cached + outcome.num_prefilled < len(tokens) - 1:
+                return withdrawn(pending, history), history
+            live_bytes = outcome.live_bytes
+            cached = outcome.num_cached
+            prefilled = outcome.num_prefilled
+        result = Appended(
+            id=request.id,
+            seq=pending.seq,
+            position=len(tokens),
+            tokens=cached + prefilled,
+            cached_tokens=cached,
+            prefilled_tokens=prefilled,
+            kv_live_bytes=live_bytes,
+            seconds=monotonic() - pending.received_s,
+            rewritten_from=extended.rewritten_from,
+        )
+        return result, extended.history
+
+    async def _generate(
+        self, key: SessionKey, request: Generate, pending: Pending, history: History
+    ) -> tuple[Result, History]:
+        extended = await asyncio.to_thread(self._folder.extend, history, request)
+        prompt = extended.history.tokens
+        if not prompt:
+            raise RefusedError(
+                "invalid_request", "the session is empty: append something first, or send messages, text or tokens"
+            )
+        max_tokens = min(request.max_tokens, max(self._context_tokens - len(prompt), 1))
+        self._check_size(len(prompt), room=max_tokens)
+        stream = TextStream(self._tokenizer, request.stop)
+        answer = Answer(stream, max_tokens=max_tokens, end_tokens=self._tokenizer.eos_ids)
+        if pending.recovered:
+            await self._resume(key, request.id, answer)
+        outcome = await self._sample(key, request, pending, prompt, answer)
+        if answer.finish_reason is None:
+            pending.held_text = answer.cancel()
+        if not answer.tokens:
+            return withdrawn(pending, history), history
+        after = self._folder.answered(extended.history, answer.tokens)
+        return self._generated(key, pending, answer, outcome, extended, after), after
+
+    async def _resume(self, key: SessionKey, request_id: str, answer: Answer) -> None:
+        """Take up an answer that a dead worker had begun: what clients have seen is its beginning."""
+        for chunk in await self._journal.published(key, request_id):
+            for token in chunk.tokens:
+                if answer.finish_reason is None:
+                    answer.push(token)
+        if answer.tokens:
+            log.info("resuming an interrupted answer", tokens=len(answer.tokens))
+
+    async def _sample(
+        self, key: SessionKey, request: Generate, pending: Pending, prompt: list[int], answer: Answer
+    ) -> Outcome | None:
+        """Run the answer to its end on the device; None where it needed none, or was cancelled before."""
+        if answer.finish_reason is not None:
+            return None
+        num_known = len(answer.tokens)
+
+        async def publish(index: int, tokens: list[int], text: str) -> None:
+            await self._outbox.tokens(key, request.id, Chunk(index, tuple(tokens), text))
+
+        outcome = await self._engine.run(
+            key,
+            prompt + answer.tokens,
+            answer=answer,
+            sampling=_sampling(key, request, pending),
+            max_new=answer.max_tokens - num_known,
+            publish=publish,
+        )
+        if outcome is not None and len(answer.tokens) > num_known:
+            self._telemetry.time_to_first_token.observe(outcome.first_token_s - pending.received_s)
+        return outcome
+
+    def _generated(
+        self,
+        key: SessionKey,
+        pending: Pending,
+        answer: Answer,
+        outcome: Outcome | None,
+        extended: Input,
+        after: History,
+    ) -> Generated:
+        now_s, begun_s = monotonic(), pending.received_s
+        num_prompt = extended.history.position
+        return Generated(
+            id=pending.id or "",
+            seq=pending.seq,
+            position=after.position,
+            text=answer.text,
+            tokens=tuple(answer.tokens),
+            finish_reason=answer.finish_reason or "cancelled",
+            usage=Usage(
+                prompt_tokens=num_prompt,
+                cached_tokens=outcome.num_cached if outcome else num_prompt,
+                prefilled_tokens=outcome.num_prefilled if outcome else 0,
+                completion_tokens=len(answer.tokens),
+            ),
+            seconds=Seconds(
+                queued=(outcome.started_s if outcome else now_s) - begun_s,
+                prefill=outcome.prefill_s if outcome else 0.0,
+                first_token=(outcome.first_token_s if outcome else now_s) - begun_s,
+                total=now_s - begun_s,
+            ),
+            kv_live_bytes=outcome.live_bytes if outcome else self._engine.size_bytes(self._engine.num_resident(key)),
+            rewritten_from=extended.rewritten_from,
+        )
+
+    def _check_size(self, num_prompt: int, *, room: int) -> None:
+        """Refuse what can never run, before the device is touched. `room` is for the answer, in tokens."""
+        if num_prompt + room > self._context_tokens:
+            raise RefusedError(
+                "context_exceeded",
+                f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
+                f"{self._context_tokens}: rewind it, or start a new session",
+            )
+        needed = self._engine.size_bytes(num_prompt + room)
+        ledger = self._engine.ledger
+        if not ledger.ever_fits(needed):
+            raise RefusedError(
+                "memory_exceeded",
+                f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
+                f"{ledger.max_bytes}: shorten the session, lower max_tokens, or raise max_memory",
+            )
+
+
+def failed(pending: Pending, history: History, code: ErrorCode, message: str) -> Failed:
+    """Build the answer to a request that changed nothing."""
+    return Failed(
+        id=pending.id,
+        seq=pending.seq,
+        position=history.position,
+        code=code,
+        message=message,
+        retryable=code in RETRYABLE,
+    )
+
+
+def withdrawn(pending: Pending, history: History) -> Result:
+    """Build the answer to a request that was cancelled before it had an effect."""
+    if not isinstance(pending.request, Generate):
+        return failed(pending, history, "expired", "cancelled before it was carried out; nothing was added")
+    waited_s = monotonic() - pending.received_s
+    return Generated(
+        id=pending.request.id,
+        seq=pending.seq,
+        position=history.position,
+        text="",
+        tokens=(),
+        finish_reason="cancelled",
+        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
+        seconds=Seconds(queued=waited_s, prefill=0.0, first_token=waited_s, total=waited_s),
+        kv_live_bytes=0,
+    )
+
+
+def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
+    # Without a seed the request's place in the log gives one, so that whoever resumes it draws alike.
+    seed = request.seed
+    if seed is None:
+        seed = int.from_bytes(blake2b(f"{key}:{pending.seq}".encode(), digest_size=7).digest(), "big")
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=seed,
+    )

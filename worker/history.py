@@ -1,0 +1,223 @@
+"""What a session is, and how each request and its result change it. Pure: no I/O, no device.
+
+A session is the fold of its log: requests that were answered, in the order of their sequence, each with its
+result. The same functions serve the live path, which does not know the result yet, and the replay, which
+does; so they cannot come to different tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cache.blocks import pack
+from protocol.messages import (
+    Append,
+    Appended,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewind,
+    Rewound,
+)
+
+from .templates import Conversation, TemplateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from datetime import datetime
+    from typing import TypeAlias
+
+    from protocol.errors import ErrorCode
+    from protocol.messages import Request, Result
+
+    from .templates import Addition, Tokenizer
+
+    Step: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
+
+
+class RefusedError(Exception):
+    """A request that cannot be carried out; it is answered with `failed`."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+
+
+class DivergedError(Exception):
+    """The log does not fold to what it says: it was written with another model or template."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A session's tokens and the state of its conversation. `tokens` must not be changed in place."""
+
+    conversation: Conversation
+    tokens: list[int]
+    exists: bool = False
+    closed: bool = False
+
+    @property
+    def position(self) -> int:
+        """Tokens in the session."""
+        return len(self.tokens)
+
+    def digest(self) -> str:
+        """Name the tokens in 16 bytes, as hex."""
+        return blake2b(pack(self.tokens), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A history with a request's input in it. Its first `kept` tokens are those from before."""
+
+    history: History
+    kept: int
+    rewritten_from: int | None
+
+
+class Folder:
+    """Applies requests to histories for one model's tokenizer. Thread-safe: it holds no state.
+
+    Tokenising a long text takes long, so `extend` belongs on a worker thread, not on the event loop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def begin(self, started: datetime) -> History:
+        """Return the history of a session that has no entries yet; templates may print `started`."""
+        return History(Conversation(self._tokenizer, started), [])
+
+    def check(self, history: History, request: Request) -> None:
+        """Raise `RefusedError` where the session's state does not allow the request."""
+        gone = history.closed or not history.exists
+        if isinstance(request, Open):
+            if not gone:
+                raise RefusedError(
+                    "invalid_request", f"the session is open already, at position {history.position}; just go on"
+                )
+        elif history.closed:
+            raise RefusedError(
+                "unknown_session", "the session was closed; an open starts a new one under this name"
+            )
+        elif gone and isinstance(request, Rewind | Close):
+            raise RefusedError("unknown_session", "there is no such session; an append or a generate starts one")
+        expected = request.expect_position
+        position = 0 if gone else history.position
+        if expected is not None and expected != position:
+            raise RefusedError(
+                "position_conflict", f"the session is at position {position}, not at the expected {expected}"
+            )
+        if isinstance(request, Rewind) and request.position > history.position:
+            raise RefusedError(
+                "invalid_request",
+                f"cannot rewind to {request.position}: the session is at position {history.position}",
+            )
+
+    def extend(self, history: History, request: Append | Generate) -> Input:
+        """Add a request's input, and for a generate the template's answer header.
+
+        Raises `RefusedError` for tokens outside of the vocabulary and for messages that the chat template
+        refuses.
+        """
+        kept = history.position
+        state = history
+        try:
+            for step in self._steps(request):
+                conversation, addition = step(state)
+                kept = min(kept, addition.keep)
+                tokens = state.tokens[: addition.keep] + addition.tokens
+                state = replace(state, conversation=conversation, tokens=tokens, exists=True)
+        except TemplateError as error:
+            raise RefusedError("invalid_request", str(error)) from None
+        return Input(
+            history=state,
+            kept=kept,
+            rewritten_from=kept if kept < history.position else None,
+        )
+
+    def answered(self, extended: History, tokens: Sequence[int]) -> History:
+        """Add an answer's tokens."""
+        conversation = extended.conversation.add_answer(extended.tokens, tokens)
+        return replace(extended, conversation=conversation, tokens=[*extended.tokens, *tokens], exists=True)
+
+    def opened(self, history: History) -> History:
+        """Start a session, over a closed one of the same name too."""
+        return replace(self.begin(history.conversation.started), exists=True)
+
+    def closed(self, history: History) -> History:
+        """End a session. Its tokens are kept for the record's position only."""
+        return replace(history, closed=True)
+
+    def rewound(self, history: History, position: int) -> History:
+        """Forget the tokens from `position` on."""
+        return replace(
+            history, conversation=history.conversation.rewind(position), tokens=history.tokens[:position]
+        )
+
+    def replay(self, history: History, request: Request, result: Result) -> History:
+        """Apply a request that has a result to the history before it.
+
+        Raises `DivergedError` where that does not lead to the position that the result names.
+        """
+        match request, result:
+            case _, Failed():
+                return history
+            case _, Generated(tokens=(), finish_reason="cancelled"):
+                return history  # cancelled before its first token: nothing was added, its input neither
+            case Open(), Opened():
+                after = self.opened(history)
+            case Append(), Appended():
+                after = self._replay_extend(history, request)
+            case Generate(), Generated(tokens=tokens):
+                after = self.answered(self._replay_extend(history, request), tokens)
+            case Rewind(position=position), Rewound():
+                after = self.rewound(history, position)
+            case Close(), Closed():
+                after = self.closed(history)
+            case _:
+                raise DivergedError(f"a {type(request).__name__} with a {type(result).__name__} as its result")
+        if after.position != result.position:
+            raise DivergedError(f"the log says position {result.position}, this model makes it {after.position}")
+        return after
+
+    def _replay_extend(self, history: History, request: Append | Generate) -> History:
+        try:
+            return self.extend(history, request).history
+        except RefusedError as error:
+            raise DivergedError(f"a request that was answered is refused now: {error}") from None
+
+    def _steps(self, request: Append | Generate) -> Iterator[Step]:
+        """List what a request adds: its input, then for a generate the answer header."""
+        if request.messages:
+            messages = [msgspec.to_builtins(message) for message in request.messages]
+            yield lambda state: state.conversation.add_messages(state.tokens, messages)
+        if request.text:
+            text = request.text
+            yield lambda state: self._raw(state, self._tokenizer.encode(text, at_start=not state.tokens))
+        if request.tokens:
+            tokens = list(request.tokens)
+            self._check_vocabulary(tokens)
+            yield lambda state: self._raw(state, tokens)
+        if isinstance(request, Generate):
+            yield lambda state: state.conversation.start_answer(state.tokens, raw=request.raw)
+
+    def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
+        return state.conversation.add_raw(state.tokens, tokens)
+
+    def _check_vocabulary(self, tokens: list[int]) -> None:
+        vocabulary = self._tokenizer.vocab_size
+        for token in tokens:
+            if token >= vocabulary:
+                raise RefusedError(
+                    "invalid_request",
+                    f"token id {token} is outside of the model's vocabulary: ids go from 0 to {vocabulary - 1}",
+                )

@@ -1,0 +1,205 @@
+"""The session log in JetStream: read it forward, commit a result to it, read back published tokens.
+
+It owns the wire side of the log and the fence: a result is stored only if nobody stored another one since
+this worker last read. What entries mean is `history`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, Literal
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError, NotFoundError
+
+from protocol.messages import Chunk, Result, decode_chunk, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js import JetStreamContext
+
+    from protocol.subjects import SessionKey, Subjects
+
+log = structlog.get_logger()
+
+#: Digest of the session's token ids after a result; a fold that comes to another one must not go on.
+HISTORY_HEADER: Final = "Turnkeep-History"
+#: The model that made a result, for the message when a fold does not fit.
+MODEL_HEADER: Final = "Turnkeep-Model"
+
+_EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+_WRONG_LAST_SEQUENCE: Final = 10071
+#: The stream refuses the message for its size, now and always.
+_TOO_LARGE: Final = 10054
+_BATCH: Final = 256
+_BATCH_BYTES: Final = 8 * 2**20
+_TIMEOUT_S: Final = 5.0
+_MAX_BACKOFF_S: Final = 5.0
+
+
+class FencedError(Exception):
+    """Another committer stored a result for this session first: what is in memory is stale."""
+
+
+class TooLargeError(Exception):
+    """The result is larger than the stream takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One message of a session's log; `stored` is when the server took it."""
+
+    seq: int
+    kind: Literal["in", "out"]
+    stored: datetime
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Journal:
+    """Reads and writes session logs; event loop only.
+
+    Every method retries through lost connections and full disks, and returns when it is done: a worker
+    that cannot reach its log has nothing better to do than wait for it.
+    """
+
+    def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects) -> None:
+        self._nc = nc
+        self._js = js
+        self._subjects = subjects
+
+    async def read(self, key: SessionKey, after: int, until: int) -> list[Entry]:
+        """Read a session's entries with a stream sequence above `after`, in order.
+
+        `until` is the sequence of an entry that is known to be there: a replica that answers without it
+        lags, and is asked again.
+        """
+        pause_s = 0.01
+        while True:
+            entries = [entry async for entry in self._direct(self._subjects.log_stream, self._subjects.log(key), after)]
+            if until <= after or any(entry.seq >= until for entry in entries):
+                return entries
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def published(self, key: SessionKey, request_id: str) -> list[Chunk]:
+        """Read back the token chunks of a request: those from index 0 on, without a gap."""
+        chunks: list[Chunk] = []
+        num_tokens = 0
+        async for entry in self._direct(self._subjects.token_stream, self._subjects.tokens(key, request_id), 0):
+            if not entry.body:
+                continue
+            chunk = decode_chunk(entry.body)
+            if chunk.i > num_tokens:
+                break
+            if chunk.i == num_tokens:
+                chunks.append(chunk)
+                num_tokens += len(chunk.tokens)
+        return chunks
+
+    async def get(self, seq: int) -> bytes:
+        """Read the body of an entry that is known to be there."""
+        while True:
+            try:
+                message = await self._js.get_msg(self._subjects.log_stream, seq, direct=True)
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            return message.data or b""
+
+    async def commit(
+        self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]
+    ) -> int:
+        """Store a result as the successor of the session's result at sequence `after` (0: the first).
+
+        Returns its sequence. Raises `FencedError` where another result came first, `TooLargeError` where
+        the stream will never take it.
+        """
+        subject = self._subjects.of(key, "out")
+        body = encode(result)
+        pause_s = 0.1
+        while True:
+            try:
+                ack = await self._js.publish(
+                    subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
+                )
+            except nats.errors.MaxPayloadError as error:
+                raise TooLargeError(f"{len(body)} bytes") from error
+            except APIError as error:
+                if error.err_code == _TOO_LARGE:
+                    raise TooLargeError(f"{len(body)} bytes") from error
+                if error.err_code == _WRONG_LAST_SEQUENCE:
+                    return await self._ours(subject, body, after)
+                await self._wait_out("committing a result", error, pause_s)
+            except (nats.errors.Error, OSError) as error:
+                await self._wait_out("committing a result", error, pause_s)
+            else:
+                return ack.seq
+            pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def _ours(self, subject: str, body: bytes, after: int) -> int:
+        """Tell a commit whose ack was lost from one that another worker won."""
+        while True:
+            try:
+                last = await self._js.get_last_msg(self._subjects.log_stream, subject, direct=True)
+            except NotFoundError:
+                break
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            if last.data == body and last.seq is not None and last.seq > after:
+                return last.seq
+            break
+        raise FencedError(subject)
+
+    async def _wait_out(self, doing: str, error: BaseException, pause_s: float) -> None:
+        log.warning("the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__)
+        await asyncio.sleep(pause_s)
+
+    async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:
+        """Iterate over a subject's messages with sequences above `after`, some hundred per request."""
+        more = True
+        while more:
+            try:
+                entries, more = await self._direct_batch(stream, subject, after)
+            except (nats.errors.Error, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            for entry in entries:
+                after = entry.seq
+                yield entry
+
+    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], bool]:
+        # nats-py has no batched direct get, so this is the raw request of ADR-31.
+        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
+        inbox = self._nc.new_inbox()
+        replies = await self._nc.subscribe(inbox)
+        entries: list[Entry] = []
+        try:
+            await self._nc.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
+            while True:
+                message = await replies.next_msg(timeout=_TIMEOUT_S)
+                headers = message.headers or {}
+                status = headers.get("Status")
+                if status is None:
+                    entries.append(_entry(message, headers))
+                elif status in ("204", "404"):
+                    return entries, int(headers.get("Nats-Num-Pending", "0")) > 0
+                else:
+                    raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
+        finally:
+            await replies.unsubscribe()
+
+
+def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:
+    kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
+    # The server writes nanoseconds; the log needs the day.
+    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"][:19] + "+00:00")
+    return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

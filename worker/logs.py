@@ -1,0 +1,33 @@
+"""How the worker logs: structlog to standard error, for people or as JSON lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import Processor
+
+
+def configure(log_format: str, log_level: str) -> None:
+    """Set up logging for the process. `auto` is `console` on a terminal, else `json`."""
+    console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
+    ]
+    rendered: list[Processor] = (
+        [structlog.dev.ConsoleRenderer(pad_event_to=36)]
+        if console
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=shared + rendered,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[log_level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,50 @@
+"""Tokens, replies and metrics out. Nothing here is a promise: what counts is committed by the journal."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import nats.errors
+import structlog
+
+from protocol.messages import Chunk, encode
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+    from nats.aio.client import Client
+
+    from protocol.messages import Metrics
+    from protocol.subjects import SessionKey, Subjects
+
+log = structlog.get_logger()
+
+
+class Outbox:
+    """Publishes without waiting for anybody to have received it. Event loop only."""
+
+    def __init__(self, nc: Client, subjects: Subjects) -> None:
+        self._nc = nc
+        self._subjects = subjects
+
+    async def tokens(self, key: SessionKey, request_id: str, chunk: Chunk) -> None:
+        """Publish a chunk of an answer."""
+        await self._publish(self._subjects.tokens(key, request_id), encode(chunk))
+
+    async def end(self, key: SessionKey, request_id: str) -> None:
+        """Publish the empty body that ends an answer's chunks; its record is in the log by now."""
+        await self._publish(self._subjects.tokens(key, request_id), b"")
+
+    async def metrics(self, metrics: Metrics) -> None:
+        """Publish the worker's metrics."""
+        await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
+
+    async def reply(self, inbox: str, message: Struct) -> None:
+        """Answer a control request."""
+        await self._publish(inbox, encode(message))
+
+    async def _publish(self, subject: str, body: bytes) -> None:
+        # While the connection is down nats-py buffers up to a limit; what goes beyond it is lost to those
+        # who listen, who then see a gap and read the record.
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self._nc.publish(subject, body)

@@ -1,0 +1,54 @@
+"""`turnkeep serve`: a worker in the foreground, from settings to exit."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from .blas import preload
+from .logs import configure
+from .progress import terminal_progress
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+#: The device thread holds the interpreter while it builds a step's graph; at the default of 5 ms the event
+#: loop would wait that long for each of its own turns.
+_SWITCH_INTERVAL_S = 0.001
+
+
+def serve(settings: Settings) -> None:
+    """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once."""
+    configure(settings.log_format, settings.log_level)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    preload()  # before anything imports MLX
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    from .app import App
+
+    loop = asyncio.get_running_loop()
+    told = False
+    with terminal_progress() as progress:
+        app = App(settings, progress=progress)
+        running = asyncio.create_task(app.run())
+
+        def stop(number: signal.Signals) -> None:
+            nonlocal told
+            told = True
+            loop.remove_signal_handler(number)
+            if app.ready.is_set():
+                app.stop()
+            else:
+                running.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            await running
+        except asyncio.CancelledError:
+            if not told:
+                raise

@@ -1,0 +1,236 @@
+"""One session at work: its requests in the order of the log, each to a committed result.
+
+An actor on the event loop. Deliveries only ring its bell; it reads its log forward and answers what has no
+result yet, one request at a time. The sequence of its last result fences it against other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from protocol.errors import InvalidMessageError
+from protocol.messages import Cancelled, Chunk, Failed, Generated, decode_result
+from protocol.subjects import session_key
+
+from .engine import DeviceFaultError, StoppingError
+from .execution import failed, withdrawn
+from .history import RefusedError
+from .journal import HISTORY_HEADER, MODEL_HEADER, FencedError, TooLargeError
+from .record import Record, request_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from protocol.messages import Request, Result
+    from protocol.subjects import SessionKey
+
+    from .execution import Execution
+    from .history import Folder, History
+    from .journal import Journal
+    from .outbox import Outbox
+    from .record import Answered, Pending
+    from .telemetry import Telemetry
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all sessions of a worker share. `settle` is told each request whose result is in the log."""
+
+    journal: Journal
+    outbox: Outbox
+    execution: Execution
+    folder: Folder
+    telemetry: Telemetry
+    settle: Callable[[int], Coroutine[Any, Any, None]]
+    model: str
+
+
+class Session:
+    """See the module. `ring` and `cancel` may be called at any time; `run` by one task at a time."""
+
+    def __init__(self, key: SessionKey, services: Services) -> None:
+        self.key = key
+        self._services = services
+        self._record = Record(services.folder)
+        self._bell = 0
+        self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
+        self.active: Pending | None = None
+        self.used_s = monotonic()
+        try:
+            session_key(key.tenant, key.session)
+        except InvalidMessageError as error:
+            self._bad_name: str | None = str(error)
+        else:
+            self._bad_name = None
+
+    @property
+    def history(self) -> History:
+        """The session's state after its last result."""
+        return self._record.history
+
+    @property
+    def pending(self) -> tuple[Pending, ...]:
+        """Requests without a result, in order; the first may be under way."""
+        return tuple(self._record.pending)
+
+    @property
+    def num_answered(self) -> int:
+        """Distinct request ids with a result."""
+        return len(self._record.answered)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `run` has something to do."""
+        return bool(self._record.pending) or self._bell > self._record.read_seq
+
+    def ring(self, seq: int) -> bool:
+        """Say that the log has an entry at `seq`; False if it was answered before."""
+        self._bell = max(self._bell, seq)
+        return seq > self._record.read_seq or any(pending.seq == seq for pending in self._record.pending)
+
+    async def run(self) -> None:
+        """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
+        while True:
+            try:
+                await self.catch_up()
+                if self._record.pending:
+                    await self._answer(self._record.pending[0])
+                elif not self.has_work:
+                    return
+            except FencedError as error:
+                log.warning("another worker went on with this session; reading its log anew", why=str(error))
+                self.forget()
+
+    async def catch_up(self) -> None:
+        """Read the log as far as the bell has told of it; the first time, all of it."""
+        async with self._log_lock:
+            if 0 < self._record.read_seq and self._bell <= self._record.read_seq:
+                return
+            entries = await self._services.journal.read(self.key, self._record.read_seq, self._bell)
+            # A fold tokenises everything that was ever said; that is not for the event loop.
+            await asyncio.to_thread(self._record.take, entries)
+
+    async def cancel(self, request_id: str) -> Cancelled | Failed:
+        """Stop a request that has no result yet; returns when its result is in the log."""
+        await self.catch_up()
+        for pending in self.pending:
+            if pending.id == request_id:
+                break
+        else:
+            known = request_id in self._record.answered
+            why = "it was answered already" if known else "the session has no request with this id"
+            message = f"nothing to cancel under {request_id!r}: {why}"
+            return Failed(id=request_id, code="invalid_request", message=message, retryable=False)
+        pending.cancelled = True
+        if pending is self.active:
+            self._services.execution.cancel(self.key)
+            await pending.done.wait()
+            return Cancelled(id=request_id, was="running")
+        await self._commit(pending, withdrawn(pending, self.history), self.history)
+        return Cancelled(id=request_id, was="waiting")
+
+    def forget(self) -> None:
+        """Drop everything that is in memory; the log is read anew when the session goes on."""
+        for pending in self._record.pending:
+            pending.done.set()
+        self._services.execution.forget(self.key)
+        self._record = Record(self._services.folder)
+
+    async def _answer(self, pending: Pending) -> None:
+        self.active = pending
+        try:
+            with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
+                result, history = await self._result(pending)
+                await self._commit(pending, result, history)
+        finally:
+            self.active = None
+            self.used_s = monotonic()
+
+    async def _result(self, pending: Pending) -> tuple[Result, History]:
+        """Work out a request's result and the history after it; only a stop or a fence gets in the way."""
+        request, history = pending.request, self.history
+        try:
+            if self._bad_name is not None:
+                raise RefusedError("invalid_request", self._bad_name)
+            if request is None:
+                raise RefusedError("invalid_request", pending.error)
+            answered = self._record.answered.get(request.id)
+            if answered is not None:
+                return await self._repeated(request, pending, answered), history
+            if pending.cancelled:
+                return withdrawn(pending, history), history
+            if self._record.diverged is not None:
+                raise RefusedError("history_diverged", self._record.diverged)
+            self._services.folder.check(history, request)
+            return await self._services.execution.carry_out(self.key, request, pending, history)
+        except RefusedError as error:
+            return failed(pending, history, error.code, str(error)), history
+        except DeviceFaultError as error:
+            return failed(pending, history, "internal", f"the forward pass failed: {error}"), history
+        except (StoppingError, FencedError):
+            raise
+        except Exception as error:
+            log.exception("a request failed for an unknown reason")
+            return failed(pending, history, "internal", f"{type(error).__name__}: {error}"), history
+
+    async def _repeated(self, request: Request, pending: Pending, answered: Answered) -> Result:
+        """Answer an id that was answered before from the record."""
+        if request_digest(request) != answered.digest:
+            raise RefusedError(
+                "id_conflict",
+                f"the id {request.id!r} was used before for another request (sequence {answered.in_seq}); "
+                "a new request needs a new id",
+            )
+        first = decode_result(await self._services.journal.get(answered.out_seq))
+        return msgspec.structs.replace(first, seq=pending.seq, repeat_of=answered.in_seq)
+
+    async def _commit(self, pending: Pending, result: Result, history: History) -> None:
+        """Store a result, then tell everybody who waits for it.
+
+        A request that is cancelled while it waits is committed out of turn; it changes no history.
+        """
+        services = self._services
+        async with self._log_lock:
+            if pending not in self._record.pending:
+                return
+            try:
+                out_seq = await self._store(result, history)
+            except TooLargeError as error:
+                history = self.history
+                message = f"the result is larger than the log takes ({error}); nothing was added, ask for fewer tokens"
+                result = failed(pending, history, "internal", message)
+                out_seq = await self._store(result, history)
+            self._record.committed(pending, result, out_seq, history)
+        outcome = result.code if isinstance(result, Failed) else "ok"
+        services.telemetry.requests[pending.type][outcome] += 1
+        log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
+        pending.done.set()
+        if isinstance(result, Generated):
+            await self._end_tokens(pending, result)
+        await services.settle(pending.seq)
+
+    async def _store(self, result: Result, history: History) -> int:
+        headers = {MODEL_HEADER: self._services.model}
+        if not isinstance(result, Failed):
+            headers[HISTORY_HEADER] = history.digest()
+        return await self._services.journal.commit(self.key, result, self._record.out_seq, headers)
+
+    async def _end_tokens(self, pending: Pending, result: Generated) -> None:
+        """Close an answer's token stream.
+
+        Text that a cancel has set free is published only now: before the commit, a crash would have let the
+        answer go on differently.
+        """
+        if pending.held_text:
+            chunk = Chunk(len(result.tokens), (), pending.held_text)
+            await self._services.outbox.tokens(self.key, result.id, chunk)
+        await self._services.outbox.end(self.key, result.id)

@@ -1,0 +1,163 @@
+"""All sessions that this worker holds in memory: wake them, let go of idle ones, answer for them.
+
+Owns the sessions' tasks. What is not held is in the log, and is read from there when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from time import monotonic
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from protocol.errors import RETRYABLE, InvalidMessageError
+from protocol.messages import CancelRequest, Cancelled, Failed, SessionInfo, decode_control
+from protocol.subjects import SessionKey
+
+from .engine import StoppingError
+from .session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from protocol.errors import ErrorCode
+    from protocol.messages import Metrics
+    from protocol.subjects import Subjects
+
+    from .engine import Engine
+    from .session import Services
+
+log = structlog.get_logger()
+
+_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+
+
+class Sessions:
+    """The sessions in memory, by name. Event loop only."""
+
+    def __init__(
+        self,
+        services: Services,
+        engine: Engine,
+        subjects: Subjects,
+        *,
+        idle_timeout_s: float,
+        metrics: Callable[[], Metrics],
+    ) -> None:
+        """`metrics` is what `info` says of the worker."""
+        self._services = services
+        self._engine = engine
+        self._subjects = subjects
+        self._idle_timeout_s = idle_timeout_s
+        self._metrics = metrics
+        self._sessions: dict[SessionKey, Session] = {}
+        self._tasks: dict[SessionKey, asyncio.Task[None]] = {}
+        self._asides: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def ring(self, subject: str, seq: int) -> None:
+        """Take a delivery: wake its session, or settle what is answered already."""
+        # Not `Subjects.parse`: a request under a bad name is in the log, so it gets its answer there.
+        _, tenant, name, _ = subject.rsplit(".", 3)
+        session = self._hold(SessionKey(tenant, name))
+        if session.ring(seq):
+            self._wake(session)
+        else:
+            self._aside(self._services.settle(seq))
+
+    async def control(self, subject: str, body: bytes) -> SessionInfo | Cancelled | Failed:
+        """Answer what came on a session's `ctl`."""
+        try:
+            key, _, _ = self._subjects.parse(subject)
+            request = decode_control(body)
+        except InvalidMessageError as error:
+            return _failed(None, "invalid_request", str(error))
+        session = self._hold(key)
+        await session.catch_up()
+        if isinstance(request, CancelRequest):
+            self._wake(session)
+            return await session.cancel(request.id)
+        history = session.history
+        if not session.pending and (history.closed or not history.exists):
+            why = "the session was closed" if history.closed else "there is no such session"
+            return _failed(None, "unknown_session", f"{why}; an append or a generate starts one")
+        return self._info(session)
+
+    async def sweep(self) -> None:
+        """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
+        while True:
+            await asyncio.sleep(min(self._idle_timeout_s / 4, 30.0))
+            horizon_s = monotonic() - self._idle_timeout_s
+            for key, session in list(self._sessions.items()):
+                if session.used_s < horizon_s and key not in self._tasks:
+                    del self._sessions[key]
+
+    async def stop(self) -> None:
+        """Wait for the sessions' tasks; the engine must have been told to stop before."""
+        self._stopping.set()
+        await asyncio.gather(*self._tasks.values(), *self._asides)
+
+    def _hold(self, key: SessionKey) -> Session:
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key, self._services)
+        return session
+
+    def _wake(self, session: Session) -> None:
+        if session.key not in self._tasks and session.has_work and not self._stopping.is_set():
+            self._tasks[session.key] = asyncio.create_task(self._run(session), name=str(session.key))
+
+    async def _run(self, session: Session) -> None:
+        """Run a session's task to its end; what breaks it is logged, and its log is read anew."""
+        pause_s = _RETRY_S
+        try:
+            while not self._stopping.is_set():
+                try:
+                    await session.run()
+                    return
+                except StoppingError:
+                    return
+                except Exception:
+                    log.exception("a session failed; trying again from its log", session=str(session.key))
+                    session.forget()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause_s)
+                pause_s = min(pause_s * 2, _MAX_RETRY_S)
+        finally:
+            del self._tasks[session.key]
+
+    def _aside(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
+
+    def _info(self, session: Session) -> SessionInfo:
+        history, key, active = session.history, session.key, session.active
+        state: Literal["idle", "waiting", "running"] = "waiting" if session.pending else "idle"
+        if self._engine.progress(key) is not None:
+            state = "running"
+        num_resident = self._engine.num_resident(key)
+        return SessionInfo(
+            tenant=key.tenant,
+            session=key.session,
+            position=history.position,
+            state=state,
+            active=active.id if active else None,
+            waiting=tuple(pending.id or "" for pending in session.pending if pending is not active),
+            requests=session.num_answered,
+            resident=num_resident > 0,
+            kv_live_bytes=self._engine.size_bytes(num_resident),
+            policy="full",
+            model=self._services.model,
+            worker=self._metrics(),
+        )
+
+
+def _failed(request_id: str | None, code: ErrorCode, message: str) -> Failed:
+    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE)

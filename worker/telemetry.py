@@ -1,0 +1,64 @@
+"""Counters and histograms of one worker, and the event loop's lag. Event loop only, no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+
+from protocol.messages import Histogram
+
+#: Upper bounds in seconds, from OpenTelemetry's advice for gen_ai.server.* metrics.
+FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+_LAG_PERIOD_S = 0.1
+
+
+class Distribution:
+    """A histogram with fixed upper bounds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def histogram(self) -> Histogram:
+        """Return the counts so far."""
+        return Histogram(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
+
+
+class Telemetry:
+    """What a worker counts. Requests are counted by type and outcome when their result is committed."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.prefilled_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.time_to_first_token = Distribution(FIRST_TOKEN_BOUNDS)
+        self.time_per_output_token = Distribution(PER_TOKEN_BOUNDS)
+        self.batch_size = Distribution(BATCH_BOUNDS)
+        self.event_loop_lag = Distribution(LAG_BOUNDS)
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the worker started."""
+        return time.monotonic() - self.started_s
+
+    async def watch_loop(self) -> None:
+        """Measure, until cancelled, how much later than asked for the event loop runs something."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            self.event_loop_lag.observe(max(loop.time() - due, 0.0))

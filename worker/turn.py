@@ -1,0 +1,113 @@
+"""What the event loop and the device thread say to each other about one turn.
+
+A `Turn` changes hands once: the loop builds it and submits it, from then on the device thread alone writes
+to it, until its `Finished` or `Faulted` event hands it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from cache.blocks import Span
+    from cache.format import Tensor
+    from protocol.subjects import SessionKey
+
+    from .answer import Answer
+    from .batch import Row
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One append or generate on its way through the device.
+
+    `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
+    KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
+    arrays by name. A generate has an `answer`; what it already holds are tokens that were published before
+    a crash, and they are the context's end. `spans` are the pieces of the context that have no snapshot.
+    """
+
+    key: SessionKey
+    context: list[int]
+    num_kept: int = 0
+    restored: dict[str, mx.array] | None = None
+    num_restored: int = 0
+    answer: Answer | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    spans: list[Span] = field(default_factory=list)
+
+    # Written by the device thread:
+    num_prompt: int = field(init=False)
+    num_reused: int = field(init=False, default=0)
+    num_prefilled: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)
+    target: int = field(init=False, default=0)
+    prefill_s: float = field(init=False, default=0.0)
+    caches: list[Any] | None = field(init=False, default=None)
+    row: Row | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A chunk is done; KV now covers `num_cached` of the context's tokens."""
+
+    turn: Turn
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The answer's token number `index`, with the text that it made certain."""
+
+    turn: Turn
+    index: int
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A snapshot as plain bytes; or None, where the writer had no room and nothing was cut."""
+
+    turn: Turn
+    span: Span
+    tensors: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes."""
+
+    turn: Turn
+    num_cached: int
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted:
+    """The turn failed on the device, and its session's KV is gone from there."""
+
+    turn: Turn
+    error: Exception
+
+
+Event = Prefilled | Sampled | Cut | Finished | Faulted
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one step did, and how the device stands after it."""
+
+    events: tuple[Event, ...]
+    num_rows: int
+    step_s: float
+    active_bytes: int
+    peak_bytes: int
