@@ -1,0 +1,242 @@
+"""One file: what is written comes back bit by bit, and what is not beyond doubt never comes back."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from made_kv import BLOCK, HEADS, assert_is_kv_of, cut, identity
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from cache import blocks
+from cache import format as snapshot_format
+from cache.blocks import Span
+from cache.format import DoubtfulSnapshotError, Name, Tensor
+
+TOKENS = [5, 6, 7, 8]
+IDENTITY = identity()
+NAME = Name(blocks.root(IDENTITY.digest(), "a"), 0, blocks.pack(TOKENS))
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / f"{NAME.digest.hex()}.safetensors"
+    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), path)
+    return path
+
+
+def load(path, **changes):
+    wanted = {"digest": NAME.digest, "start": 0, "identity": IDENTITY.digest(), **changes}
+    return snapshot_format.load(path, **wanted)
+
+
+def test_a_snapshot_comes_back_bit_by_bit(path) -> None:
+    _, arrays = load(path)
+    assert_is_kv_of(arrays, TOKENS)
+
+
+def test_the_size_is_known_exactly_before_it_is_written(path) -> None:
+    draft = snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK)))
+    assert path.stat().st_size == draft.size_bytes
+
+
+def test_the_safetensors_library_reads_the_file(path) -> None:
+    assert_is_kv_of(load_file(path), TOKENS)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["model"]) == json.loads(IDENTITY.to_json())
+    assert metadata["tokens"] == NAME.tokens.hex()
+
+
+def test_bfloat16_comes_back_bit_by_bit(tmp_path) -> None:
+    """numpy has no bfloat16: the bytes go through as they are."""
+    import mlx.core as mx
+
+    whole = mx.random.normal((1, HEADS, BLOCK, 8)).astype(mx.bfloat16)
+    mx.eval(whole)
+    data = memoryview(whole).cast("B")
+    tensors = tuple(Tensor(f"0.{part}", "BF16", whole.shape, data) for part in ("keys", "values"))
+    path = tmp_path / "x.safetensors"
+    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, tensors), path)
+    _, arrays = load(path)
+    assert arrays["0.keys"].dtype == mx.bfloat16
+    assert bytes(memoryview(arrays["0.keys"]).cast("B")) == bytes(data)
+
+
+def test_a_file_cut_short_anywhere_is_doubtful(path) -> None:
+    whole = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", whole[:8])[0]
+    lengths = [*range(header_end + 1), *range(header_end + 1, len(whole), 7), len(whole) - 1]
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DoubtfulSnapshotError):
+            load(path)
+        if length < len(whole):
+            with pytest.raises(DoubtfulSnapshotError):
+                snapshot_format.read_name(path)
+
+
+def test_a_flipped_bit_anywhere_is_doubtful(path) -> None:
+    whole = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", whole[:8])[0]
+    chance = random.Random(1)
+    flips = [(at, chance.randrange(8)) for at in range(header_end)]
+    flips += [(chance.randrange(header_end, len(whole)), chance.randrange(8)) for _ in range(200)]
+    for at, bit in flips:
+        bad = bytearray(whole)
+        bad[at] ^= 1 << bit
+        path.write_bytes(bad)
+        with pytest.raises(DoubtfulSnapshotError):
+            load(path)
+
+
+def test_a_byte_too_many_is_doubtful(path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(DoubtfulSnapshotError, match="checksum"):
+        load(path)
+
+
+def test_an_empty_and_a_missing_file_are_doubtful(path) -> None:
+    path.write_bytes(b"")
+    with pytest.raises(DoubtfulSnapshotError):
+        load(path)
+    path.unlink()
+    with pytest.raises(DoubtfulSnapshotError, match="unreadable"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"digest": b"x" * 32}, "other tokens"),
+        ({"start": BLOCK}, "other tokens"),
+        ({"identity": identity(weights="w2").digest()}, "another model"),
+        ({"like": (("0.keys", "F32", (HEADS, 99)),)}, "unlike"),
+    ],
+)
+def test_a_sound_file_of_something_else_is_doubtful(path, changes, reason) -> None:
+    with pytest.raises(DoubtfulSnapshotError, match=reason):
+        load(path, **changes)
+
+
+def forge(path, change) -> None:
+    """Rewrite the header and sign it properly: what a checksum alone would let pass."""
+    whole = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", whole[:8])[0]
+    fields = json.loads(whole[8:header_end])
+    fields["__metadata__"]["checksum"] = "0" * 32
+    fields = change(fields) or fields
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    blank = struct.pack("<Q", len(text)) + text + whole[header_end:]
+    signed = blank.replace(b"0" * 32, xxhash.xxh3_128(blank).hexdigest().encode(), 1)
+    path.write_bytes(signed)
+
+
+def test_a_forged_header_that_changes_nothing_is_good(path) -> None:
+    forge(path, lambda fields: None)
+    _, arrays = load(path)
+    assert_is_kv_of(arrays, TOKENS)
+
+
+def at(*keys, value):
+    def change(fields) -> None:
+        inner = fields
+        for key in keys[:-1]:
+            inner = inner[key]
+        if value is None:
+            del inner[keys[-1]]
+        else:
+            inner[keys[-1]] = value
+
+    return change
+
+
+def rename_tensor(fields):
+    return {("9.keys" if key == "0.keys" else key): value for key, value in fields.items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        at("0.keys", "data_offsets", value=[1 << 40, (1 << 40) + 96]),
+        at("0.keys", "data_offsets", value=[-96, 0]),
+        at("0.keys", "data_offsets", value=[0, 95]),
+        at("0.keys", "data_offsets", value=[0, 1e2]),
+        at("0.keys", "data_offsets", value=[0]),
+        at("0.keys", "data_offsets", value=None),
+        at("0.values", "data_offsets", value=[0, 96]),
+        at("0.keys", "shape", value=[1, HEADS, BLOCK + 1, 3]),
+        at("0.keys", "shape", value=[1 << 32, 1 << 32, BLOCK, 3]),
+        at("0.keys", "shape", value=[HEADS, BLOCK, 3]),
+        at("0.keys", "shape", value=[]),
+        at("0.keys", "shape", value=["1", HEADS, BLOCK, 3]),
+        at("0.keys", "shape", value=7),
+        at("0.keys", "dtype", value="F64"),
+        at("0.keys", "dtype", value="BF16"),
+        at("0.keys", "dtype", value=["F32"]),
+        at("0.keys", value=None),
+        at("0.keys", value=[]),
+        at("1.values", value=None),
+        at("__metadata__", "version", value="2"),
+        at("__metadata__", "format", value="pt"),
+        at("__metadata__", "tokens", value="05000000"),
+        at("__metadata__", "tokens", value=""),
+        at("__metadata__", "tokens", value="050"),
+        at("__metadata__", "tokens", value=["05"]),
+        at("__metadata__", "start", value="-4"),
+        at("__metadata__", "start", value="9" * 5000),
+        at("__metadata__", "end", value="8"),
+        at("__metadata__", "parent", value="00" * 32),
+        at("__metadata__", "digest", value="00" * 32),
+        at("__metadata__", "identity", value=None),
+        rename_tensor,
+        lambda fields: {"__metadata__": fields["__metadata__"]},
+    ],
+)
+def test_a_signed_header_that_does_not_fit_never_reaches_mlx(path, change) -> None:
+    forge(path, change)
+    with pytest.raises(DoubtfulSnapshotError):
+        load(path)
+
+
+def test_a_signed_header_that_is_no_json_object_is_doubtful(path) -> None:
+    opening = b'{"__metadata__":{"checksum":"' + b"0" * 32
+    for rest in (b'"}', b'"}}', b"[" * 100_000, b'"},"0.keys":' + b'{"a":' * 50_000, b"\xff"):
+        text = opening + rest + b" " * 64
+        blank = struct.pack("<Q", len(text)) + text
+        path.write_bytes(blank.replace(b"0" * 32, xxhash.xxh3_128(blank).hexdigest().encode(), 1))
+        with pytest.raises(DoubtfulSnapshotError):
+            load(path)
+
+
+def test_a_file_under_another_name_is_not_adopted(path, tmp_path) -> None:
+    assert snapshot_format.read_name(path) == NAME
+    moved = path.rename(tmp_path / f"{'00' * 32}.safetensors")
+    with pytest.raises(DoubtfulSnapshotError, match="another snapshot"):
+        snapshot_format.read_name(moved)
+
+
+def test_tensors_that_do_not_fit_the_name_are_a_fault_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="not a snapshot of 4 tokens"):
+        snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, 3)))
+    with pytest.raises(ValueError, match="not a snapshot"):
+        snapshot_format.draft(NAME, IDENTITY, ())
+
+
+def test_joined_parts_are_cropped_to_the_tokens_that_are_used(tmp_path) -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    parts, parent = [], NAME.parent
+    for span in (Span(0, 4), Span(4, 8)):
+        name = Name(parent, span.start, blocks.pack(tokens[span.start : span.end]))
+        path = tmp_path / f"{span.start}.safetensors"
+        snapshot_format.write(snapshot_format.draft(name, IDENTITY, cut(tokens, span)), path)
+        parts.append(load(path, digest=name.digest, start=span.start)[1])
+        parent = name.digest
+    joined = snapshot_format.join(parts, 6)
+    assert_is_kv_of(joined, tokens[:6])
+    assert all(np.array(array).flags["C_CONTIGUOUS"] for array in joined.values())
