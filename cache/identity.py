@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,14 +99,12 @@ def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         entry = known.get(key)
-        if not (
-            isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("sha256"), str)
-        ):
+        if not isinstance(entry, list) or len(entry) != 4 or entry[:3] != stamp:
             with path.open("rb") as file:
-                entry = {"stamp": stamp, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+                entry = [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
             known[key] = entry
             fresh = True
-        whole.update(f"{path.name}\0{entry['sha256']}\n".encode())
+        whole.update(f"{path.name}\0{entry[3]}\n".encode())
     if memo is not None and fresh:
         _write_memo(memo, known)
     return whole.hexdigest()
@@ -126,4 +125,5 @@ def _write_memo(memo: Path, known: dict[str, Any]) -> None:
         draft.write_text(json.dumps(known, indent=1))
         draft.replace(memo)
     except OSError:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""An identity is made of contents: what computes the same has one, what may not has another."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from cache.identity import Identity, files_digest, folder_identity
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model-1.safetensors").write_bytes(b"weights one")
+    (folder / "model-2.safetensors").write_bytes(b"weights two")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "_name_or_path": "here"}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def take(folder, **changes) -> Identity:
+    return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
+
+
+def test_a_copy_of_a_model_is_the_same_model(folder, tmp_path) -> None:
+    before = take(folder)
+    moved = folder.rename(tmp_path / "elsewhere")
+    (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))
+    (moved / "README.md").write_text("says nothing")
+    assert take(moved) == before
+    assert take(moved).digest() == before.digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model-2.safetensors", "weights too"),
+        ("model-3.safetensors", "more"),
+        ("config.json", '{"hidden_size": 16}'),
+        ("tokenizer.json", '{"a": 1}'),
+        ("merges.txt", "a b"),
+    ],
+)
+def test_any_other_content_is_another_identity(folder, name, text) -> None:
+    before = take(folder).digest()
+    (folder / name).write_text(text)
+    assert take(folder).digest() != before
+
+
+def test_type_policy_and_block_size_are_part_of_it(folder) -> None:
+    variants = [
+        take(folder),
+        take(folder, kv_dtype="bfloat16"),
+        take(folder, block_tokens=128),
+        take(folder, policy="sink_window"),
+    ]
+    assert len({identity.digest() for identity in variants}) == 4
+
+
+def test_files_that_swap_their_contents_are_another_identity(folder) -> None:
+    one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
+    before = take(folder).weights
+    content = one.read_bytes(), two.read_bytes()
+    one.write_bytes(content[1])
+    two.write_bytes(content[0])
+    assert take(folder).weights != before
+
+
+def test_the_memo_is_believed_while_the_file_is_unchanged(folder, tmp_path) -> None:
+    memo = tmp_path / "state" / "digests.json"
+    before = take(folder, memo=memo)
+    known = json.loads(memo.read_text())
+    assert take(folder, memo=memo) == before
+    for entry in known.values():
+        entry[3] = "f" * 64
+    memo.write_text(json.dumps(known))
+    assert take(folder, memo=memo).weights != before.weights, "it was hashed again, the memo saved nothing"
+
+
+def test_the_memo_is_not_believed_after_a_change_that_keeps_size_and_mtime(folder, tmp_path) -> None:
+    memo = tmp_path / "digests.json"
+    weights = folder / "model-1.safetensors"
+    before = files_digest([weights], memo=memo)
+    stat = weights.stat()
+    weights.write_bytes(b"weights 111")
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == stat.st_mtime_ns
+    assert files_digest([weights], memo=memo) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"PATH": 3}', b'{"PATH": {"a": 1}}'])
+def test_a_damaged_memo_costs_time_only(folder, tmp_path, content) -> None:
+    memo = tmp_path / "digests.json"
+    weights = folder / "model-1.safetensors"
+    memo.write_bytes(content.replace(b"PATH", str(weights).encode()))
+    assert files_digest([weights], memo=memo) == files_digest([weights])
+    assert files_digest([weights], memo=memo) == files_digest([weights])
+
+
+def test_a_memo_that_cannot_be_written_costs_time_only(folder, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    weights = [folder / "model-1.safetensors"]
+    assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no \*.safetensors"):
+        take(tmp_path)

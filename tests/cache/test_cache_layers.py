@@ -1,0 +1,236 @@
+"""Live caches taken apart and rebuilt: bit by bit, and the model cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from made_kv import identity
+from mlx_lm.models import llama
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from cache import layers
+from cache.blocks import Span
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    mx.random.seed(7)
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=61,
+    )
+    model = llama.Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+def prefill(model, caches, tokens) -> mx.array:
+    """Run tokens on the grid, as the device does; return the last logits."""
+    at, logits = caches[0].offset, None
+    while at < len(tokens):
+        end = min(len(tokens), at - at % BLOCK + BLOCK)
+        logits = model(mx.array([tokens[at:end]]), cache=caches)[0, -1]
+        mx.eval(logits, [cache.state for cache in caches])
+        at = end
+    return logits
+
+
+def decode(model, caches, logits, num_tokens) -> tuple[list[int], list[bytes]]:
+    """Sample greedily; return the tokens, and the bits of all logits."""
+    tokens, bits = [], []
+    for _ in range(num_tokens):
+        tokens.append(int(mx.argmax(logits).item()))
+        logits = model(mx.array([[tokens[-1]]]), cache=caches)[0, -1]
+        mx.eval(logits)
+        bits.append(bytes(memoryview(logits)))
+    return tokens, bits
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return [(i * 17 + 3) % 61 for i in range(num_tokens)]
+
+
+def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(np.array(part[row : row + 1, :, start:end]) for part in (cache.keys, cache.values))
+
+
+@pytest.mark.parametrize(
+    "position", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
+)
+async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, position) -> None:
+    """On, before and after a block's boundary; through real files, read on another thread."""
+    store = await open_store(identity=identity(block_tokens=BLOCK))
+    tokens = prompt(position)
+    caches = make_prompt_cache(model)
+    logits = prefill(model, caches, tokens)
+    for span in store.wanted("a", tokens, 0, position):
+        assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    expected = decode(model, caches, logits, 20)
+
+    assert await store.barrier(5)
+    restored = await store.load(store.match("a", tokens))
+    assert restored.num_tokens == position
+    assert decode(model, layers.rebuild(restored.tensors), logits, 20) == expected
+
+
+async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bits(model, open_store) -> None:
+    store = await open_store(identity=identity(block_tokens=BLOCK))
+    tokens = prompt(5 * BLOCK + 3)
+    caches = make_prompt_cache(model)
+    prefill(model, caches, tokens[: 2 * BLOCK])
+    for span in store.wanted("a", tokens, 0, 2 * BLOCK):
+        store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    expected = decode(model, caches, prefill(model, caches, tokens), 5)
+
+    await store.barrier(5)
+    restored = await store.load(store.match("a", tokens))
+    assert restored.num_tokens == 2 * BLOCK
+    again = layers.rebuild(restored.tensors)
+    assert decode(model, again, prefill(model, again, tokens), 5) == expected
+
+
+def test_a_cut_does_not_change_while_the_cache_goes_on(model) -> None:
+    """A view of a live cache would: assigning to a slice mutates the array under its reader."""
+    caches = make_prompt_cache(model)
+    logits = prefill(model, caches, prompt(2 * BLOCK))
+    tensors = layers.cut(caches, 0, 2 * BLOCK)
+    before = [bytes(tensor.data) for tensor in tensors]
+    layers.trim(caches, 1)
+    decode(model, caches, logits, 20)
+    assert [bytes(tensor.data) for tensor in tensors] == before
+
+
+def test_a_cut_holds_exactly_its_tokens(model) -> None:
+    caches = make_prompt_cache(model)
+    prefill(model, caches, prompt(20))
+    tensors = {tensor.name: tensor for tensor in layers.cut(caches, 3, 11)}
+    assert list(tensors) == ["0.keys", "0.values", "1.keys", "1.values"]
+    for layer, cache in enumerate(caches):
+        for part, expected in zip(("keys", "values"), state(cache, 3, 11), strict=True):
+            tensor = tensors[f"{layer}.{part}"]
+            assert (tensor.dtype, tensor.shape) == ("F32", expected.shape)
+            assert bytes(tensor.data) == expected.tobytes()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["padding given", "padding read"])
+def test_a_row_of_a_padded_batch_is_cut_as_if_it_were_alone(model, given) -> None:
+    alone = []
+    for length in (5, 12, 9):
+        caches = make_prompt_cache(model)
+        prefill(model, caches, prompt(length))
+        alone.append(caches)
+    batch = [BatchKVCache.merge([caches[i] for caches in alone]) for i in range(2)]
+    model(mx.array([[1], [2], [3]]), cache=batch)  # one token more for every row
+    mx.eval([cache.state for cache in batch])
+    for row, (length, caches) in enumerate(zip((5, 12, 9), alone, strict=True)):
+        padding = layers.padding(batch, row)
+        assert padding == 12 - length
+        tensors = layers.cut(batch, 1, length, row=row, left_padding=padding if given else None)
+        assert [bytes(t.data) for t in tensors] == [bytes(t.data) for t in layers.cut(caches, 1, length)]
+        layers.cut(batch, 0, length + 1, row=row)
+        with pytest.raises(ValueError, match="does not hold"):
+            layers.cut(batch, 0, length + 2, row=row)
+
+
+def test_a_row_of_slot_buffers_is_cut(model) -> None:
+    """A cache class that gives every session its own row of one buffer needs no padding."""
+
+    class Slots:
+        keys = mx.random.normal((3, 2, 10, 4))
+        values = mx.random.normal((3, 2, 10, 4))
+
+    tensors = layers.cut([Slots()], 2, 5, row=1)
+    assert bytes(tensors[1].data) == state(Slots, 2, 5, row=1)[1].tobytes()
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])
+def test_tokens_that_are_not_there_cannot_be_cut(model, start, end) -> None:
+    """Memory is allocated ahead: without the check, zeros would be saved as KV."""
+    caches = make_prompt_cache(model)
+    prefill(model, caches, prompt(12))
+    with pytest.raises(ValueError, match="does not hold"):
+        layers.cut(caches, start, end)
+
+
+def test_an_empty_cache_cannot_be_cut(model) -> None:
+    with pytest.raises(ValueError, match="does not hold"):
+        layers.cut(make_prompt_cache(model), 0, 1)
+
+
+def test_live_bytes_count_tokens_not_allocations(model) -> None:
+    caches = make_prompt_cache(model)
+    assert layers.live_bytes(caches) == 0
+    prefill(model, caches, prompt(20))
+    assert layers.live_bytes(caches) == 20 * 2 * 2 * 8 * 4 * 2  # tokens, layers, heads, dim, bytes, k and v
+    assert layers.live_bytes(caches) == sum(t.data.nbytes for t in layers.cut(caches, 0, 20))
+    layers.trim(caches, 13)
+    assert layers.live_bytes(caches) == 13 * 2 * 2 * 8 * 4 * 2
+    layers.trim(caches, 99)
+    assert [cache.offset for cache in caches] == [13, 13]
+
+
+def test_a_trimmed_cache_goes_on_as_if_the_rest_had_never_been(model) -> None:
+    tokens = prompt(20)
+    caches, short = make_prompt_cache(model), make_prompt_cache(model)
+    prefill(model, caches, tokens)
+    layers.trim(caches, 2 * BLOCK)
+    prefill(model, short, tokens[: 2 * BLOCK])
+    other = [*tokens[: 2 * BLOCK], 9, 9, 9]
+    assert decode(model, caches, prefill(model, caches, other), 5) == decode(
+        model, short, prefill(model, short, other), 5
+    )
+
+
+def test_the_first_unsupported_class_is_named(model) -> None:
+    class Odd(KVCache):
+        pass
+
+    assert layers.unsupported(make_prompt_cache(model)) is None
+    assert layers.unsupported([KVCache(), RotatingKVCache(8), Odd()]) == "RotatingKVCache"
+    assert layers.unsupported([Odd()]) == "Odd"
+
+
+async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_store) -> None:
+    """The real division of labour: one thread steps and cuts, another writes."""
+    store = await open_store(identity=identity(block_tokens=BLOCK))
+    rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
+    cuts: list = []
+
+    def device() -> None:
+        mx.random.seed(7)
+        own = llama.Model(model.args)
+        mx.eval(own.parameters())
+        for tokens in rows:
+            caches = make_prompt_cache(own)
+            for end in range(BLOCK, 65, BLOCK):
+                prefill(own, caches, tokens[:end])
+                cuts.append((tokens, Span(end - BLOCK, end), layers.cut(caches, end - BLOCK, end)))
+                if len(cuts) % 8 == 0:
+                    for args in cuts[-8:]:
+                        loop.call_soon_threadsafe(store.save, "a", *args)
+
+    loop = asyncio.get_running_loop()
+    thread = threading.Thread(target=device)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert await store.barrier(10)
+    for tokens in rows:
+        restored = await store.load(store.match("a", tokens))
+        assert restored.num_tokens == 64
+        expected = make_prompt_cache(model)
+        prefill(model, expected, tokens)
+        for cache, again in zip(expected, layers.rebuild(restored.tensors), strict=True):
+            for one, other in zip(state(cache, 0, 64), state(again, 0, 64), strict=True):
+                assert np.array_equal(one, other)
