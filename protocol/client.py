@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import nats.errors
@@ -55,6 +55,11 @@ READ_S: Final = 2.0
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code for more than the stream's max_msg_size
 _END_OF_BATCH: Final = "204"
+
+#: nats-py lets a reset of the socket through as it is.
+_NATS_ERRORS: Final = (nats.errors.Error, OSError)
+
+_T = TypeVar("_T")
 _CREDENTIALS: Final = re.compile(r"(?<=//)[^/@]*@")
 
 
@@ -171,7 +176,7 @@ class _NatsWire:
                     reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # only ever slept
                     **options,
                 )
-        except (TimeoutError, OSError, nats.errors.Error) as error:
+        except _NATS_ERRORS as error:
             await self._nats.close()
             why = self._last_error or str(error) or f"no answer within {timeout_s} s"
             raise NoWorkerError(f"no NATS server at {_CREDENTIALS.sub('', url)}: {why}") from None
@@ -186,7 +191,7 @@ class _NatsWire:
             await self._connected.wait()
             self._check(body)
             try:
-                ack = await self._jetstream.publish(subject, body, timeout=patience_s)
+                ack = await _cancellable(self._jetstream.publish(subject, body, timeout=patience_s))
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals == NUM_TRIES:
@@ -201,7 +206,7 @@ class _NatsWire:
                 # The log may have it or not. Under the same id a second entry does no harm.
                 self._check_permission(subject)
                 patience_s = min(2 * patience_s, LAST_ACK_S)
-            except nats.errors.Error:  # between two connections
+            except _NATS_ERRORS:  # between two connections
                 await asyncio.sleep(TRY_PAUSE_S)
             else:
                 if ack.stream != self.subjects.log_stream:
@@ -214,19 +219,19 @@ class _NatsWire:
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
         self._check(body)
         try:
-            return (await self._nats.request(subject, body, timeout=timeout_s)).data
+            return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
         except nats.errors.NoRespondersError:
             raise NoWorkerError(f"no worker serves {subject}") from None
         except nats.errors.TimeoutError:
             self._check_permission(subject)
             raise NoWorkerError(f"no worker answered on {subject} within {timeout_s} s") from None
-        except nats.errors.Error as error:
+        except _NATS_ERRORS as error:
             raise NoWorkerError(f"{subject} could not be asked: {error}") from None
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         found: list[Stored] = []
         # Whatever goes wrong, the caller asks again. Without a stream there is nothing to be found.
-        with contextlib.suppress(nats.errors.Error):
+        with contextlib.suppress(*_NATS_ERRORS):
             replies = await self._nats.subscribe(self._nats.new_inbox())
             try:
                 while self._connected.is_set() and await self._read_batch(
@@ -246,7 +251,7 @@ class _NatsWire:
             f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=replies.subject
         )
         while True:
-            reply = await replies.next_msg(timeout=READ_S)
+            reply = await _cancellable(replies.next_msg(timeout=READ_S))
             headers = reply.headers or {}
             if status := headers.get("Status"):
                 return status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
@@ -256,25 +261,30 @@ class _NatsWire:
         async def deliver(message: Msg) -> None:
             on_body(message.data)
 
-        self._check()
-        subscription = await self._nats.subscribe(subject, cb=deliver)
+        subscription = await self._subscribe(subject, cb=deliver)
 
         async def stop() -> None:
-            with contextlib.suppress(nats.errors.Error):  # a closed connection has no subscriptions
+            with contextlib.suppress(*_NATS_ERRORS):  # a closed connection has no subscriptions
                 await subscription.unsubscribe()
 
         return stop
 
     async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
         """Yield every message of a subject until the connection is closed."""
-        self._check()
-        subscription = await self._nats.subscribe(subject)
+        subscription = await self._subscribe(subject)
         try:
             async for message in subscription.messages:
                 yield message.data
         finally:
-            with contextlib.suppress(nats.errors.Error):
+            with contextlib.suppress(*_NATS_ERRORS):
                 await subscription.unsubscribe()
+
+    async def _subscribe(self, subject: str, **options: Any) -> Subscription:
+        self._check()
+        try:
+            return await self._nats.subscribe(subject, **options)
+        except _NATS_ERRORS as error:
+            raise NoWorkerError(f"{subject} cannot be listened to: {error}") from None
 
     def _check(self, body: bytes = b"") -> None:
         if self.closed:
@@ -311,6 +321,20 @@ class _NatsWire:
         self.closed = True
         self._connected.set()  # whoever waits for it must find out
         self._wake()
+
+
+async def _cancellable(call: Awaitable[_T]) -> _T:
+    """Await a call of nats-py without losing a cancellation.
+
+    Its calls stand on `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that meets the
+    reply: the caller would wait on, for good.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task else 0
+    result = await call
+    if task and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+    return result
 
 
 def _refusal(error: APIError) -> TurnkeepError:

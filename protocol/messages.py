@@ -291,6 +291,14 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     snapshots: SnapshotCounters
 
 
+class Progress(Struct, frozen=True, kw_only=True):
+    """How far the running request has come: its context's tokens that have KV, and new tokens."""
+
+    cached_tokens: int
+    context_tokens: int
+    generated_tokens: int
+
+
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
     """Answer to `info`."""
 
@@ -301,6 +309,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     active: str | None
     waiting: tuple[str, ...]
     requests: int
+    progress: Progress | None
     resident: bool
     kv_live_bytes: int
     policy: str

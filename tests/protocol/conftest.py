@@ -40,4 +40,4 @@ async def worker(server: NatsServer) -> AsyncIterator[FakeWorker]:
     worker = FakeWorker(connection)
     await worker.start()
     yield worker
-    await connection.close()
+    await worker.stop()

@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import nats
 from nats.js.api import StreamConfig
 
 from protocol.messages import (
@@ -34,9 +35,6 @@ from protocol.messages import (
 )
 from protocol.subjects import SessionKey, Subjects
 
-if TYPE_CHECKING:
-    import nats
-
 SUBJECTS = Subjects()
 KEY = SessionKey("default", "s1")
 
@@ -57,12 +55,15 @@ class NatsServer:
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self) -> None:
+    def spawn(self) -> None:
         binary = Path(sys.executable).with_name("nats-server")
         command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder)]
         self._process = subprocess.Popen(
             [*command, *self._extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
+
+    async def start(self) -> None:
+        self.spawn()
         for _ in range(200):
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -82,7 +83,7 @@ class NatsServer:
             self._process = None
 
 
-Script = Callable[["FakeWorker", int, Request], Awaitable[None]]
+Script = Callable[["FakeWorker", int, Request], Coroutine[Any, Any, None]]
 
 
 class FakeWorker:
@@ -90,9 +91,11 @@ class FakeWorker:
 
     def __init__(self, connection: nats.NATS) -> None:
         self.nats = connection
-        self.js = connection.jetstream()
+        self.js = connection.jetstream(timeout=0.5)
         self.script: Script = answer
         self.requests: list[tuple[int, Request]] = []
+        self._scripts: list[asyncio.Task[None]] = []
+        self._stopping = False
 
     async def start(self) -> None:
         await self.js.add_stream(
@@ -107,14 +110,35 @@ class FakeWorker:
                 name=SUBJECTS.token_stream, subjects=[SUBJECTS.every_token], allow_direct=True, max_age=600
             )
         )
-        # A consumer, as a worker has one: it also sees what was published while it was cut off.
-        await self.js.subscribe(SUBJECTS.every("in"), cb=self._take, ordered_consumer=True)
+        self._polling = asyncio.create_task(self._poll())
 
-    async def _take(self, message: nats.aio.msg.Msg) -> None:
-        seq = message.metadata.sequence.stream
-        request = decode_request(message.data)
-        self.requests.append((seq, request))
-        await self.script(self, seq, request)
+    async def stop(self) -> None:
+        """End everything; a script that went wrong raises here."""
+        self._stopping = True  # and no cancellation, which nats-py can lose
+        await self._polling
+        for script in self._scripts:
+            script.cancel()
+        ended = await asyncio.gather(*self._scripts, return_exceptions=True)
+        await self.nats.close()
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+    async def _poll(self) -> None:
+        """Read the log with a cursor of our own, which survives every restart of the server."""
+        next_seq = 1
+        while not self._stopping:
+            try:
+                found = await self.js.get_msg(
+                    SUBJECTS.log_stream, next_seq, SUBJECTS.every("in"), direct=True, next=True
+                )
+            except nats.errors.Error:
+                await asyncio.sleep(0.01)
+                continue
+            next_seq = found.seq + 1
+            request = decode_request(found.data)
+            self.requests.append((found.seq, request))
+            self._scripts.append(asyncio.create_task(self.script(self, found.seq, request)))
 
     async def result(self, result: Result) -> None:
         await self.js.publish(SUBJECTS.of(KEY, "out"), encode(result))

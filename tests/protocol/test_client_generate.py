@@ -1,0 +1,517 @@
+"""What a client sees of an answer, whatever is lost, repeated, cut anew or killed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated
+
+import protocol.calls
+import protocol.client
+import protocol.generation
+from protocol.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, StreamBrokenError
+from protocol.messages import (
+    Cancelled,
+    CancelRequest,
+    Chunk,
+    Failed,
+    Generate,
+    Request,
+    decode_control,
+    decode_request,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+
+    from protocol.client import Client
+    from protocol.generation import Generation
+
+TEXT = "".join(TEXTS)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for what is missing after a tenth of a second instead of two."""
+    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 0.1)
+    monkeypatch.setattr(protocol.client, "FIRST_ACK_S", 0.3)
+
+
+async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
+    """Never answer."""
+
+
+async def read_all(generation: Generation) -> list[Chunk]:
+    """Read to the end and check what always holds."""
+    chunks = [chunk async for chunk in generation]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert tuple(tokens) == generation.result.tokens
+    assert "".join(chunk.text for chunk in chunks) == generation.result.text
+    assert [chunk.i for chunk in chunks] == [
+        sum(len(c.tokens) for c in chunks[:n]) for n in range(len(chunks))
+    ]
+    return chunks
+
+
+def subscriptions(client: Client) -> int:
+    """Count what the client listens to, without nats-py's own inbox for replies."""
+    return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
+
+
+async def test_chunks_come_one_by_one_and_join_to_the_result(client: Client, worker: FakeWorker) -> None:
+    generation = client.session("s1").generate(text="hi", max_tokens=6)
+    chunks = await read_all(generation)
+    assert [chunk.text for chunk in chunks] == list(TEXTS)
+    assert generation.result.usage.completion_tokens == 6
+    assert generation.seq == worker.requests[0][0]
+
+
+async def test_the_first_chunk_is_there_before_the_answer_is_finished(
+    client: Client, worker: FakeWorker
+) -> None:
+    seen = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await asyncio.wait_for(seen.wait(), 5)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    texts = []
+    async for chunk in client.session("s1").generate(text="hi"):
+        texts.append(chunk.text)
+        seen.set()
+    assert texts == ["He", TEXT[2:]]
+
+
+async def test_a_generate_can_be_awaited_without_its_chunks(client: Client, worker: FakeWorker) -> None:
+    generation = client.session("s1").generate(text="hi")
+    assert (await generation).text == TEXT
+    assert generation.result.tokens == TOKENS
+    assert [chunk.text async for chunk in generation] == [TEXT]
+    assert len(worker.requests) == 1
+
+
+async def test_awaiting_and_iterating_at_once_is_one_request(client: Client, worker: FakeWorker) -> None:
+    generation = client.session("s1").generate(text="hi")
+    results = await asyncio.gather(read_all(generation), generation.wait(), generation.wait())
+    assert results[1] == results[2] == generation.result
+    assert len(worker.requests) == 1
+    assert subscriptions(client) == 0
+
+
+async def test_two_readers_of_one_generate_both_see_all_of_it(client: Client, worker: FakeWorker) -> None:
+    generation = client.session("s1").generate(text="hi")
+    await asyncio.gather(read_all(generation), read_all(generation))
+
+
+async def test_the_result_before_the_end_is_no_result(client: Client, worker: FakeWorker) -> None:
+    generation = client.session("s1").generate(text="hi")
+    with pytest.raises(RuntimeError, match="await it first"):
+        _ = generation.result
+
+
+async def test_leaving_the_iteration_early_leaves_nothing_behind(client: Client, worker: FakeWorker) -> None:
+    """A break frees subscriptions and tasks, and the request is answered all the same."""
+    go_on = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await go_on.wait()
+        await worker.result(generated(seq, request))
+
+    await client.session("s1").append(text="hi")  # nats-py's inbox for replies is there from now on
+    worker.script = script
+    before = asyncio.all_tasks()
+    generation = client.session("s1").generate(text="hi")
+    async for _ in generation:
+        break
+    await asyncio.sleep(0.05)
+    assert subscriptions(client) == 0
+    assert [task.get_coro().__name__ for task in asyncio.all_tasks() - before] == ["script"]
+    go_on.set()
+    assert (await generation).text == TEXT
+    assert subscriptions(client) == 0
+
+
+async def test_a_cancelled_reader_leaves_nothing_behind(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+
+    worker.script = script
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.session("s1").generate(text="hi"):
+            started.set()
+
+    task = asyncio.create_task(read())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.05)
+    assert subscriptions(client) == 0
+
+
+async def test_a_cancellation_is_never_lost(client: Client, worker: FakeWorker) -> None:
+    """Not even if it meets the acknowledgement: nobody answers here, so a lost one would wait for ever."""
+    worker.script = silent
+    session = client.session("s1")
+    for step in range(150):
+        task = asyncio.ensure_future(session.append(text="hi"))
+        await asyncio.sleep(0.0002 * (step % 15))
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        assert done
+        assert task.cancelled()
+    assert subscriptions(client) == 0
+
+
+async def test_cancelling_ends_the_answer_with_what_it_has(client: Client, worker: FakeWorker) -> None:
+    cancelled = asyncio.Event()
+
+    async def on_control(message: Msg) -> None:
+        request = decode_control(message.data)
+        assert isinstance(request, CancelRequest)
+        await message.respond(encode(Cancelled(id=request.id, was="running")))
+        cancelled.set()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await cancelled.wait()
+        await worker.result(generated(seq, request, text="He", tokens=(11,), finish_reason="cancelled"))
+
+    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
+    worker.script = script
+    generation = client.session("s1").generate(text="hi")
+    async for _ in generation:
+        assert (await generation.cancel()).was == "running"
+    assert generation.result.finish_reason == "cancelled"
+
+
+async def test_a_failed_generate_raises_after_its_chunks(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await asyncio.sleep(0.1)
+        await worker.result(Failed(id=request.id, seq=seq, code="internal", message="boom", retryable=True))
+
+    worker.script = script
+    chunks = aiter(client.session("s1").generate(text="hi"))
+    assert (await anext(chunks)).text == "He"
+    with pytest.raises(RequestFailedError, match="internal: boom") as caught:
+        await anext(chunks)
+    assert caught.value.retryable
+
+
+async def test_a_repeated_generate_is_read_from_its_record(client: Client, worker: FakeWorker) -> None:
+    """No chunk is published for a repeat: the whole answer comes as one piece."""
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.result(generated(seq, request, repeat_of=1))
+
+    worker.script = script
+    generation = client.session("s1").generate(text="hi", request_id="g1")
+    assert [chunk.text for chunk in await read_all(generation)] == [TEXT]
+    assert generation.result.repeat_of == 1
+
+
+async def test_chunks_from_before_the_client_came_are_read_back(client: Client, worker: FakeWorker) -> None:
+    """A client that comes back to a running request sees its beginning before its end is there."""
+    beginning_seen = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 3, [14], TEXTS[3])
+        await asyncio.wait_for(beginning_seen.wait(), 5)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    before = Generate(id="g1", text="hi")
+    await worker.chunk(before, 0, [11, 12], "Hello")
+    await worker.chunk(before, 2, [13], ", ")
+    chunks = []
+    async for chunk in client.session("s1").generate(text="hi", request_id="g1"):
+        chunks.append(chunk)
+        if chunk.i == 3:
+            beginning_seen.set()
+    assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
+
+
+async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_end(
+    client: Client, worker: FakeWorker
+) -> None:
+    seen = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 1, [12], "llo")
+        await asyncio.sleep(0.3)
+        await worker.js.purge_stream(SUBJECTS.token_stream)
+        await worker.chunk(request, 0, [11, 12, 13], "Hello, ")
+        await asyncio.wait_for(seen.wait(), 5)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    async for _ in client.session("s1").generate(text="hi"):
+        seen.set()
+
+
+@pytest.mark.parametrize("lost", [{0}, {2}, {5}, {1, 2, 4}, {0, 1, 2, 3, 4, 5}])
+async def test_chunks_that_nobody_has_any_more_come_with_the_result(
+    client: Client, worker: FakeWorker, lost: set[int]
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i in sorted(set(range(6)) - lost):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+        await asyncio.sleep(0.2)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    generation = client.session("s1").generate(text="hi")
+    await read_all(generation)
+    assert generation.result.text == TEXT
+
+
+async def test_chunks_published_again_and_cut_anew_are_seen_once(client: Client, worker: FakeWorker) -> None:
+    """A resumed worker starts at a boundary that it knows and need not cut as the first one did."""
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await worker.chunk(request, 1, [12, 13], "llo, ")
+        await worker.chunk(request, 1, [12], "llo")
+        await worker.chunk(request, 2, [13, 14], ", wör")
+        await worker.chunk(request, 0, [11, 12, 13, 14, 15], "Hello, wörld")
+        await worker.chunk(request, 5, [16], "!")
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    chunks = await read_all(client.session("s1").generate(text="hi"))
+    assert [chunk.text for chunk in chunks] == ["He", "llo, ", "wör", "ld", "!"]
+
+
+@pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
+async def test_chunks_that_contradict_each_other_raise(
+    client: Client, worker: FakeWorker, tokens: list[int], text: str
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11, 12], "Hello")
+        await worker.chunk(request, 0, tokens, text)
+
+    worker.script = script
+    with pytest.raises(StreamBrokenError, match="twice"):
+        await read_all(client.session("s1").generate(text="hi"))
+    assert subscriptions(client) == 0
+
+
+async def test_chunks_that_contradict_the_record_raise(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [99], "He")
+        await asyncio.sleep(0.1)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    with pytest.raises(StreamBrokenError, match="recorded tokens"):
+        await read_all(client.session("s1").generate(text="hi"))
+
+
+async def test_a_slow_reader_misses_nothing(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol.generation, "MAX_WAITING_CHUNKS", 2)
+    published = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i in range(6):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+        published.set()
+        await asyncio.sleep(0.2)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    texts = []
+    async for chunk in client.session("s1").generate(text="hi"):
+        await published.wait()
+        await asyncio.sleep(0.02)
+        texts.append(chunk.text)
+    assert texts == list(TEXTS)
+
+
+async def test_a_client_that_hears_nothing_finds_its_answer_in_the_log(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        return lambda: asyncio.sleep(0)
+
+    monkeypatch.setattr(client._wire, "listen", deaf)
+    generation = client.session("s1").generate(text="hi")
+    await read_all(generation)
+    assert generation.result.text == TEXT
+
+
+async def test_other_results_in_between_do_not_hide_the_right_one(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading back goes on over as many batches as it takes."""
+    monkeypatch.setattr(protocol.client, "READ_BATCH", 3)
+
+    async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        return lambda: asyncio.sleep(0)
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for other in range(1000, 1010):
+            await worker.result(generated(other, request, text="another"))
+        await worker.result(generated(seq, request))
+
+    monkeypatch.setattr(client._wire, "listen", deaf)
+    worker.script = script
+    assert (await client.session("s1").generate(text="hi")).text == TEXT
+
+
+async def test_an_answer_outlives_kill_9_of_the_server(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    """Killed after two chunks: what was published meanwhile is read back, nothing comes twice."""
+    two_seen, is_back = asyncio.Event(), asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i in range(2):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+
+        await is_back.wait()
+        for i in range(1, 6):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    generation = client.session("s1").generate(text="hi")
+
+    async def read() -> list[Chunk]:
+        chunks = []
+        async for chunk in generation:
+            chunks.append(chunk)
+            if chunk.i == 1:
+                two_seen.set()
+        return chunks
+
+    reader = asyncio.create_task(read())
+    await asyncio.wait_for(two_seen.wait(), 5)
+    server.kill()
+    await asyncio.sleep(0.2)
+    await server.start()
+    is_back.set()
+    chunks = await asyncio.wait_for(reader, 20)
+    assert "".join(chunk.text for chunk in chunks) == generation.result.text == TEXT
+    assert tuple(token for chunk in chunks for token in chunk.tokens) == TOKENS
+
+
+async def test_a_request_made_while_the_server_is_down_is_answered_when_it_is_back(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    server.kill()
+    task = asyncio.create_task(client.session("s1").generate(text="hi", request_id="g1").wait())
+    await asyncio.sleep(0.3)
+    await server.start()
+    assert (await asyncio.wait_for(task, 20)).text == TEXT
+    assert {request.id for _, request in worker.requests} == {"g1"}
+
+
+async def test_time_out_names_the_request_and_a_repeat_goes_on_waiting(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = silent
+    session = client.session("s1")
+    with pytest.raises(ResultTimeoutError, match=r"request g1 .* within 0.2 s.*same id"):
+        await session.generate(text="hi", request_id="g1", timeout_s=0.2)
+    with pytest.raises(TimeoutError):
+        await read_all(session.generate(text="hi", request_id="g1", timeout_s=0.2))
+    assert subscriptions(client) == 0
+    worker.script = answer
+    assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
+
+
+async def test_closing_the_client_ends_waiting_calls(client: Client, worker: FakeWorker) -> None:
+    worker.script = silent
+    readers = [
+        asyncio.create_task(read_all(client.session("s1").generate(text="hi"))),
+        asyncio.create_task(client.session("s1").append(text="hi")),
+    ]
+    await asyncio.sleep(0.2)
+    await client.close()
+    for reader in readers:
+        with pytest.raises(NoWorkerError, match="closed"):
+            await asyncio.wait_for(reader, 5)
+    with pytest.raises(NoWorkerError, match="closed"):
+        await client.session("s1").generate(text="hi")
+
+
+Acknowledge = Callable[[], Awaitable[None]]
+
+
+async def acknowledge_by_hand(
+    worker: FakeWorker, script: Callable[[int, Request, Acknowledge], Awaitable[None]]
+) -> None:
+    """Let the log store without acknowledging: the script acknowledges, when and if it likes."""
+    config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
+    config.no_ack = True
+    await worker.js.update_stream(config)
+    seqs = itertools.count(1)
+
+    async def take(message: Msg) -> None:
+        seq = next(seqs)
+
+        async def acknowledge() -> None:
+            ack = {"stream": SUBJECTS.log_stream, "seq": seq}
+            await worker.nats.publish(message.reply, json.dumps(ack).encode())
+
+        await script(seq, decode_request(message.data), acknowledge)
+
+    await worker.nats.subscribe(SUBJECTS.every("in"), cb=take)
+
+
+async def test_a_result_may_overtake_the_acknowledgement(client: Client, worker: FakeWorker) -> None:
+    """Kept until it is known whose it is; the result of another request is not mistaken for it."""
+
+    async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
+        for i, text in enumerate(TEXTS):
+            await worker.chunk(request, i, [TOKENS[i]], text)
+        await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(77, request, text="another")))
+        await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request)))
+        await worker.nats.flush()
+        await asyncio.sleep(0.1)
+        await acknowledge()
+
+    worker.script = silent
+    await acknowledge_by_hand(worker, script)
+    chunks = await read_all(client.session("s1").generate(text="hi"))
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+
+
+async def test_a_lost_acknowledgement_leads_to_a_repeat_under_the_same_id(
+    client: Client, worker: FakeWorker
+) -> None:
+    """The second entry is answered from the record of the first."""
+    ids = []
+
+    async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
+        ids.append(request.id)
+        if len(ids) == 1:
+            for i, text in enumerate(TEXTS):
+                await worker.chunk(request, i, [TOKENS[i]], text)
+            await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request)))
+        else:
+            await acknowledge()
+            await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request, repeat_of=1)))
+
+    worker.script = silent
+    await acknowledge_by_hand(worker, script)
+    generation = client.session("s1").generate(text="hi")
+    chunks = await read_all(generation)
+    assert [chunk.text for chunk in chunks] == list(TEXTS)
+    assert len(ids) == 2
+    assert ids[0] == ids[1]
+    assert generation.result.repeat_of == 1
