@@ -385,13 +385,12 @@ async def connect(
     `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
     is called after the subscriptions are back: outstanding pulls are not, so pull again there. `on_closed`
     is called when the server has closed the connection for good, for example because a permission was
-    taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers, it refuses the credentials,
-    has no JetStream, or takes messages of less than `min_payload_bytes`.
+    taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers,
+    it refuses the credentials, has no JetStream, or takes messages of less than `min_payload_bytes`.
     """
     client = Client()
-    watch = _Watch(
-        client, ",".join(_without_password(url) for url in urls.split(",")), on_reconnected, on_closed
-    )
+    shown = ",".join(_without_password(url) for url in urls.split(","))
+    watch = _Watch(client, shown, on_reconnected, on_closed)
     try:
         async with asyncio.timeout(timeout_s):
             await client.connect(
@@ -406,12 +405,12 @@ async def connect(
                 connect_timeout=timeout_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
             )
         watch.is_connected = True
-        await _check_server(client, watch.shown, min_payload_bytes, timeout_s)
+        await _check_server(client, shown, min_payload_bytes, timeout_s)
     except TimeoutError:
         await client.close()
         reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
         raise BrokerError(
-            f"no NATS server answers at {watch.shown} within {timeout_s:g} s{reason}; start one there with"
+            f"no NATS server answers at {shown} within {timeout_s:g} s{reason}; start one there with"
             " JetStream (nats-server -js), or leave out --nats to run the worker's own"
         ) from None
     except BaseException:

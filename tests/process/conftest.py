@@ -42,11 +42,22 @@ def directory(settings):
 
 
 @pytest.fixture
-async def server(directory, settings):
-    """Run the embedded server; it is gone afterwards, whatever the test did to it."""
-    embedded = EmbeddedServer(directory, settings)
-    yield embedded
-    await embedded.stop()
+async def embed():
+    """Make embedded servers; all are gone afterwards, whatever the test did to them."""
+    servers = []
+
+    def make(directory, settings):
+        servers.append(EmbeddedServer(directory, settings))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        await server.stop()
+
+
+@pytest.fixture
+def server(embed, directory, settings):
+    return embed(directory, settings)
 
 
 @pytest.fixture
@@ -90,4 +101,4 @@ def mounted(tmp_path):
 
     yield mount
     for folder in mounts:
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 
 import nats.errors
 import psutil
 import pytest
 
 from worker import broker
-from worker.broker import BrokerError, EmbeddedServer, connect
+from worker.broker import BrokerError, connect
 from worker.datadir import DataDir
 
 OWNER = """
@@ -39,18 +40,22 @@ asyncio.run(main())
 def killed_owner(settings):
     """Start a worker's server from another process and end that process; returns the server's pid."""
     command = [sys.executable, "-c", OWNER, settings.data_dir, str(settings.nats_port)]
+    servers = []
 
     def start_and_end(how):
         pipe = subprocess.PIPE
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=pipe, text=True, process_group=0
         ) as owner:
-            pid = int(owner.stderr.readline())
+            servers.append(psutil.Process(int(owner.stderr.readline())))
             # To the whole group, as a terminal does on Ctrl-C.
             os.killpg(owner.pid, how)
-        return pid
+        return servers[-1].pid
 
-    return start_and_end
+    yield start_and_end
+    for server in servers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.kill()
 
 
 async def eventually(condition, timeout_s=20.0):
@@ -96,8 +101,21 @@ async def test_a_started_server_is_ready_and_listens_to_this_machine_alone(serve
     await client.close()
 
 
-async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(directory, settings):
-    first = EmbeddedServer(directory, settings)
+@pytest.mark.parametrize(("asked", "always", "seconds"), [("always", True, 120), ("2s", False, 2)])
+async def test_the_server_syncs_to_disk_as_the_settings_say(
+    embed, directory, settings, asked, always, seconds
+):
+    server = embed(directory, dataclasses.replace(settings, sync_interval=asked))
+    await server.start()
+    ports = json.loads((directory.path / f"nats-server_{server.pid}.ports").read_text())
+    with await asyncio.to_thread(urllib.request.urlopen, ports["monitoring"][0] + "/jsz") as answer:
+        config = json.load(answer)["config"]
+    assert config.get("sync_always", False) == always
+    assert config["sync_interval"] == seconds * 10**9
+
+
+async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(embed, directory, settings):
+    first = embed(directory, settings)
     await first.start()
     pid = first.pid
     await store(first.url, b"1", b"2")
@@ -105,19 +123,18 @@ async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(dir
     assert not psutil.pid_exists(pid)
     assert not (directory.path / "nats-server.json").exists()
     await first.stop()
-    second = EmbeddedServer(directory, settings)
+    second = embed(directory, settings)
     await second.start()
     assert await stored(second.url) == 2
-    await second.stop()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(killed_owner, settings, how):
+async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(embed, killed_owner, settings, how):
     pid = killed_owner(how)
     await store(f"nats://127.0.0.1:{settings.nats_port}", b"published while no worker runs")
     with DataDir.open(settings.data_dir) as directory:
-        server = EmbeddedServer(directory, settings)
+        server = embed(directory, settings)
         await server.start()
         assert (server.adopted, server.pid) == (True, pid)
         assert await stored(server.url) == 1
@@ -126,43 +143,40 @@ async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(killed_ow
 
 
 @pytest.mark.process
-async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(killed_owner, settings):
+async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(embed, killed_owner, settings):
     pid = killed_owner(signal.SIGKILL)
     (settings.data_dir / "nats-server.json").unlink()
     with DataDir.open(settings.data_dir) as directory:
-        server = EmbeddedServer(directory, settings)
+        server = embed(directory, settings)
         await server.start()
         assert (server.adopted, server.pid) == (True, pid)
         assert json.loads((settings.data_dir / "nats-server.json").read_text())["pid"] == pid
-        await server.stop()
 
 
 @pytest.mark.process
-async def test_a_server_left_over_with_another_port_is_replaced(killed_owner, settings, unused_port):
+async def test_a_server_left_over_with_another_port_is_replaced(embed, killed_owner, settings, unused_port):
     pid = killed_owner(signal.SIGKILL)
     await store(f"nats://127.0.0.1:{settings.nats_port}", b"1")
     moved = dataclasses.replace(settings, nats_port=unused_port)
     with DataDir.open(settings.data_dir) as directory:
-        server = EmbeddedServer(directory, moved)
+        server = embed(directory, moved)
         await server.start()
         assert not server.adopted
         assert server.pid != pid
         assert await stored(f"nats://127.0.0.1:{unused_port}") == 1
-        await server.stop()
 
 
 @pytest.mark.process
-async def test_an_adopted_server_that_dies_comes_back(killed_owner, settings):
+async def test_an_adopted_server_that_dies_comes_back(embed, killed_owner, settings):
     pid = killed_owner(signal.SIGKILL)
     with DataDir.open(settings.data_dir) as directory:
-        server = EmbeddedServer(directory, settings)
+        server = embed(directory, settings)
         await server.start()
         await store(server.url, b"1")
         kill(pid)
         await eventually(lambda: server.pid not in (None, pid))
         await server._wait_until_ready()
         assert await stored(server.url) == 1
-        await server.stop()
 
 
 async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_too(server):
@@ -183,6 +197,21 @@ async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_to
     await client.jetstream().publish("kept", b"3")
     assert await stored(server.url) == 3
     await client.close()
+
+
+async def test_a_connection_that_the_server_closes_for_good_is_told(server, settings):
+    """The client gives up after such an error, so the worker has to hear of it."""
+    await server.start()
+    closed = asyncio.Event()
+
+    async def on_closed():
+        closed.set()
+
+    client = await connect(server.url, name="test", on_closed=on_closed)
+    client._max_payload = 2**30  # let it break the server's rule
+    await client.publish("x", b"x" * 2 * settings.max_message_bytes)
+    await asyncio.wait_for(closed.wait(), 10)
+    assert client.is_closed
 
 
 async def test_a_stale_note_about_somebody_elses_process_is_not_believed(server, directory):
@@ -214,13 +243,12 @@ async def test_a_port_that_another_server_holds_is_named_with_what_to_do(foreign
     assert server.pid is None
 
 
-async def test_a_data_directory_with_odd_characters_works(tmp_path, settings):
+async def test_a_data_directory_with_odd_characters_works(embed, tmp_path, settings):
     with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
-        server = EmbeddedServer(directory, settings)
+        server = embed(directory, settings)
         await server.start()
         assert any(directory.nats.iterdir())
         assert server._find().pid == server.pid
-        await server.stop()
 
 
 async def test_a_server_that_ends_at_once_is_quoted(server, directory):
@@ -282,12 +310,12 @@ async def test_a_server_whose_messages_are_too_small_is_said(foreign_server, tmp
         await connect(url, name="test", min_payload_bytes=2000)
 
 
-async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(mounted, settings, monkeypatch):
+async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(embed, mounted, settings, monkeypatch):
     """After one failed write the server would refuse that stream's messages in silence, for ever."""
     monkeypatch.setattr(broker, "_HEALTH_S", 0.2)
     with DataDir.open(mounted("size=24m")) as directory:
         filler = directory.path / "filler"
-        server = EmbeddedServer(directory, settings)
+        server = embed(directory, settings)
         await server.start()
         pid = server.pid
         await store(server.url, b"1")
@@ -302,4 +330,3 @@ async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(mounted, 
         await server._wait_until_ready()
         assert await stored(server.url) == kept
         await store(server.url, b"2")
-        await server.stop()
