@@ -12,7 +12,7 @@ as one text, so that a seam between turns is no seam between tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
 
 #: What templates that name today's date are told, where nobody says when the session started.
-_SOME_DAY: Final = datetime(2025, 1, 1)  # noqa: DTZ001  a date to print, no instant
+_SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Conversation:
         steps = self._steps[first:]
         base = self._steps[first - 1].end if first else 0
         agreeing, agreed_chars = _agreement(steps, target)
-        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target, base)
+        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target, base, history)
         wanted = self._encode(target[seam_chars:], seam, history)
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
@@ -205,21 +205,41 @@ class Conversation:
         return replace(self, _steps=(*self._steps[:first], *kept, added)), addition
 
     def _seam(
-        self, steps: Sequence[_Step], agreeing: int, agreed_chars: int, target: str, base: int
+        self,
+        steps: Sequence[_Step],
+        agreeing: int,
+        agreed_chars: int,
+        target: str,
+        base: int,
+        history: Sequence[int],
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
-        That is behind the last answer before the point where `target` departs from the steps' text, or inside
-        of the answer in which it does.
+        That is at the last added token where `target` only goes on, so that a session of many appends costs
+        the same at each; else behind the last answer before the point where `target` departs from the steps'
+        text, or inside of the answer in which it does.
         """
         if agreeing < len(steps) and steps[agreeing].kind == "answer":
             answer = steps[agreeing]
             num_tokens, num_chars = self._common(answer.tokens, target[agreed_chars:])
             return answer.start + num_tokens, agreed_chars + num_chars
+        if agreeing == len(steps) and (border := self._last_border(steps, history)) is not None:
+            tail = self.tokenizer.decode(history[border:])
+            if target.endswith(
+                tail, 0, agreed_chars
+            ):  # a tokenizer may lose characters that it does not know
+                return border, agreed_chars - len(tail)
         while agreeing and steps[agreeing - 1].kind == "prompt":
             agreeing -= 1
             agreed_chars -= len(steps[agreeing].text)
         return steps[agreeing - 1].end if agreeing else base, agreed_chars
+
+    def _last_border(self, steps: Sequence[_Step], history: Sequence[int]) -> int | None:
+        """Find the last added token of a prompt at the end: no text behind it changes the tokens before it."""
+        if not steps or steps[-1].kind != "prompt":
+            return None
+        backwards = range(steps[-1].end - 1, steps[-1].start, -1)
+        return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
         """Count the tokens that `text` starts with, and their characters; only whole characters count."""

@@ -36,7 +36,10 @@ class _HfTokenizer(Protocol):
 
 
 class Tokenizer:
-    """Encode, decode and render with one model's tokenizer. `eos_ids` end an answer."""
+    """Encode, decode and render with one model's tokenizer.
+
+    `eos_ids` end an answer. `added_ids` are cut out of a text before the rest of it is tokenised.
+    """
 
     def __init__(self, hf: _HfTokenizer, eos_ids: Iterable[int] = ()) -> None:
         self._hf = hf
@@ -46,6 +49,7 @@ class Tokenizer:
         own = hf.eos_token_id
         self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if own is None else {int(own)})
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(hf.chat_template)
         self._template, self._date_formats = _with_given_date(hf.chat_template)
         self._bytes: dict[int, bytes] = {}

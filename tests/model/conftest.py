@@ -1,0 +1,48 @@
+"""The packaged model's folder and tokenizer, and tokenizers with templates of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from worker import model
+from worker.tokenizer import Tokenizer
+
+MakeTokenizer = Callable[[str], Tokenizer]
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shared = os.environ.get("TURNKEEP_TEST_DATA")
+    return Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")
+
+
+@pytest.fixture(scope="session")
+def packaged_folder(data_dir: Path) -> Path:
+    return model.resolve(None, data_dir, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(packaged_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(packaged_folder)
+
+
+@pytest.fixture(scope="session")
+def with_template(packaged_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeTokenizer:
+    """Make the packaged tokenizer with another chat template."""
+
+    def make(template: str) -> Tokenizer:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        for name in ("config.json", "tokenizer.json"):
+            shutil.copy(packaged_folder / name, folder)
+        config = json.loads((packaged_folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = template
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return Tokenizer.from_folder(folder)
+
+    return make

@@ -1,0 +1,433 @@
+"""Incremental rendering comes to the tokens of the full render."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from worker.templates import Addition, Conversation, TemplateError
+
+if TYPE_CHECKING:
+    from worker.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMING = CHATML.replace("m.content", "m.content | trim")
+FORGETS_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN_MARKERS = (
+    "{% for m in messages %}### {{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}### Assistant: {% endif %}"
+)
+NO_SEPARATOR = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+WITH_BOS = "{{ bos_token }}" + CHATML
+DATED = "Today is {{ strftime_now('%d %b %Y') }}.\n" + CHATML
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "trimming": TRIMMING,
+    "thoughts": FORGETS_THOUGHTS,
+    "plain": PLAIN_MARKERS,
+    "no_separator": NO_SEPARATOR,
+    "alternating": ALTERNATING,
+    "bos": WITH_BOS,
+    "dated": DATED,
+}
+DAY = datetime(2024, 2, 29, tzinfo=UTC)
+END = 2  # <|im_end|>
+
+
+@dataclass
+class Chat:
+    """Drives a conversation as a session does, and keeps the messages for the full render."""
+
+    tokenizer: Tokenizer
+    conversation: Conversation = field(init=False)
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(self.tokenizer, DAY)
+
+    def say(self, *messages: tuple[str, str]) -> Addition:
+        new = [{"role": role, "content": content} for role, content in messages]
+        self.conversation, addition = self.conversation.add_messages(self.tokens, new)
+        self.messages += new
+        return self._apply(addition)
+
+    def open(self, *, raw: bool = False) -> Addition:
+        self.conversation, addition = self.conversation.start_answer(self.tokens, raw=raw)
+        return self._apply(addition)
+
+    def answer(self, tokens: list[int]) -> None:
+        self.conversation = self.conversation.add_answer(self.tokens, tokens)
+        self.tokens += tokens
+        content = self.tokenizer.decode([token for token in tokens if token != END])
+        self.messages.append({"role": "assistant", "content": content})
+        assert self.conversation.position == len(self.tokens)
+
+    def reply(self, text: str, *, end: bool = True) -> None:
+        self.answer(self.encode(text) + ([END] if end else []))
+
+    def raw(self, text: str) -> None:
+        self.conversation, addition = self.conversation.add_raw(self.tokens, self.encode(text))
+        self._apply(addition)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, at_start=False)
+
+    def render(self, *, header: bool = False) -> str:
+        return self.tokenizer.render(self.messages, add_generation_prompt=header, started=DAY)
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.tokens)
+
+    def _apply(self, addition: Addition) -> Addition:
+        self.tokens = self.tokens[: addition.keep] + addition.tokens
+        assert self.conversation.position == len(self.tokens)
+        return addition
+
+
+@pytest.fixture(scope="module")
+def tokenizers(with_template: Any, tokenizer: Tokenizer) -> dict[str, Tokenizer]:
+    return {"packaged": tokenizer} | {name: with_template(text) for name, text in TEMPLATES.items()}
+
+
+@pytest.fixture
+def chat(tokenizer: Tokenizer) -> Chat:
+    return Chat(tokenizer)
+
+
+def test_a_chat_with_the_packaged_template_is_the_full_render_at_every_turn(chat: Chat) -> None:
+    chat.say(("system", "Be brief."), ("user", "Hi"))
+    chat.open()
+    assert chat.tokens == chat.encode(chat.render(header=True))
+    chat.reply("Hello!")
+    for question in ("And you?", "  spaces  ", "数学 🙂"):
+        addition = chat.say(("user", question))
+        assert chat.text == chat.render()
+        assert addition.tokens[0] == chat.encode("\n")[0]  # only the line break behind <|im_end|> is new
+        chat.open()
+        assert chat.text == chat.render(header=True)
+        chat.reply(f" You said {question}")
+
+
+def test_only_what_is_new_is_added(chat: Chat) -> None:
+    chat.say(("user", "one " * 500))
+    chat.open()
+    chat.reply("fine")
+    before = len(chat.tokens)
+    addition = chat.say(("user", "two"))
+    assert addition.keep == before
+    assert len(addition.tokens) < 12
+
+
+def test_sampled_tokens_stay_even_where_the_tokenizer_would_choose_others(chat: Chat) -> None:
+    odd = [token for char in "Hello there" for token in chat.encode(char)]
+    assert odd != chat.encode("Hello there")
+    chat.say(("user", "Hi"))
+    chat.open()
+    start = len(chat.tokens)
+    chat.answer([*odd, END])
+    assert chat.say(("user", "again")).keep == start + len(odd) + 1
+    assert chat.tokens[start : start + len(odd)] == odd
+    assert chat.text == chat.render()
+
+
+def test_an_answer_without_its_end_is_closed_by_the_next_messages(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.reply("Once upon", end=False)
+    addition = chat.say(("user", "stop"))
+    assert addition.tokens[0] == END
+    assert chat.text == chat.render()
+
+
+def test_a_generate_goes_on_with_an_answer_that_has_not_ended(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.reply("Once upon", end=False)
+    assert chat.open() == Addition(len(chat.tokens), [])
+    chat.reply(" a time")
+    chat.messages[-2:] = [{"role": "assistant", "content": "Once upon a time"}]
+    assert chat.say(("user", "more")).keep < len(chat.tokens)
+    assert chat.text == chat.render()
+
+
+def test_a_character_cut_by_the_token_limit_is_whole_again_when_the_answer_goes_on(chat: Chat) -> None:
+    smile = chat.encode("🫠")
+    assert len(smile) > 1
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.answer(smile[:1])
+    chat.open()
+    chat.answer([*smile[1:], END])
+    chat.messages[-2:] = [{"role": "assistant", "content": "🫠"}]
+    before = len(chat.tokens)
+    assert chat.say(("user", "x")).keep == before
+    assert chat.text == chat.render()
+
+
+def test_a_generate_after_an_answer_that_ended_starts_a_new_one(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.reply("One.")
+    assert chat.tokenizer.decode(chat.open().tokens) == "\n<|im_start|>assistant\n"
+    chat.reply("Two.")
+    chat.say(("user", "x"))
+    assert chat.text == chat.render()
+
+
+def test_an_answer_cancelled_before_its_first_token_is_an_empty_one(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    assert chat.open().tokens == []
+    chat.answer([])
+    assert chat.say(("user", "x")).keep
+    assert chat.text == chat.render()
+
+
+def test_another_end_of_turn_than_the_templates_is_replaced(chat: Chat) -> None:
+    """The packaged model may also end with <|endoftext|>, which its template never writes."""
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.answer([*chat.encode("Bye"), 0])
+    chat.messages[-1]["content"] = "Bye"
+    before = len(chat.tokens)
+    assert chat.say(("user", "x")).keep == before - 1
+    assert chat.text == chat.render()
+
+
+def test_raw_content_is_left_alone_and_messages_behind_it_start_anew(chat: Chat) -> None:
+    chat.raw("Once upon a time")
+    assert chat.open().tokens == []
+    chat.answer(chat.encode(" there was"))
+    chat.messages.clear()
+    start = len(chat.tokens)
+    assert chat.say(("user", "Hi")).keep == start
+    chat.open()
+    assert chat.tokenizer.decode(chat.tokens[start:]) == chat.render(header=True)
+
+
+def test_raw_generate_after_messages_adds_no_header(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    assert chat.open(raw=True).tokens == []
+
+
+def test_a_session_without_messages_gets_no_header(chat: Chat) -> None:
+    assert chat.open() == Addition(0, [])
+    assert chat.say() == Addition(0, [])
+
+
+def test_a_changed_conversation_leaves_the_earlier_one_usable(chat: Chat) -> None:
+    """A turn that fails after its conversation was built is simply forgotten."""
+    chat.say(("user", "Hi"))
+    before = chat.conversation
+    first = before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1]
+    before.start_answer(chat.tokens)[0].add_answer([*chat.tokens, 1], [5, END])
+    assert before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1] == first
+
+
+def test_a_template_that_trims_reports_where_it_replaces(tokenizers: dict[str, Tokenizer]) -> None:
+    chat = Chat(tokenizers["trimming"])
+    chat.say(("user", " Hi "))
+    chat.open()
+    start = len(chat.tokens)
+    kept = chat.encode("Hello")
+    chat.answer([*kept, *chat.encode(" \n"), END])
+    addition = chat.say(("user", "x"))
+    assert addition.keep == start + len(kept)
+    assert chat.text == chat.render()
+
+
+def test_dropped_thoughts_are_reported_and_the_rest_of_the_chat_goes_on(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    chat = Chat(tokenizers["thoughts"])
+    for turn in range(3):
+        chat.say(("user", f"question {turn}"))
+        chat.open()
+        assert chat.text == chat.render(header=True)
+        start = len(chat.tokens)
+        chat.reply(f"<think>let me see {turn}</think>\n\nIt is {turn}.")
+        before = len(chat.tokens)
+        addition = chat.say(("user", "really?"))
+        assert addition.keep == start < before
+        chat.open()
+        chat.reply("Yes.")
+    assert "<think>" not in chat.text
+    chat.say(("user", "end"))
+    assert chat.text == chat.render()
+
+
+def test_a_seam_inside_of_a_token_is_tokenised_as_the_whole(tokenizers: dict[str, Tokenizer]) -> None:
+    chat = Chat(tokenizers["no_separator"])
+    chat.say(("user", "Hel"))
+    addition = chat.say(("user", "lo there"))
+    assert addition.keep < len(chat.encode("Hel"))
+    assert chat.tokens == chat.encode("Hello there")
+    assert chat.say(("user", "!")).keep == 2
+
+
+def test_a_boundary_between_messages_that_fell_inside_of_a_token_is_none_to_rewind_to(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    chat = Chat(tokenizers["no_separator"])
+    chat.say(("user", "Hel"))
+    boundary = len(chat.tokens)
+    chat.say(("user", "lo there friend"))
+    assert boundary < len(chat.tokens)
+    cut = chat.conversation.rewind(boundary)
+    added = cut.add_messages(chat.tokens[:boundary], [{"role": "user", "content": "p"}])[1]
+    assert added == Addition(boundary, chat.encode("p"))
+
+
+def test_a_replacement_that_shares_bytes_of_a_character_replaces_the_character(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    chat = Chat(tokenizers["thoughts"])
+    chat.say(("user", "Hi"))
+    chat.open()
+    start = len(chat.tokens)
+    chat.reply("🫠a</think>🫡b")
+    assert start <= chat.say(("user", "x")).keep < start + len(chat.encode("🫠"))
+    assert chat.text == chat.render()
+
+
+def test_roles_that_the_template_refuses_are_an_error_in_its_words(tokenizers: dict[str, Tokenizer]) -> None:
+    chat = Chat(tokenizers["alternating"])
+    chat.say(("user", "Hi"))
+    before = chat.conversation
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        chat.say(("user", "Hi again"))
+    assert chat.conversation is before
+
+
+@pytest.mark.parametrize(
+    "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
+)
+def test_messages_that_the_template_cannot_take_are_an_error(
+    chat: Chat, messages: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(TemplateError, match="does not take these messages"):
+        chat.conversation.add_messages([], messages)
+
+
+def test_a_model_without_a_template_takes_no_messages(
+    tokenizers: dict[str, Tokenizer], with_template: Any
+) -> None:
+    chat = Chat(with_template(None))
+    with pytest.raises(TemplateError, match="no chat template; send text or tokens"):
+        chat.say(("user", "Hi"))
+
+
+def test_the_date_in_a_prompt_is_the_day_when_the_session_began(tokenizers: dict[str, Tokenizer]) -> None:
+    """A replay on another day comes to the same tokens."""
+    chat = Chat(tokenizers["dated"])
+    chat.say(("user", "Hi"))
+    assert chat.text.startswith("Today is 29 Feb 2024.\n<|im_start|>")
+
+
+def test_rewind_to_every_position_keeps_a_usable_conversation(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    header = len(chat.tokens)
+    chat.reply("Hello there, friend")
+    answered = len(chat.tokens)
+    chat.say(("user", "x"))
+    for position in range(len(chat.tokens) + 1):
+        cut = chat.conversation.rewind(position)
+        assert cut.position == position
+        history = chat.tokens[:position]
+        after, addition = cut.add_messages(history, [{"role": "user", "content": "new"}])
+        assert after.position == addition.keep + len(addition.tokens)
+        text = chat.tokenizer.decode(history[: addition.keep] + addition.tokens)
+        if header <= position <= answered:
+            content = chat.tokenizer.decode(history[header : min(position, answered - 1)])
+            messages = [
+                chat.messages[0],
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": "new"},
+            ]
+            assert text == chat.tokenizer.render(messages, add_generation_prompt=False, started=DAY)
+            assert addition.keep == position
+
+
+def test_rewind_inside_of_a_prompt_leaves_raw_content(chat: Chat) -> None:
+    chat.say(("user", "Hi, how are you?"))
+    cut = chat.conversation.rewind(5)
+    assert cut.start_answer(chat.tokens[:5])[1].tokens == []
+
+
+def test_rewind_inside_of_an_answer_leaves_an_answer_to_go_on_with(chat: Chat) -> None:
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.reply("Hello there, friend")
+    position = len(chat.tokens) - 3
+    cut = chat.conversation.rewind(position)
+    assert cut.start_answer(chat.tokens[:position])[1].tokens == []
+
+
+TEXTS = st.text(
+    st.sampled_from("ab 1\n#:<>é数🙂\u0301") | st.characters(codec="utf-8", categories=["L", "N", "P", "Z"]),
+    max_size=12,
+)
+NAMES = st.sampled_from(["packaged", *TEMPLATES])
+FEW = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FEW
+@given(name=NAMES, turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
+def test_messages_alone_come_to_the_tokens_of_the_full_render(
+    tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, str]]
+) -> None:
+    chat = Chat(tokenizers[name])
+    for question, answer in turns:
+        chat.say(("user", question))
+        chat.say(("assistant", answer))
+        assert chat.tokens == chat.tokenizer.encode(chat.render(), at_start=True)
+
+
+@FEW
+@given(
+    name=NAMES,
+    turns=st.lists(
+        st.tuples(TEXTS, st.lists(st.integers(0, 49_151), max_size=6) | TEXTS, st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_chats_with_sampled_answers_come_to_the_text_of_the_full_render(
+    tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
+) -> None:
+    """Whatever was sampled, and whether or not it was replaced: the session's text is the template's."""
+    chat = Chat(tokenizers[name])
+    for question, sampled, end in turns:
+        chat.say(("user", question))
+        assert chat.text == chat.render()
+        chat.open()
+        assert chat.text == chat.render(header=True)
+        tokens = (
+            chat.encode(sampled) if isinstance(sampled, str) else [t for t in sampled if t not in {0, END}]
+        )
+        chat.answer(tokens + [END] * end)

@@ -1,0 +1,124 @@
+"""Text comes out whole, exact and without its stop string."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.text import TextStream
+
+if TYPE_CHECKING:
+    from worker.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+
+MANY = settings(max_examples=300, deadline=None)
+#: The packaged vocabulary lacks some bytes of characters that nobody has assigned.
+TEXTS = st.text(
+    st.sampled_from("aab \n<|>é数🙂\u200d\u0301\ufffd")
+    | st.characters(codec="utf-8", exclude_categories=["C"]),
+    max_size=30,
+)
+RANDOM = st.lists(st.integers(3, 49_151), max_size=30)
+
+
+def pieces(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> tuple[list[str], bool]:
+    stream = TextStream(tokenizer, stop)
+    found = [stream.push(token) for token in tokens]
+    return [*found, stream.finish()], stream.stopped
+
+
+def expected(text: str, stop: list[str]) -> str:
+    """Cut at the stop string that ends first, the longest of those that end together."""
+    for end in range(1, len(text) + 1):
+        ending = [string for string in stop if text.endswith(string, 0, end)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@MANY
+@given(tokens=RANDOM)
+def test_the_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)
+    assert tokenizer.decode(tokens) == whole
+    assert "".join(pieces(tokenizer, tokens, [])[0]) == whole
+
+
+@MANY
+@given(text=TEXTS)
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text, at_start=False)
+    assert "".join(pieces(tokenizer, tokens, [])[0]) == text
+
+
+@MANY
+@given(
+    tokens=RANDOM | TEXTS,
+    stop=st.lists(st.text("aab \n<|>é数🙂\u0301", min_size=1, max_size=4), max_size=6),
+    cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
+)
+def test_stop_strings_cut_wherever_they_lie(
+    tokenizer: Tokenizer, tokens: list[int] | str, stop: list[str], cuts: list[tuple[int, int]]
+) -> None:
+    ids = tokenizer.encode(tokens, at_start=False) if isinstance(tokens, str) else tokens
+    ids = [token for token in ids if token not in tokenizer.eos_ids]
+    whole = tokenizer.decode(ids)
+    stop = [*stop, *(part for start, size in cuts if (part := whole[start : start + size]))]
+    found, stopped = pieces(tokenizer, ids, stop)
+    assert "".join(found) == expected(whole, stop)
+    assert stopped == any(string in whole for string in stop)
+
+
+@MANY
+@given(
+    text=TEXTS, stop=st.lists(st.text("aab é🙂", min_size=1, max_size=4), max_size=4), cut=st.integers(0, 30)
+)
+def test_what_was_sent_after_k_tokens_is_the_same_when_they_are_pushed_again(
+    tokenizer: Tokenizer, text: str, stop: list[str], cut: int
+) -> None:
+    tokens = tokenizer.encode(text, at_start=False)
+    again = TextStream(tokenizer, stop)
+    first = [again.push(token) for token in tokens[:cut]]
+    assert first == pieces(tokenizer, tokens, stop)[0][: len(first)]
+
+
+def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["\n\nUser"])
+    sent = [stream.push(token) for char in "ab\n\nUsed" for token in tokenizer.encode(char, at_start=False)]
+    assert sent == ["a", "b", "", "", "", "", "", "\n\nUsed"]
+
+
+def test_a_character_is_sent_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("🫠", at_start=False)
+    stream = TextStream(tokenizer)
+    assert [stream.push(token) for token in tokens] == [""] * (len(tokens) - 1) + ["🫠"]
+    assert stream.finish() == ""
+
+
+def test_a_character_that_never_ends_is_one_replacement(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    assert stream.push(tokenizer.encode("🫠", at_start=False)[0]) == ""
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_a_leading_space_is_kept(tokenizer: Tokenizer) -> None:
+    assert TextStream(tokenizer).push(tokenizer.encode(" Paris", at_start=False)[0]) == " Paris"
+
+
+def test_end_of_turn_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    assert {2} <= tokenizer.eos_ids
+    assert [stream.push(token) for token in tokenizer.eos_ids] == [""] * len(tokenizer.eos_ids)
+    assert stream.finish() == ""
+
+
+def test_nothing_follows_a_stop_string(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["b"])
+    assert stream.push(tokenizer.encode("abc", at_start=False)[0]) == "a"
+    assert stream.stopped
+    assert stream.push(tokenizer.encode("d", at_start=False)[0]) == stream.finish() == ""
