@@ -109,6 +109,7 @@ class Store:
         self._index = Index(clock, opened.rows)
         self._writer = Writer(opened.folder, opened.catalog, queue_bytes=queue_bytes, settled=self._settled)
         self._io = ThreadPoolExecutor(_IO_THREADS, "turnkeep-restore")
+        self._closing = False
         self._restored_bytes = 0
         self._evicted = 0
         self._rejected = opened.rejected
@@ -309,8 +310,12 @@ class Store:
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Write what is queued, then end the threads and unlock. False where time ran out.
 
-        What is not written by then is given up. A directory whose writer hangs stays locked.
+        What is not written by then is given up. A directory whose writer hangs stays locked. Saves are
+        refused from now on; closing again does nothing.
         """
+        if self._closing:
+            return True
+        self._closing = True
         drained = await self.barrier(timeout_s / 2)
         stopped = await self._writer.stop(timeout_s / 2)
         self._io.shutdown(wait=False, cancel_futures=True)
@@ -335,6 +340,8 @@ class Store:
         return Name(parent, span.start, _slice(packed, span))
 
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
+        if self._closing:
+            return "closing"
         if self._writer.paused:
             return "disk_error"
         if size_bytes > min(self._max_bytes, self._writer.queue_bytes):

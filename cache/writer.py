@@ -39,8 +39,8 @@ _log = structlog.get_logger("turnkeep.cache")
 #: Why a snapshot was given up.
 #: queue_full: the disk is slower than the device. too_large: it could never fit a limit. disk_limit: no
 #: room, and nothing that may be evicted. disk_error: writes failed a moment ago. no_parent: the prefix that
-#: it continues was lost.
-DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent"]
+#: it continues was lost. closing: it came too late.
+DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "closing"]
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0

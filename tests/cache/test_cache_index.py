@@ -1,0 +1,209 @@
+"""The index finds what a search of everything would, and its catalog can be lost."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_kv import BLOCK, assert_is_kv_of, identity, save_all
+from structlog.testing import capture_logs
+
+from cache import blocks
+from cache.format import Name
+from cache.index import Entry, Index
+
+RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
+
+
+def entry(tokens, parent=b"root", used=0) -> Entry:
+    name = Name(parent, 0 if parent == b"root" else 4, blocks.pack(tokens))
+    return Entry(name.digest, name, size_bytes=1, used=used)
+
+
+def filled(runs, durable=None) -> Index:
+    index = Index(lambda: 0.0)
+    for i, run in enumerate(runs):
+        index.add(new := entry(run))
+        if durable is None or durable[i]:
+            index.settle(new)
+    return index
+
+
+def common(a, b) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(RUNS, st.lists(st.booleans(), min_size=12, max_size=12), st.lists(st.integers(0, 2), max_size=5))
+def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
+    index = filled(runs, durable)
+    best = max(
+        (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
+    )
+    found = index.longest(b"root", blocks.pack(wanted))
+    assert (found[1] if found else 0) == best
+    if found:
+        assert found[0].durable
+        assert blocks.num_common(found[0].name.tokens, blocks.pack(wanted)) == best
+
+
+@given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
+def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
+    index = filled(runs)
+    new = index.get(entry(wanted).digest)
+    if new is None:
+        index.add(new := entry(wanted))
+    shadowed = sorted(blocks.num_common(e.name.tokens, new.name.tokens) for e in index.shadowed(new))
+    assert shadowed == sorted(
+        len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
+    )
+    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.shadowed(new))
+
+
+@given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
+def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
+    covered = filled(runs).covered(b"root", blocks.pack(wanted))
+    assert covered == any(run[: len(wanted)] == wanted for run in runs)
+
+
+def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
+    index = Index(lambda: 0.0)
+    index.add(parent := entry((1, 2)))
+    index.add(one := entry((3,), parent.digest))
+    index.add(two := entry((4,), parent.digest))
+    index.use(one)
+    assert list(index) == [two, one, parent]
+    assert parent.used == one.used > two.used
+
+
+def test_the_clock_of_uses_never_goes_back() -> None:
+    times = iter([5.0, 3.0, 5.0, 9.0])
+    index = Index(lambda: next(times))
+    assert [index.next_use() for _ in range(4)] == [5_000_000, 5_000_001, 5_000_002, 9_000_000]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9)), max_size=12), st.randoms())
+def test_rows_in_any_order_become_the_same_order_of_use(shape, chance) -> None:
+    entries: list[Entry] = []
+    for i, (wish, used) in enumerate(shape):
+        parent = min(wish, i - 1)
+        entries.append(entry((i,), entries[parent].digest if parent >= 0 else b"root", used))
+    rows = [e.row for e in entries]
+    # The start stands for the depth; two levels are enough for `entry`, so give the true one here.
+    depth: dict[bytes, int] = {}
+    for i, row in enumerate(rows):
+        depth[row.digest] = depth.get(row.parent, -1) + 1
+        rows[i] = row._replace(start=depth[row.digest])
+    chance.shuffle(rows)
+    order = [e.digest for e in Index(lambda: 0.0, rows)]
+    assert sorted(order) == sorted(row.digest for row in rows)
+    assert all(order.index(row.digest) < order.index(row.parent) for row in rows if row.parent in order)
+
+
+TOKENS = list(range(10))
+
+
+async def stored_once(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.close()
+
+
+async def assert_finds_everything(open_store) -> None:
+    store = await open_store()
+    assert store.stats().stored == 3
+    restored = await store.load(store.match("a", TOKENS))
+    assert_is_kv_of(restored.tensors, TOKENS)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"no database at all" * 100),
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+        lambda path: path.write_bytes(path.read_bytes()[:4096] + b"\xa5" * 4096),
+        lambda path: sqlite3.connect(path).execute("PRAGMA user_version=7").connection.close(),
+    ],
+    ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
+)
+async def test_without_its_catalog_the_store_finds_everything_by_the_files(
+    open_store, tmp_path, damage
+) -> None:
+    await stored_once(open_store)
+    damage(tmp_path / "cache" / "index.sqlite")
+    with capture_logs() as logs:
+        await assert_finds_everything(open_store)
+    reconciled = [log for log in logs if log["event"] == "index_reconciled"]
+    assert [log["adopted"] for log in reconciled] == [3], "what was rebuilt must be announced"
+    with capture_logs() as logs:
+        await assert_finds_everything(open_store)
+    assert logs == [], "and the next start has nothing to mend"
+
+
+async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp_path) -> None:
+    """A wrong row could match tokens that the file does not hold."""
+    await stored_once(open_store)
+    db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
+    with db:
+        db.execute("UPDATE snapshot SET tokens = ? WHERE start = 8", (blocks.pack([8, 7]),))
+    db.close()
+    store = await open_store()
+    assert store.match("a", [*TOKENS[:8], 8, 7]).num_tokens == 9
+    assert store.match("a", TOKENS).num_tokens == 10
+
+
+async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
+    await stored_once(open_store)
+    digest = blocks.chain(blocks.root(identity().digest(), "a"), blocks.pack(TOKENS), BLOCK)[0]
+    (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
+    with capture_logs() as logs:
+        store = await open_store()
+    assert [(log["lost"], log["orphans"]) for log in logs] == [(1, 2)]
+    assert store.stats().stored == 0
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
+async def test_what_is_no_snapshot_is_quarantined_at_the_start(open_store, tmp_path) -> None:
+    await stored_once(open_store)
+    folder = tmp_path / "cache" / "snapshots"
+    (folder / f"{'ab' * 32}.safetensors").write_bytes(b"nonsense")
+    (folder / "notes.txt").write_text("left alone")
+    next(folder.glob("[0-9a-f]*")).touch()
+    with capture_logs() as logs:
+        store = await open_store()
+    assert [log["event"] for log in logs] == ["snapshot_quarantined", "index_reconciled"]
+    assert (store.stats().stored, store.stats().rejected) == (3, 1)
+    assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [
+        f"{'ab' * 32}.safetensors"
+    ]
+    assert (folder / "notes.txt").exists()
+
+
+async def test_unfinished_files_of_an_earlier_process_are_removed_and_announced(open_store, tmp_path) -> None:
+    await stored_once(open_store)
+    (tmp_path / "cache" / "tmp" / ("cd" * 32)).write_bytes(b"half")
+    with capture_logs() as logs:
+        store = await open_store()
+    assert [(log["event"], log["files"]) for log in logs] == [("unfinished_snapshots_removed", 1)]
+    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+    assert store.stats().stored == 3
+
+
+async def test_recency_survives_a_restart(open_store, tmp_path) -> None:
+    """The oldest by use goes first, not the oldest by age; nor does a clock that was set back matter."""
+    store = await open_store(clock=lambda: 1000.0)
+    for tenant in ("a", "b", "c"):
+        save_all(store, tenant, [1, 2])
+    await store.barrier(5)
+    size = store.stats().stored_bytes // 3
+    store.release(store.match("a", [1, 2]))
+    await store.close()
+
+    store = await open_store(clock=lambda: 10.0, max_bytes=3 * size + 50)
+    store.release(store.match("c", [1, 2]))
+    save_all(store, "d", [1, 2])
+    assert {tenant: store.match(tenant, [1, 2]).num_tokens for tenant in "abc"} == {"a": 2, "b": 0, "c": 2}

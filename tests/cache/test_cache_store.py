@@ -1,0 +1,429 @@
+"""The store on a real directory: what is saved is found again, and only that; limits hold."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+
+from cache import blocks
+from cache import format as snapshot_format
+from cache.blocks import Span
+from cache.folder import DirectoryLockedError, Folder
+
+TOKENS = list(range(10))
+
+
+def files(tmp_path) -> int:
+    return len(list((tmp_path / "cache" / "snapshots").iterdir()))
+
+
+def on_disk(tmp_path) -> int:
+    """Count the bytes of all files, finished or not."""
+    used = 0
+    for path in (tmp_path / "cache").glob("*/*"):
+        with suppress(FileNotFoundError):  # the writer goes on meanwhile
+            used += path.stat().st_size
+    return used
+
+
+async def restore(store, tenant, tokens):
+    restored = await store.load(store.match(tenant, tokens))
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold the writer at the beginning of a write until the gate is opened."""
+    gate, write = threading.Event(), snapshot_format.write
+
+    def held(draft, path) -> None:
+        assert gate.wait(10)
+        write(draft, path)
+
+    monkeypatch.setattr(snapshot_format, "write", held)
+    yield gate
+    gate.set()
+
+
+async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -> None:
+    store = await open_store()
+    assert save_all(store, "a", TOKENS) == [True, True, True]
+    assert await store.close()
+    store = await open_store()
+    assert await restore(store, "a", TOKENS) == 10
+    stats = store.stats()
+    assert (stats.stored, stats.rejected) == (3, 0)
+    assert stats.restored_bytes == stats.stored_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (TOKENS, 10),
+        ([*TOKENS, 77, 78], 10),
+        (TOKENS[:9], 9),  # half of the tail: the last token is kept back to be run
+        ([*TOKENS[:9], 77], 9),
+        (TOKENS[:8], 8),
+        (TOKENS[:7], 7),
+        ([*TOKENS[:5], 77, 78, 79], 5),
+        ([0, 77], 1),
+        ([77, *TOKENS[1:]], 0),
+        ([], 0),
+    ],
+)
+async def test_the_longest_stored_prefix_is_found_to_the_token(open_store, tokens, found) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert await restore(store, "a", tokens) == found
+
+
+async def test_a_block_is_not_read_for_a_few_of_its_tokens(open_store) -> None:
+    store = await open_store(identity=identity(block_tokens=16))
+    save_all(store, "a", list(range(16)))
+    await store.barrier(5)
+    assert store.match("a", [0, 1, 2, 99]).num_tokens == 0
+    assert store.match("a", [0, 1, 2, 3, 99]).num_tokens == 4
+
+
+async def test_another_tenant_finds_nothing(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert store.match("b", TOKENS).num_tokens == 0
+    assert store.wanted("b", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+
+
+async def test_another_model_finds_nothing_and_leaves_the_files_alone(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.close()
+    other = await open_store(identity=identity(weights="other"))
+    assert other.match("a", TOKENS).num_tokens == 0
+    assert other.stats().stored == 3
+    await other.close()
+    assert await restore(await open_store(), "a", TOKENS) == 10
+
+
+async def test_only_what_is_missing_is_wanted(open_store) -> None:
+    store = await open_store()
+    assert store.wanted("a", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    assert store.wanted("a", TOKENS, 0, 10) == [Span(4, 8), Span(8, 10)], "what is on its way is not wanted"
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert store.wanted("a", TOKENS, 0, 10) == []
+    assert store.wanted("a", TOKENS, 0, 9) == [], "the tail to 10 holds the tail to 9"
+    assert store.wanted("a", [*TOKENS, 1, 2, 3], 10, 13) == [Span(8, 12), Span(12, 13)]
+    assert store.wanted("a", TOKENS, 10, 10) == []
+
+
+async def test_what_nothing_could_find_is_not_wanted(open_store) -> None:
+    """Without the blocks before it a span is unreachable; asked from 0, the gap is mended."""
+    store = await open_store()
+    assert store.wanted("a", TOKENS, 5, 10) == []
+    assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    assert store.stats().dropped == {"no_parent": 1}
+    assert_sum_rule(store)
+    assert len(store.wanted("a", TOKENS, 0, 10)) == 3
+
+
+async def test_saving_twice_writes_once(open_store) -> None:
+    store = await open_store()
+    for _ in range(2):
+        assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    await store.barrier(5)
+    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    assert store.stats().accepted == store.stats().durable == 1
+
+
+async def test_tails_that_have_grown_do_not_pile_up(open_store, tmp_path) -> None:
+    store = await open_store()
+    for end in (1, 2, 3, 5, 6, 7, 9, 10):
+        save_all(store, "a", TOKENS[:end])
+        await store.barrier(5)
+    assert store.stats().stored == files(tmp_path) == 3
+    assert store.stats().evicted == 0
+    assert await restore(store, "a", TOKENS) == 10
+
+
+async def test_a_tail_that_another_session_went_on_from_is_still_found(open_store) -> None:
+    """The shared system prompt: its own tail is gone, but the block that took its place holds it."""
+    store = await open_store()
+    save_all(store, "a", [1, 2, 3])
+    await store.barrier(5)
+    save_all(store, "a", [1, 2, 3, 50, 51])
+    await store.barrier(5)
+    assert await restore(store, "a", [1, 2, 3, 60, 61]) == 3
+
+
+async def test_branches_of_a_prefix_share_its_blocks(open_store, tmp_path) -> None:
+    store = await open_store()
+    for branch in range(3):
+        save_all(store, "a", [*TOKENS[:8], 100 + branch])
+    await store.barrier(5)
+    assert files(tmp_path) == 2 + 3
+    for branch in range(3):
+        assert await restore(store, "a", [*TOKENS[:8], 100 + branch]) == 9
+
+
+async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    await store.barrier(5)
+    size = store.stats().stored_bytes
+    await store.close()
+
+    store = await open_store(max_bytes=size + 50)
+    match = store.match("a", [1, 2])
+    assert save_all(store, "b", [1, 2]) == [False]
+    assert store.stats().dropped == {"disk_limit": 1}
+    assert (await store.load(match)).num_tokens == 2
+    assert save_all(store, "b", [1, 2]) == [True]
+    await store.barrier(5)
+    assert await restore(store, "a", [1, 2]) == 0
+    assert await restore(store, "b", [1, 2]) == 2
+    assert store.stats().evicted == 1
+    assert_sum_rule(store)
+
+
+async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", list(range(4)))
+    await store.barrier(5)
+    limit = 5 * store.stats().stored_bytes + 100
+    await store.close()
+    store = await open_store(max_bytes=limit)
+    for session in range(12):
+        save_all(store, "a", [session, *range(11)])
+        stats = store.stats()
+        assert stats.stored_bytes + stats.in_flight_bytes <= limit
+        while store.stats().in_flight:
+            used = sum(path.stat().st_size for path in (tmp_path / "cache" / "snapshots").iterdir())
+            assert used <= limit
+            await asyncio.sleep(0)
+        assert await restore(store, "a", [session, *range(11)]) == 12, "the newest is there"
+    assert store.stats().evicted >= 12
+
+
+async def test_a_lowered_limit_shrinks_the_cache_at_the_start(open_store, tmp_path) -> None:
+    store = await open_store()
+    for session in range(60):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    size = store.stats().stored_bytes // 60
+    await store.close()
+    store = await open_store(max_bytes=5 * size + 50)
+    assert await store.barrier(5)
+    assert store.stats().stored == files(tmp_path) == 5
+    assert store.match("a", [59, 1]).num_tokens == 2
+
+
+async def test_what_can_never_fit_is_dropped_with_its_reason(open_store) -> None:
+    store = await open_store(max_bytes=100)
+    assert save_all(store, "a", [1, 2]) == [False]
+    store = await open_store(directory=store._folder.directory.with_name("other"), queue_bytes=100)
+    assert save_all(store, "a", [1, 2]) == [False]
+    assert store.stats().dropped == {"too_large": 1}
+
+
+async def test_a_full_queue_drops_and_what_depends_on_it(open_store, gate) -> None:
+    """Bounded by bytes. The room shows before anything is cut; after a gap nothing more is taken."""
+    store = await open_store(queue_bytes=3000)
+    sizes = []
+    for session in range(3):
+        before = store.room()
+        store.save("a", [session] * 4, Span(0, 4), cut([session] * 4, Span(0, 4)))
+        sizes.append(before - store.room())
+    assert sizes[0] > 1000, "the test wants a queue of two"
+    assert sizes[2] == 0
+    assert store.room() < sizes[0]
+    assert save_all(store, "a", [2] * 10) == [False, False, False]
+    assert store.stats().dropped == {"queue_full": 2, "no_parent": 2}
+    store.skip(2)
+    assert store.stats().dropped == {"queue_full": 4, "no_parent": 2}
+    assert_sum_rule(store)
+    gate.set()
+    assert await store.barrier(5)
+    assert store.room() == 3000
+    assert_sum_rule(store)
+    assert save_all(store, "a", [2] * 4) == [True]
+
+
+async def test_free_disk_space_is_left_alone(open_store) -> None:
+    store = await open_store(min_free_bytes=1 << 60)
+    assert save_all(store, "a", [1, 2]) == [False]
+    assert store.stats().dropped == {"disk_limit": 1}
+
+
+async def test_a_directory_has_one_store(open_store, tmp_path) -> None:
+    await open_store()
+    with pytest.raises(DirectoryLockedError, match=r"in use by process \d+; give each worker its own"):
+        await open_store()
+
+
+async def test_a_directory_that_another_process_holds_is_refused_and_named(open_store, tmp_path) -> None:
+    code = (
+        "import sys, pathlib; from cache.folder import Folder; "
+        "folder = Folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path / "cache"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert await holder.stdout.readline() == b"held\n"
+    with pytest.raises(DirectoryLockedError, match=f"in use by process {holder.pid};"):
+        await open_store()
+    holder.kill()
+    await holder.communicate()
+    assert await (await open_store()).barrier(5), "a lock does not outlive its process"
+
+
+async def test_forgotten_tokens_are_gone_and_what_others_share_stays(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    save_all(store, "a", [*TOKENS[:6], 99])
+    await store.barrier(5)
+    assert store.forget("a", TOKENS) == 2
+    await store.barrier(5)
+    assert files(tmp_path) == 2
+    assert await restore(store, "a", [*TOKENS[:6], 99]) == 7
+    assert store.forget("a", [*TOKENS[:6], 99]) == 2
+    assert store.forget("a", [*TOKENS[:6], 99]) == 0
+    await store.barrier(5)
+    assert files(tmp_path) == store.stats().stored == store.stats().stored_bytes == 0
+
+
+async def test_forgetting_cancels_what_is_queued(open_store, tmp_path, gate) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert store.forget("a", TOKENS) == 3
+    assert_sum_rule(store)
+    assert store.wanted("a", TOKENS, 0, 10) != []
+    gate.set()
+    await store.barrier(5)
+    assert (files(tmp_path), store.stats().stored) == (0, 0)
+    assert (store.stats().cancelled, store.stats().durable) == (3, 0)
+    assert_sum_rule(store)
+
+
+@pytest.mark.parametrize("save_again", [False, True])
+async def test_a_rename_under_way_does_not_bring_back_what_was_forgotten(
+    open_store, tmp_path, monkeypatch, save_again
+) -> None:
+    """The writer has looked for the last time: only the event loop can still know better."""
+    store = await open_store()
+    renaming, go_on, place = threading.Event(), threading.Event(), Folder.place
+
+    def held(folder, path, digest) -> None:
+        renaming.set()
+        assert go_on.wait(10)
+        place(folder, path, digest)
+
+    monkeypatch.setattr(Folder, "place", held)
+    save_all(store, "a", [1, 2])
+    await asyncio.to_thread(renaming.wait, 10)
+    assert store.forget("a", [1, 2]) == 1
+    if save_again:
+        assert save_all(store, "a", [1, 2]) == [True]
+    go_on.set()
+    assert await store.barrier(5)
+    assert store.stats().cancelled == 1
+    assert files(tmp_path) == store.stats().stored == store.stats().durable == int(save_again)
+    assert await restore(store, "a", [1, 2]) == 2 * save_again
+    assert_sum_rule(store)
+    await store.close()
+    assert (await open_store()).stats().stored == int(save_again)
+
+
+async def test_forgotten_while_loading_goes_when_that_is_done(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    one, two = store.match("a", TOKENS), store.match("a", TOKENS[:8])
+    assert store.forget("a", TOKENS) == 3
+    assert store.match("a", TOKENS).num_tokens == 0, "nobody new may use it"
+    assert (await store.load(one)).num_tokens == 10
+    await store.barrier(5)
+    assert files(tmp_path) == 2
+    store.release(two)
+    await store.barrier(5)
+    assert files(tmp_path) == store.stats().stored == 0
+
+
+async def test_what_is_saved_on_top_of_the_forgotten_keeps_it(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS[:4])
+    await store.barrier(5)
+    match = store.match("a", TOKENS[:4])
+    store.forget("a", TOKENS[:4])
+    assert store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    store.release(match)
+    await store.barrier(5)
+    assert await restore(store, "a", TOKENS) == 8
+
+
+async def test_a_barrier_says_when_time_runs_out(open_store, gate) -> None:
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    assert not await store.barrier(0.05)
+    gate.set()
+    assert await store.barrier(5)
+
+
+async def test_closing_in_haste_gives_up_what_is_queued(open_store, gate) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert not await store.close(timeout_s=0.2)
+    gate.set()
+    await asyncio.sleep(0.2)
+    stats = store.stats()
+    assert (stats.in_flight, stats.durable, stats.cancelled) == (0, 0, 3)
+    assert_sum_rule(store)
+
+
+async def test_a_closed_store_refuses_and_counts(open_store) -> None:
+    store = await open_store()
+    assert await store.close()
+    assert await store.close()
+    assert save_all(store, "a", [1, 2]) == [False]
+    assert store.stats().dropped == {"closing": 1}
+
+
+async def test_a_cancelled_load_unpins(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    await store.barrier(5)
+    loading = asyncio.ensure_future(store.load(store.match("a", [1, 2])))
+    await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert store.forget("a", [1, 2]) == 1
+    assert store.stats().stored == 0
+
+
+async def test_loads_side_by_side_do_not_disturb_each_other(open_store) -> None:
+    store = await open_store()
+    sessions = [[i, *range(20)] for i in range(8)]
+    for tokens in sessions:
+        save_all(store, "a", tokens)
+    await store.barrier(5)
+    assert await asyncio.gather(*(restore(store, "a", tokens) for tokens in sessions)) == [21] * 8
+
+
+async def test_the_names_in_the_directory_are_the_chain(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS[:8])
+    await store.barrier(5)
+    chain = blocks.chain(blocks.root(identity().digest(), "a"), blocks.pack(TOKENS), BLOCK)
+    names = sorted(path.name for path in (tmp_path / "cache" / "snapshots").iterdir())
+    assert names == sorted(f"{digest.hex()}.safetensors" for digest in chain)
