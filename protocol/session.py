@@ -34,6 +34,7 @@ from .messages import (
     decode_request,
     encode,
 )
+from .subjects import check_id
 
 if TYPE_CHECKING:
     from .subjects import SessionKey
@@ -146,7 +147,7 @@ class Session:
 
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""
-        return expect(Cancelled, await self._control(CancelRequest(id=request_id)))
+        return expect(Cancelled, await self._control(CancelRequest(id=check_id("request id", request_id))))
 
     async def _call(self, request: Request, timeout_s: float | None) -> Any:
         return await self._pending(request, timeout_s)

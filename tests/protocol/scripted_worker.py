@@ -23,12 +23,17 @@ from protocol.messages import (
     Failed,
     Generate,
     Generated,
+    Histogram,
+    Metrics,
     Open,
     Opened,
+    Progress,
     Request,
     Result,
     Rewound,
     Seconds,
+    SessionInfo,
+    SnapshotCounters,
     Usage,
     decode_request,
     encode,
@@ -205,4 +210,51 @@ async def answer(worker: FakeWorker, seq: int, request: Request) -> None:
 async def refuse(worker: FakeWorker, seq: int, request: Request) -> None:
     await worker.result(
         Failed(id=request.id, seq=seq, code="overloaded", message="4 requests wait", retryable=True)
+    )
+
+
+def metrics(worker: str) -> Metrics:
+    histogram = Histogram(bounds=(0.1, 1.0), counts=(1, 2, 0), sum=1.5, count=3)
+    return Metrics(
+        worker=worker,
+        version="0.1.0",
+        model="tiny",
+        device="cpu",
+        uptime_s=1.5,
+        requests={"default": {"appended": 2}},
+        waiting=1,
+        running=2,
+        sessions=3,
+        resident_sessions=2,
+        prefilled_tokens=10,
+        cached_tokens=20,
+        generated_tokens=30,
+        time_to_first_token=histogram,
+        time_per_output_token=histogram,
+        batch_size=histogram,
+        event_loop_lag=histogram,
+        resident_kv_bytes=1024,
+        max_memory_bytes=2048,
+        mlx_active_bytes=512,
+        mlx_peak_bytes=1024,
+        process_bytes=4096,
+        snapshots=SnapshotCounters(accepted=3, durable=2, dropped={"queue_full": 1}),
+    )
+
+
+def session_info() -> SessionInfo:
+    return SessionInfo(
+        tenant="default",
+        session="s1",
+        position=9,
+        state="running",
+        active="g1",
+        waiting=("g2",),
+        requests=4,
+        progress=Progress(cached_tokens=4, context_tokens=9, generated_tokens=2),
+        resident=True,
+        kv_live_bytes=1024,
+        policy="full",
+        model="tiny",
+        worker=metrics("w1"),
     )

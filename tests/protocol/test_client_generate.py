@@ -189,6 +189,7 @@ async def test_cancelling_ends_the_answer_with_what_it_has(client: Client, worke
         await worker.result(generated(seq, request, text="He", tokens=(11,), finish_reason="cancelled"))
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
+    await worker.nats.flush()
     worker.script = script
     generation = client.session("s1").generate(text="hi")
     async for _ in generation:
@@ -471,6 +472,7 @@ async def acknowledge_by_hand(
         await script(seq, decode_request(message.data), acknowledge)
 
     await worker.nats.subscribe(SUBJECTS.every("in"), cb=take)
+    await worker.nats.flush()
 
 
 async def test_a_result_may_overtake_the_acknowledgement(client: Client, worker: FakeWorker) -> None:

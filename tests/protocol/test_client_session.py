@@ -1,15 +1,58 @@
-"""What a session's methods send and return, against a real server and a scripted worker."""
+"""What a session's methods send, return and raise, against a real server and a scripted worker."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from typing import TYPE_CHECKING
 
-from scripted_worker import TOKENS, FakeWorker
+import msgspec
+import nats
+import pytest
+from nats.js.api import StreamConfig
+from scripted_worker import (
+    KEY,
+    SUBJECTS,
+    TEXTS,
+    TOKENS,
+    FakeWorker,
+    NatsServer,
+    free_port,
+    generated,
+    metrics,
+    plain_result,
+    refuse,
+    session_info,
+)
 
-from protocol.messages import Append, Close, Generate, Open, Rewind
+from protocol.client import Client, connect
+from protocol.errors import (
+    InvalidMessageError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+)
+from protocol.messages import (
+    Append,
+    Cancelled,
+    Close,
+    Failed,
+    Generate,
+    InfoRequest,
+    Message,
+    Open,
+    Request,
+    Rewind,
+    decode_ask,
+    decode_control,
+    encode,
+)
+from protocol.session import Sampling, Session
 
 if TYPE_CHECKING:
-    from protocol.client import Client
+    from pathlib import Path
+
+    from nats.aio.msg import Msg
 
 
 async def test_every_request_of_a_session_gets_its_own_result(client: Client, worker: FakeWorker) -> None:
@@ -22,3 +65,266 @@ async def test_every_request_of_a_session_gets_its_own_result(client: Client, wo
     kinds = [type(request) for _, request in worker.requests]
     assert kinds == [Open, Append, Generate, Rewind, Close]
     assert len({request.id for _, request in worker.requests}) == 5
+
+
+async def test_many_requests_at_once_are_told_apart(client: Client, worker: FakeWorker) -> None:
+    """Answered in reverse order, each caller still gets the result of its own request."""
+    waiting: list[tuple[int, Request]] = []
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        waiting.append((seq, request))
+        if len(waiting) == 20:
+            for each in reversed(waiting):
+                await worker.result(plain_result(*each))
+
+    worker.script = script
+    session = client.session("s1")
+    results = await asyncio.gather(*(session.append(text="a", request_id=f"a{n}") for n in range(20)))
+    assert [result.id for result in results] == [f"a{n}" for n in range(20)]
+
+
+async def test_messages_may_be_our_own_or_dicts_in_openais_shape(client: Client, worker: FakeWorker) -> None:
+    messages = [Message(role="system", content="Be brief."), {"role": "user", "content": "Hi"}]
+    await client.session("s1").append(messages=messages, expect_position=7)
+    request = worker.requests[0][1]
+    assert isinstance(request, Append)
+    assert request.messages == (messages[0], Message(role="user", content="Hi"))
+    assert request.expect_position == 7
+
+
+def test_sampling_names_every_option_of_generate() -> None:
+    own = {field.name for field in msgspec.structs.fields(Generate)}
+    explicit = set(inspect.signature(Session.generate).parameters) - {"self", "timeout_s", "sampling"}
+    assert own == set(Sampling.__annotations__) | explicit - {"request_id"} | {"id"}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda session: session.generate(max_token=5), "did you mean 'max_tokens'"),
+        (lambda session: session.generate(max_tokens=0), "max_tokens must be `int` >= 1"),
+        (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
+        (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
+        (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),
+        (lambda session: session.append(), "exactly one of messages, text, tokens"),
+        (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
+        (lambda session: session.append(text="\ud800"), "whole Unicode characters"),
+        (lambda session: session.append(tokens=[object()]), "cannot be written as JSON"),
+        (lambda session: session.rewind(-1), "position must be `int` >= 0"),
+        (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
+    ],
+)
+async def test_what_no_worker_would_take_is_refused_before_it_is_sent(
+    client: Client, worker: FakeWorker, call: object, sentence: str
+) -> None:
+    with pytest.raises(InvalidMessageError, match=sentence):
+        await call(client.session("s1"))
+    assert worker.requests == []
+
+
+async def test_names_are_checked_where_they_are_given(client: Client, server: NatsServer) -> None:
+    with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
+        client.session("a.b")
+    with pytest.raises(InvalidMessageError, match="tenant"):
+        await connect(server.url, tenant="*")
+    with pytest.raises(InvalidMessageError, match="prefix"):
+        await connect(server.url, prefix="a..b")
+    with pytest.raises(InvalidMessageError, match="worker"):
+        await anext(client.metrics("a.b"))
+
+
+async def test_a_refused_request_raises_with_code_and_retryable(client: Client, worker: FakeWorker) -> None:
+    worker.script = refuse
+    with pytest.raises(RequestFailedError, match="overloaded: 4 requests wait") as caught:
+        await client.session("s1").append(text="a")
+    assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
+
+
+async def test_a_submitted_request_is_in_the_log_and_its_failure_a_value(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = refuse
+    pending = await client.submit(KEY, Append(id="a1", text="a"))
+    stored = await worker.js.get_msg(SUBJECTS.log_stream, pending.seq, direct=True)
+    assert stored.data == encode(pending.request)
+    result = await pending
+    assert isinstance(result, Failed)
+    assert result.code == "overloaded"
+    assert await pending == result
+
+
+async def test_a_submitted_request_is_checked_first(client: Client, worker: FakeWorker) -> None:
+    with pytest.raises(InvalidMessageError, match="id must be"):
+        await client.submit(KEY, Append(id="a b", text="a"))
+
+
+async def test_a_result_of_no_known_kind_raises(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        body = b'{"type": "teleported", "id": "a1", "seq": %d}' % seq
+        await worker.js.publish(SUBJECTS.of(KEY, "out"), body)
+
+    worker.script = script
+    with pytest.raises(InvalidMessageError, match="type of a result"):
+        await client.session("s1").append(text="a", request_id="a1")
+
+
+async def test_junk_on_out_is_passed_over(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for junk in (b"", b"\xff", b"[]", b'{"seq": "x"}', b"[" * 100_000):
+            await worker.js.publish(SUBJECTS.of(KEY, "out"), junk)
+        await worker.result(plain_result(seq, request))
+
+    worker.script = script
+    assert (await client.session("s1").append(text="a")).tokens == 3
+
+
+async def test_info_and_cancel_ask_the_worker_that_holds_the_session(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def on_control(message: Msg) -> None:
+        request = decode_control(message.data)
+        if isinstance(request, InfoRequest):
+            await message.respond(encode(session_info()))
+        elif request.id == "g1":
+            await message.respond(encode(Cancelled(id="g1", was="waiting")))
+        else:
+            failed = Failed(id=request.id, code="invalid_request", message="it is not here", retryable=False)
+            await message.respond(encode(failed))
+
+    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
+    await worker.nats.flush()
+    session = client.session("s1")
+    assert (await session.info()).position == 9
+    assert (await session.cancel("g1")).was == "waiting"
+    with pytest.raises(RequestFailedError, match="it is not here"):
+        await session.cancel("g2")
+
+
+async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorker) -> None:
+    async def on_ask(message: Msg) -> None:
+        await message.respond(encode(generated(5, decode_ask(message.data, "made-up"))))
+
+    await worker.nats.subscribe(SUBJECTS.of(KEY, "ask"), cb=on_ask)
+    await worker.nats.flush()
+    assert (await client.ask("s1", text="hi", max_tokens=6)).text == "".join(TEXTS)
+    assert worker.requests == []
+
+
+async def test_nobody_there_to_be_asked_is_said_at_once(client: Client, worker: FakeWorker) -> None:
+    with pytest.raises(NoWorkerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
+        await client.session("s1").info()
+    with pytest.raises(NoWorkerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
+        await client.ask("s1", text="hi")
+
+
+async def test_a_worker_that_does_not_answer_is_given_up(server: NatsServer, worker: FakeWorker) -> None:
+    async def ignore(message: Msg) -> None:
+        """Say nothing."""
+
+    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=ignore)
+    await worker.nats.flush()
+    async with await connect(server.url, control_timeout_s=0.1) as client:
+        with pytest.raises(NoWorkerError, match=r"within 0\.1 s"):
+            await client.session("s1").info()
+
+
+async def test_metrics_of_all_workers_come_and_junk_between_them_does_not(
+    client: Client, worker: FakeWorker
+) -> None:
+    seen = []
+
+    async def watch() -> None:
+        async for each in client.metrics():
+            seen.append(each.worker)
+            if len(seen) == 2:
+                break
+
+    watching = asyncio.create_task(watch())
+    while not watching.done():
+        await worker.nats.publish(SUBJECTS.metrics("w1"), encode(metrics("w1")))
+        await worker.nats.publish(SUBJECTS.metrics("w1"), b"junk")
+        await asyncio.sleep(0.02)
+    await watching
+    assert seen == ["w1", "w1"]
+
+
+async def test_closing_the_client_ends_its_metrics(client: Client) -> None:
+    async def watch() -> None:
+        async for _ in client.metrics("w1"):
+            pass
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.05)
+    await client.close()
+    await asyncio.wait_for(watching, 5)
+
+
+async def test_no_server_is_said_in_one_line_that_keeps_the_password() -> None:
+    url = f"nats://user:secret@127.0.0.1:{free_port()}"
+    with pytest.raises(NoWorkerError) as caught:
+        await connect(url, connect_timeout_s=0.3)
+    assert "\n" not in str(caught.value)
+    assert "no NATS server at nats://127.0.0.1:" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_server_without_any_worker_is_said_so(client: Client) -> None:
+    with pytest.raises(NoWorkerError, match="no worker was ever started on this NATS server"):
+        await client.session("s1").append(text="a")
+
+
+async def test_a_stream_that_is_no_workers_is_named(client: Client, server: NatsServer) -> None:
+    connection = await nats.connect(server.url)
+    await connection.jetstream().add_stream(StreamConfig(name="everything", subjects=["turnkeep.>"]))
+    await connection.close()
+    with pytest.raises(NoWorkerError, match="'everything', which is not a worker's"):
+        await client.session("s1").append(text="a")
+
+
+async def test_a_body_above_the_servers_limit_is_refused_with_the_numbers(
+    client: Client, worker: FakeWorker
+) -> None:
+    with pytest.raises(InvalidMessageError, match=r"\d+ bytes, the NATS server takes 1048576 at most"):
+        await client.session("s1").append(text="x" * 2**20)
+    with pytest.raises(InvalidMessageError, match="1048576 at most"):
+        await client.ask("s1", text="x" * 2**20)
+    config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
+    config.max_msg_size = 1000
+    await worker.js.update_stream(config)
+    with pytest.raises(InvalidMessageError, match="larger than the log takes"):
+        await client.session("s1").append(text="x" * 1000)
+    assert (await client.session("s1").append(text="a")).tokens == 3
+
+
+async def test_a_full_log_is_an_overload_worth_a_retry(client: Client, worker: FakeWorker) -> None:
+    config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
+    config.max_bytes, config.discard = 1000, nats.js.api.DiscardPolicy.NEW
+    await worker.js.update_stream(config)
+    with pytest.raises(RequestFailedError, match="the log refused the request: maximum bytes") as caught:
+        await client.session("s1").append(text="x" * 2000)
+    assert caught.value.retryable
+
+
+async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.client.FIRST_ACK_S", 0.2)
+    config = tmp_path / "permissions.conf"
+    config.write_text(
+        """
+        authorization { users = [{
+            user: alice, password: a, permissions: {
+                publish: ["turnkeep.alice.*.in", "turnkeep.alice.*.ctl", "$JS.API.DIRECT.GET.>"],
+                subscribe: ["_INBOX.>", "turnkeep.alice.>"] } }] }
+        """
+    )
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    await server.start()
+    try:
+        async with await connect(server.url, tenant="bob", user="alice", password="a") as client:
+            with pytest.raises(NotPermittedError, match=r"may not publish on turnkeep\.bob\.s1\.in"):
+                await client.session("s1").append(text="a")
+        with pytest.raises(NoWorkerError, match=r"(?i)authorization"):
+            await connect(server.url, user="alice", password="wrong", connect_timeout_s=1)
+    finally:
+        server.kill()

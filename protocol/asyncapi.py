@@ -1,0 +1,192 @@
+"""The AsyncAPI 3 document of the protocol, built from the message types and the subject grammar.
+
+Seen from the worker: it receives requests and sends results. `python -m protocol.asyncapi` prints the
+document; `--check FILE` compares a written one with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from .errors import RETRYABLE
+from .messages import (
+    VERSION,
+    Append,
+    Appended,
+    Cancelled,
+    CancelRequest,
+    Chunk,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    InfoRequest,
+    Metrics,
+    Open,
+    Opened,
+    Rewind,
+    Rewound,
+    SessionInfo,
+)
+from .subjects import ID_RULE, SessionKey, Subjects
+
+REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
+RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
+CONTROLS: Final = (InfoRequest, CancelRequest)
+CONTROL_REPLIES: Final = (SessionInfo, Cancelled, Failed)
+
+_END: Final = "EndOfTokens"
+_KEY: Final = SessionKey("{tenant}", "{session}")
+_PARAMETERS: Final = {
+    "tenant": {"description": f"Whose session it is: {ID_RULE}.", "default": "default"},
+    "session": {"description": f"The session's name: {ID_RULE}."},
+    "request": {"description": f"The generate's id: {ID_RULE}."},
+    "worker": {"description": f"The worker's name: {ID_RULE}."},
+}
+_DESCRIPTION: Final = f"""\
+LLM sessions over NATS: turns go in as messages, tokens come out as messages.
+
+Every request on `in` is stored in the log and has exactly one result on `out`, whose `seq` is the
+request's stream sequence. The prefix `turnkeep` is a setting of the worker. Bodies are JSON; requests
+refuse unknown fields, results may gain some. A failure whose code is one of {", ".join(sorted(RETRYABLE))}
+can succeed later under a new id.
+"""
+
+
+def document() -> dict[str, Any]:
+    """Build the document as plain data."""
+    subjects = Subjects()
+    return {
+        "asyncapi": "3.0.0",
+        "info": {"title": "Turnkeep", "version": f"{VERSION}.0.0", "description": _DESCRIPTION},
+        "defaultContentType": "application/json",
+        "servers": {
+            "nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "Any NATS server."}
+        },
+        "channels": {
+            "in": _channel(subjects.of(_KEY, "in"), "Requests of a session; a JetStream log.", REQUESTS),
+            "out": _channel(subjects.of(_KEY, "out"), "Results of a session; the same log.", RESULTS),
+            "tokens": _channel(
+                subjects.tokens(_KEY, "{request}"),
+                "Tokens of one generate; a stream kept for minutes.",
+                (Chunk, _END),
+            ),
+            "ctl": _channel(subjects.of(_KEY, "ctl"), "Questions about a session.", CONTROLS),
+            "ctlReply": _channel(None, "The questioner's inbox.", CONTROL_REPLIES),
+            "ask": _channel(
+                subjects.of(_KEY, "ask"),
+                "A generate by request and reply; its `type` and `id` may be left out.",
+                (Generate,),
+            ),
+            "askReply": _channel(None, "The asker's inbox.", (Generated, Failed)),
+            "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
+        },
+        "operations": {
+            "receiveRequest": _operation("receive", "in", REQUESTS, reply=("out", RESULTS)),
+            "sendTokens": _operation("send", "tokens", (Chunk, _END)),
+            "receiveControl": _operation("receive", "ctl", CONTROLS, reply=("ctlReply", CONTROL_REPLIES)),
+            "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
+            "sendMetrics": _operation("send", "metrics", (Metrics,)),
+        },
+        "components": {"messages": _messages(), "schemas": _schemas()},
+    }
+
+
+def render() -> str:
+    """Write the document as YAML."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Repeats what is shared instead of naming it, and keeps the lines of a text."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(document(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the document, or with `--check FILE` say whether the file is the document."""
+    parser = argparse.ArgumentParser(prog="python -m protocol.asyncapi", description=main.__doc__)
+    parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is not the document")
+    checked: Path | None = parser.parse_args(arguments).check
+    if checked is None:
+        sys.stdout.write(render())
+    elif not checked.is_file() or checked.read_text(encoding="utf-8") != render():
+        sys.stderr.write(f"{checked} is not current: write it with python -m protocol.asyncapi > {checked}\n")
+        return 1
+    return 0
+
+
+_Kind = type[Struct] | str
+
+
+def _channel(address: str | None, description: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
+    channel: dict[str, Any] = {
+        "address": address,
+        "description": description,
+        "messages": {_name(kind): {"$ref": f"#/components/messages/{_name(kind)}"} for kind in kinds},
+    }
+    named = {name: text for name, text in _PARAMETERS.items() if address and f"{{{name}}}" in address}
+    return channel | ({"parameters": named} if named else {})
+
+
+def _operation(
+    action: str, channel: str, kinds: tuple[_Kind, ...], reply: tuple[str, tuple[_Kind, ...]] | None = None
+) -> dict[str, Any]:
+    operation = {"action": action, **_selection(channel, kinds)}
+    return operation | ({"reply": _selection(*reply)} if reply else {})
+
+
+def _selection(channel: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
+    messages = [{"$ref": f"#/channels/{channel}/messages/{_name(kind)}"} for kind in kinds]
+    return {"channel": {"$ref": f"#/channels/{channel}"}, "messages": messages}
+
+
+def _messages() -> dict[str, Any]:
+    kinds = dict.fromkeys((*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, Metrics))
+    messages: dict[str, Any] = {}
+    for kind in kinds:
+        messages[kind.__name__] = {
+            "title": kind.__name__,
+            "summary": cleandoc(kind.__doc__ or "").partition("\n")[0],
+            "payload": {"$ref": f"#/components/schemas/{kind.__name__}"},
+        }
+        if kind in REQUESTS + RESULTS:
+            messages[kind.__name__]["correlationId"] = {"location": "$message.payload#/id"}
+    messages[_END] = {
+        "title": _END,
+        "summary": "An empty body: no more tokens will come.",
+        "contentType": "application/octet-stream",
+        "payload": {"type": "string", "maxLength": 0},
+    }
+    return messages
+
+
+def _schemas() -> dict[str, Any]:
+    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, Metrics)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        if "description" in schema:
+            schema["description"] = cleandoc(schema["description"])
+    return dict(sorted(schemas.items()))
+
+
+def _name(kind: _Kind) -> str:
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
