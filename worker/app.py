@@ -18,6 +18,7 @@ import structlog
 
 from cache.identity import folder_identity
 from cache.store import Store
+from protocol.errors import TurnkeepError
 from protocol.messages import Metrics, SnapshotCounters
 from protocol.subjects import Subjects
 
@@ -57,7 +58,7 @@ VERSION = importlib.metadata.version("turnkeep")
 _MEMORY_SHARE = 0.5
 
 
-class WorkerError(Exception):
+class WorkerError(TurnkeepError):
     """The worker cannot go on; the message is one line."""
 
 
@@ -79,7 +80,7 @@ class App:
         self._stop.set()
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises `TurnkeepError` or `ModelError` with one line for what a user can mend."""
+        """Serve until `stop`. Raises `TurnkeepError`, with one line, for what a user can mend."""
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
@@ -164,7 +165,6 @@ class App:
         self._intake = Intake(
             js,
             names,
-            ring=lambda subject, seq: self._sessions.ring(subject, seq),
             ack_wait_s=settings.ack_wait_s,
             max_held=settings.max_waiting,
         )
@@ -174,7 +174,7 @@ class App:
         )
         desk = Desk(nc, js, subjects, self._sessions, outbox, ask_timeout_s=settings.token_ttl_s)
         await desk.open()
-        pull = asyncio.create_task(self._intake.pull(), name="intake")
+        pull = asyncio.create_task(self._intake.pull(self._sessions.ring), name="intake")
         others = [
             asyncio.create_task(self._intake.keep_alive(), name="keep-alive"),
             asyncio.create_task(self._sessions.sweep(), name="sweep"),

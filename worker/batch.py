@@ -133,4 +133,6 @@ class Batch:
 
 def _mergeable(row: Row) -> bool:
     # The merged caches hold plain ones only, so a row that is in them already (None) is of that kind.
-    return row.caches is None or all(type(cache) is KVCache and cache.keys is not None for cache in row.caches)
+    return row.caches is None or all(
+        type(cache) is KVCache and cache.keys is not None for cache in row.caches
+    )

@@ -122,9 +122,13 @@ def model_path(config: Path | None, **flags: Any) -> None:
 @_with_settings()
 def doctor(config: Path | None, **flags: Any) -> None:
     """Check this machine: what is there, what is missing, and the command that mends it."""
-    from .doctor import run
+    from rich.console import Console
 
-    sys.exit(run(_settings(config, flags)))
+    from .doctor import checks, exit_code, table
+
+    found = checks(_settings(config, flags))
+    Console().print(table(found))
+    sys.exit(exit_code(found))
 
 
 @main.command()
@@ -137,7 +141,7 @@ def chat(
     config: Path | None, name: str, tenant: str, max_tokens: int, temperature: float, **flags: Any
 ) -> None:
     """Talk with the model. Start it again with the same session and the conversation is still there."""
-    from .chat import chat as run
+    from .talk import chat as run
 
     _talk(
         _settings(config, flags),
@@ -163,7 +167,7 @@ def ask(
     **flags: Any,
 ) -> None:
     """Ask one question and print the answer as it comes."""
-    from .chat import ask as run
+    from .talk import ask as run
 
     _talk(
         _settings(config, flags),
@@ -179,7 +183,7 @@ def ask(
 @_with_settings(*_CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
     """Show a session and its worker; without SESSION, the next metrics message."""
-    from .chat import info as run
+    from .talk import info as run
 
     _talk(_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
 

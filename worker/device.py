@@ -239,7 +239,7 @@ class Device:
         self._scheduler.prefilled(turn)
 
     def _decode(self, turns: tuple[Turn, ...]) -> None:
-        """Run one step for all rows; if it fails they all fail, since the merged caches are then undefined."""
+        """Run one step for all rows; if it fails they all do, since the merged caches are then undefined."""
         try:
             ended = self._decode_step(turns)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises

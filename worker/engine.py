@@ -46,7 +46,7 @@ class StoppingError(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a turn has come, for `info`."""
+    """How far a turn has come, for `info`: tokens of its context with KV, and tokens of its answer."""
 
     num_cached: int
     num_context: int
@@ -73,7 +73,6 @@ class _Running:
     turn: Turn
     progress: Progress
     events: asyncio.Queue[Sampled | Finished | Faulted]
-    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -122,9 +121,9 @@ class Engine:
         """Estimate the device memory that the KV of `num_tokens` takes."""
         return num_tokens * self._bytes_per_token
 
-    def num_resident(self, key: SessionKey) -> int:
-        """Count the tokens of a session that have KV on the device."""
-        return len(self._resident.get(key, ()))
+    def live_bytes(self, key: SessionKey, tokens: list[int]) -> int:
+        """Count what the device holds of the KV of a session with these tokens."""
+        return self.size_bytes(_num_common(self._resident.get(key, []), tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
@@ -135,6 +134,7 @@ class Engine:
         self,
         key: SessionKey,
         context: list[int],
+        cancelled: Callable[[], bool],
         *,
         answer: Answer | None = None,
         sampling: Sampling | None = None,
@@ -144,8 +144,8 @@ class Engine:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
-        slower than the device. Returns None if `cancel` came before the turn had memory to run in; a later
-        cancel ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the worker
+        slower than the device. Returns None if the turn was `cancelled()` before it was on the device; a later
+        `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the worker
         stops before the turn is over.
         """
         if not await self._admitted(key, self.size_bytes(len(context) + max_new)):
@@ -158,13 +158,13 @@ class Engine:
             started_s = monotonic()
             if self._stopping:
                 raise StoppingError
-            if running.cancelled:  # while its KV was being found
+            if cancelled():
                 return None
             self._device.submit(turn)
             first_token_s, live_bytes = await self._follow(running, publish)
         finally:
             del self._running[key]
-            self.ledger.settle(key, self.size_bytes(self.num_resident(key)))
+            self.ledger.settle(key, self.size_bytes(len(self._resident.get(key, []))))
             self._admit_waiting()
         num_cached = min(turn.num_reused, turn.num_prompt)
         self._telemetry.cached_tokens += num_cached
@@ -179,10 +179,12 @@ class Engine:
         )
 
     def cancel(self, key: SessionKey) -> None:
-        """End the session's turn as soon as the step that is running is over; nothing if it has none."""
+        """End the session's turn as soon as the step that is running is over.
+
+        A turn that is not on the device yet has to say so by its `cancelled`.
+        """
         running = self._running.get(key)
         if running is not None:
-            running.cancelled = True
             self._device.cancel(running.turn)
         for waiter in self._waiters:
             if waiter.key == key and not waiter.admitted.done():

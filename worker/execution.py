@@ -112,9 +112,9 @@ class Execution:
         tokens = extended.history.tokens
         self._check_size(len(tokens), room=0)
         cached = prefilled = 0
-        live_bytes = self._engine.size_bytes(self._engine.num_resident(key))
+        live_bytes = self._engine.live_bytes(key, history.tokens)
         if tokens != history.tokens:
-            outcome = await self._engine.run(key, tokens)
+            outcome = await self._engine.run(key, tokens, lambda: pending.cancelled)
             if outcome is None or outcome.num_cached + outcome.num_prefilled < len(tokens) - 1:
                 return withdrawn(pending, history), history
             live_bytes = outcome.live_bytes
@@ -140,7 +140,8 @@ class Execution:
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(
-                "invalid_request", "the session is empty: append something first, or send messages, text or tokens"
+                "invalid_request",
+                "the session is empty: append something first, or send messages, text or tokens",
             )
         max_tokens = min(request.max_tokens, max(self._context_tokens - len(prompt), 1))
         self._check_size(len(prompt), room=max_tokens)
@@ -179,6 +180,7 @@ class Execution:
         outcome = await self._engine.run(
             key,
             prompt + answer.tokens,
+            lambda: pending.cancelled,
             answer=answer,
             sampling=_sampling(key, request, pending),
             max_new=answer.max_tokens - num_known,
@@ -218,7 +220,7 @@ class Execution:
                 first_token=(outcome.first_token_s if outcome else now_s) - begun_s,
                 total=now_s - begun_s,
             ),
-            kv_live_bytes=outcome.live_bytes if outcome else self._engine.size_bytes(self._engine.num_resident(key)),
+            kv_live_bytes=outcome.live_bytes if outcome else self._engine.live_bytes(key, after.tokens),
             rewritten_from=extended.rewritten_from,
         )
 

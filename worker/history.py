@@ -102,14 +102,17 @@ class Folder:
         if isinstance(request, Open):
             if not gone:
                 raise RefusedError(
-                    "invalid_request", f"the session is open already, at position {history.position}; just go on"
+                    "invalid_request",
+                    f"the session is open already, at position {history.position}; just go on",
                 )
         elif history.closed:
             raise RefusedError(
                 "unknown_session", "the session was closed; an open starts a new one under this name"
             )
         elif gone and isinstance(request, Rewind | Close):
-            raise RefusedError("unknown_session", "there is no such session; an append or a generate starts one")
+            raise RefusedError(
+                "unknown_session", "there is no such session; an append or a generate starts one"
+            )
         expected = request.expect_position
         position = 0 if gone else history.position
         if expected is not None and expected != position:
@@ -184,9 +187,13 @@ class Folder:
             case Close(), Closed():
                 after = self.closed(history)
             case _:
-                raise DivergedError(f"a {type(request).__name__} with a {type(result).__name__} as its result")
+                raise DivergedError(
+                    f"a {type(request).__name__} with a {type(result).__name__} as its result"
+                )
         if after.position != result.position:
-            raise DivergedError(f"the log says position {result.position}, this model makes it {after.position}")
+            raise DivergedError(
+                f"the log says position {result.position}, this model makes it {after.position}"
+            )
         return after
 
     def _replay_extend(self, history: History, request: Append | Generate) -> History:
@@ -219,5 +226,5 @@ class Folder:
             if token >= vocabulary:
                 raise RefusedError(
                     "invalid_request",
-                    f"token id {token} is outside of the model's vocabulary: ids go from 0 to {vocabulary - 1}",
+                    f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )

@@ -36,14 +36,12 @@ class Intake:
         js: JetStreamContext,
         names: Streams,
         *,
-        ring: Callable[[str, int], None],
         ack_wait_s: float,
         max_held: int,
     ) -> None:
-        """`ring(subject, sequence)` is called for each delivery that is not held yet; it must not block."""
+        """Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker."""
         self._js = js
         self._names = names
-        self._ring = ring
         self._ack_wait_s = ack_wait_s
         self._max_held = max_held
         self._held: dict[int, Msg] = {}
@@ -54,14 +52,17 @@ class Intake:
         """Requests that wait or run here."""
         return len(self._held)
 
-    async def pull(self) -> None:
-        """Pull until cancelled. At `max_held` it pauses: what is not pulled waits in the stream."""
+    async def pull(self, ring: Callable[[str, int], None]) -> None:
+        """Pull until cancelled. At `max_held` it pauses: what is not pulled waits in the stream.
+
+        `ring(subject, sequence)` is called for each delivery that is not held yet; it must not block.
+        """
         while True:
             try:
                 subscription = await self._js.pull_subscribe_bind(self._names.consumer, self._names.log)
                 try:
                     while True:
-                        await self._pull_some(subscription)
+                        await self._pull_some(subscription, ring)
                 finally:
                     with contextlib.suppress(nats.errors.Error):
                         await subscription.unsubscribe()
@@ -69,7 +70,9 @@ class Intake:
                 log.warning("pulling requests failed, trying again", error=str(error) or type(error).__name__)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _pull_some(self, subscription: JetStreamContext.PullSubscription) -> None:
+    async def _pull_some(
+        self, subscription: JetStreamContext.PullSubscription, ring: Callable[[str, int], None]
+    ) -> None:
         while len(self._held) >= self._max_held:
             self._freed.clear()
             await self._freed.wait()
@@ -84,7 +87,7 @@ class Intake:
             known = seq in self._held
             self._held[seq] = message  # the newest delivery is the one whose ack counts
             if not known:
-                self._ring(message.subject, seq)
+                ring(message.subject, seq)
 
     async def keep_alive(self) -> None:
         """Tell the server again and again that the held requests are worked on, until cancelled.

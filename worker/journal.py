@@ -16,6 +16,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, NotFoundError
 
+from protocol.errors import InvalidMessageError
 from protocol.messages import Chunk, Result, decode_chunk, encode
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ class Journal:
         """
         pause_s = 0.01
         while True:
-            entries = [entry async for entry in self._direct(self._subjects.log_stream, self._subjects.log(key), after)]
+            entries = [
+                entry
+                async for entry in self._direct(self._subjects.log_stream, self._subjects.log(key), after)
+            ]
             if until <= after or any(entry.seq >= until for entry in entries):
                 return entries
             await asyncio.sleep(pause_s)
@@ -93,10 +97,15 @@ class Journal:
         """Read back the token chunks of a request: those from index 0 on, without a gap."""
         chunks: list[Chunk] = []
         num_tokens = 0
-        async for entry in self._direct(self._subjects.token_stream, self._subjects.tokens(key, request_id), 0):
+        async for entry in self._direct(
+            self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
+        ):
             if not entry.body:
                 continue
-            chunk = decode_chunk(entry.body)
+            try:
+                chunk = decode_chunk(entry.body)
+            except InvalidMessageError:
+                break
             if chunk.i > num_tokens:
                 break
             if chunk.i == num_tokens:
@@ -114,9 +123,7 @@ class Journal:
                 continue
             return message.data or b""
 
-    async def commit(
-        self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]
-    ) -> int:
+    async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
         """Store a result as the successor of the session's result at sequence `after` (0: the first).
 
         Returns its sequence. Raises `FencedError` where another result came first, `TooLargeError` where
@@ -160,7 +167,9 @@ class Journal:
         raise FencedError(subject)
 
     async def _wait_out(self, doing: str, error: BaseException, pause_s: float) -> None:
-        log.warning("the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__)
+        log.warning(
+            "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
+        )
         await asyncio.sleep(pause_s)
 
     async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:

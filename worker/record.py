@@ -13,6 +13,8 @@ from hashlib import blake2b
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import structlog
+
 from protocol.errors import InvalidMessageError
 from protocol.messages import Failed, decode_request, decode_result, encode
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     from .history import Folder, History
     from .journal import Entry
+
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +95,7 @@ class Record:
         outs = [entry for entry in entries if entry.kind == "out" and entry.seq > self.out_seq]
         if outs and not fresh:
             raise FencedError(f"a result at sequence {outs[0].seq} is not this worker's")
-        results = {result.seq: (result, entry) for entry in outs if (result := decode_result(entry.body)).seq}
+        results = {result.seq: (result, entry) for entry in outs if (result := _result(entry)) and result.seq}
         for entry in entries:
             if entry.kind == "in":
                 self._take_request(entry, results.get(entry.seq), recovered=fresh)
@@ -99,7 +104,7 @@ class Record:
             self.out_seq = outs[-1].seq
             self._check_digest(results)
 
-    def committed(self, pending: Pending, result: Result, out_seq: int, history: History) -> None:
+    def committed(self, pending: Pending, out_seq: int, history: History) -> None:
         """Note that a request's result is in the log, and what the session is after it."""
         self.pending.remove(pending)
         self.out_seq = out_seq
@@ -144,6 +149,14 @@ class Record:
 def request_digest(request: Request) -> bytes:
     """Name what a request says, whatever the spacing and order of its JSON."""
     return blake2b(encode(request), digest_size=16).digest()
+
+
+def _result(entry: Entry) -> Result | None:
+    try:
+        return decode_result(entry.body)
+    except InvalidMessageError as error:  # somebody else's: no reason to lose the session
+        log.warning("ignoring what is no result", seq=entry.seq, error=str(error))
+        return None
 
 
 def _decode(body: bytes) -> tuple[Request | None, str]:

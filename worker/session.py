@@ -110,10 +110,13 @@ class Session:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
 
-    async def catch_up(self) -> None:
-        """Read the log as far as the bell has told of it; the first time, all of it."""
+    async def catch_up(self, *, beyond_bell: bool = False) -> None:
+        """Read the log as far as the bell has told of it; the first time, or if asked to, all of it.
+
+        Raises `FencedError` where another worker has gone on with the session.
+        """
         async with self._log_lock:
-            if 0 < self._record.read_seq and self._bell <= self._record.read_seq:
+            if self._record.read_seq > 0 and self._bell <= self._record.read_seq and not beyond_bell:
                 return
             entries = await self._services.journal.read(self.key, self._record.read_seq, self._bell)
             # A fold tokenises everything that was ever said; that is not for the event loop.
@@ -121,7 +124,7 @@ class Session:
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
-        await self.catch_up()
+        await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
         for pending in self.pending:
             if pending.id == request_id:
                 break
@@ -135,7 +138,7 @@ class Session:
             self._services.execution.cancel(self.key)
             await pending.done.wait()
             return Cancelled(id=request_id, was="running")
-        await self._commit(pending, withdrawn(pending, self.history), self.history)
+        await self._commit(pending, withdrawn(pending, self.history), None)
         return Cancelled(id=request_id, was="waiting")
 
     def forget(self) -> None:
@@ -157,21 +160,9 @@ class Session:
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
         """Work out a request's result and the history after it; only a stop or a fence gets in the way."""
-        request, history = pending.request, self.history
+        history = self.history
         try:
-            if self._bad_name is not None:
-                raise RefusedError("invalid_request", self._bad_name)
-            if request is None:
-                raise RefusedError("invalid_request", pending.error)
-            answered = self._record.answered.get(request.id)
-            if answered is not None:
-                return await self._repeated(request, pending, answered), history
-            if pending.cancelled:
-                return withdrawn(pending, history), history
-            if self._record.diverged is not None:
-                raise RefusedError("history_diverged", self._record.diverged)
-            self._services.folder.check(history, request)
-            return await self._services.execution.carry_out(self.key, request, pending, history)
+            return await self._try(pending, history)
         except RefusedError as error:
             return failed(pending, history, error.code, str(error)), history
         except DeviceFaultError as error:
@@ -181,6 +172,22 @@ class Session:
         except Exception as error:
             log.exception("a request failed for an unknown reason")
             return failed(pending, history, "internal", f"{type(error).__name__}: {error}"), history
+
+    async def _try(self, pending: Pending, history: History) -> tuple[Result, History]:
+        request = pending.request
+        if self._bad_name is not None:
+            raise RefusedError("invalid_request", self._bad_name)
+        if request is None:
+            raise RefusedError("invalid_request", pending.error)
+        answered = self._record.answered.get(request.id)
+        if answered is not None:
+            return await self._repeated(request, pending, answered), history
+        if pending.cancelled:
+            return withdrawn(pending, history), history
+        if self._record.diverged is not None:
+            raise RefusedError("history_diverged", self._record.diverged)
+        self._services.folder.check(history, request)
+        return await self._services.execution.carry_out(self.key, request, pending, history)
 
     async def _repeated(self, request: Request, pending: Pending, answered: Answered) -> Result:
         """Answer an id that was answered before from the record."""
@@ -193,23 +200,25 @@ class Session:
         first = decode_result(await self._services.journal.get(answered.out_seq))
         return msgspec.structs.replace(first, seq=pending.seq, repeat_of=answered.in_seq)
 
-    async def _commit(self, pending: Pending, result: Result, history: History) -> None:
-        """Store a result, then tell everybody who waits for it.
+    async def _commit(self, pending: Pending, result: Result, history: History | None) -> None:
+        """Store a result and the history after it, then tell everybody who waits for it.
 
-        A request that is cancelled while it waits is committed out of turn; it changes no history.
+        Without a history the result changes none: so may a request that was cancelled while it waited be
+        committed out of turn.
         """
         services = self._services
         async with self._log_lock:
             if pending not in self._record.pending:
                 return
+            history = history or self.history
             try:
                 out_seq = await self._store(result, history)
             except TooLargeError as error:
                 history = self.history
-                message = f"the result is larger than the log takes ({error}); nothing was added, ask for fewer tokens"
+                message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, history, "internal", message)
                 out_seq = await self._store(result, history)
-            self._record.committed(pending, result, out_seq, history)
+            self._record.committed(pending, out_seq, history)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)

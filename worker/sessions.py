@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from time import monotonic
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import structlog
 
 from protocol.errors import RETRYABLE, InvalidMessageError
-from protocol.messages import CancelRequest, Cancelled, Failed, SessionInfo, decode_control
+from protocol.messages import Cancelled, CancelRequest, Failed, Progress, SessionInfo, decode_control
 from protocol.subjects import SessionKey
 
 from .engine import StoppingError
+from .journal import FencedError
 from .session import Session
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ class Sessions:
         except InvalidMessageError as error:
             return _failed(None, "invalid_request", str(error))
         session = self._hold(key)
-        await session.catch_up()
         if isinstance(request, CancelRequest):
+            reply = await session.cancel(request.id)
             self._wake(session)
-            return await session.cancel(request.id)
+            return reply
+        with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
+            await session.catch_up()
         history = session.history
         if not session.pending and (history.closed or not history.exists):
             why = "the session was closed" if history.closed else "there is no such session"
@@ -119,10 +122,9 @@ class Sessions:
         try:
             while not self._stopping.is_set():
                 try:
-                    await session.run()
-                    return
+                    return await session.run()
                 except StoppingError:
-                    return
+                    return None
                 except Exception:
                     log.exception("a session failed; trying again from its log", session=str(session.key))
                     session.forget()
@@ -139,20 +141,26 @@ class Sessions:
 
     def _info(self, session: Session) -> SessionInfo:
         history, key, active = session.history, session.key, session.active
-        state: Literal["idle", "waiting", "running"] = "waiting" if session.pending else "idle"
-        if self._engine.progress(key) is not None:
-            state = "running"
-        num_resident = self._engine.num_resident(key)
+        running = self._engine.progress(key)
+        live_bytes = self._engine.live_bytes(key, history.tokens)
+        progress = None
+        if running is not None:
+            progress = Progress(
+                cached_tokens=running.num_cached,
+                context_tokens=running.num_context,
+                generated_tokens=running.num_generated,
+            )
         return SessionInfo(
             tenant=key.tenant,
             session=key.session,
             position=history.position,
-            state=state,
+            state="running" if running else "waiting" if session.pending else "idle",
             active=active.id if active else None,
             waiting=tuple(pending.id or "" for pending in session.pending if pending is not active),
             requests=session.num_answered,
-            resident=num_resident > 0,
-            kv_live_bytes=self._engine.size_bytes(num_resident),
+            progress=progress,
+            resident=live_bytes > 0,
+            kv_live_bytes=live_bytes,
             policy="full",
             model=self._services.model,
             worker=self._metrics(),

@@ -248,7 +248,7 @@ class Settings:
     max_waiting: int = _setting(
         _count(1, 1_000_000),
         1024,
-        "requests waiting in this worker; beyond it they are refused as overloaded",
+        "requests that this worker takes up at a time; beyond it they wait in the log",
     )
     max_context: int | None = _setting(
         _or("auto", None, _count(16, 2**31)),

@@ -235,7 +235,7 @@ class Conversation:
         return steps[agreeing - 1].end if agreeing else base, agreed_chars
 
     def _last_border(self, steps: Sequence[_Step], history: Sequence[int]) -> int | None:
-        """Find the last added token of a prompt at the end: no text behind it changes the tokens before it."""
+        """Find the last added token of a prompt at the end; no text behind it changes what is before it."""
         if not steps or steps[-1].kind != "prompt":
             return None
         backwards = range(steps[-1].end - 1, steps[-1].start, -1)
