@@ -430,7 +430,8 @@ def test_chats_with_sampled_answers_come_to_the_text_of_the_full_render(
         assert chat.text == chat.render()
         chat.open()
         assert chat.text == chat.render(header=True)
-        tokens = (
-            chat.encode(sampled) if isinstance(sampled, str) else [t for t in sampled if t not in {0, END}]
-        )
+        tokens = chat.encode(sampled) if isinstance(sampled, str) else sampled
+        tokens = [token for token in tokens if token not in chat.tokenizer.eos_ids]
         chat.answer(tokens + [END] * end)
+    chat.say(("user", "end"))
+    assert chat.text == chat.render()
