@@ -79,6 +79,12 @@ async def test_ensuring_twice_or_at_the_same_time_changes_nothing(js, settings):
     assert before == after
 
 
+async def test_workers_with_other_settings_may_start_at_the_same_moment(js, settings):
+    others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
+    await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))
+    assert (await js.stream_info("turnkeep_log")).config.max_bytes in (2**24, 2**25, 2**26)
+
+
 async def test_changed_settings_reach_the_streams_and_keep_what_is_stored(js, settings):
     await ensure(js, SUBJECTS, settings)
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
