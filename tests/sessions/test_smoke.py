@@ -1,0 +1,9 @@
+async def test_a_generate_over_nats_gives_the_record_that_its_chunks_add_up_to(local_worker):
+    worker = await local_worker()
+    session = worker.client.session("s")
+    appended = await session.append(text="hello world")
+    assert appended.position == appended.prefilled_tokens == 11
+    generation = session.generate(max_tokens=20)
+    chunks = [chunk async for chunk in generation]
+    assert "".join(chunk.text for chunk in chunks) == generation.result.text
+    assert tuple(t for chunk in chunks for t in chunk.tokens) == generation.result.tokens

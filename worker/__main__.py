@@ -1,0 +1,5 @@
+"""`python -m worker` is `turnkeep`."""
+
+from .cli import main
+
+main(prog_name="turnkeep")
