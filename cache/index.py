@@ -249,6 +249,8 @@ class Catalog:
     def _prepare(self, db: sqlite3.Connection) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
+        # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
+        db.execute("PRAGMA wal_autocheckpoint=100")
         db.execute(_SCHEMA)
         db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db

@@ -99,6 +99,7 @@ class Store:
         queue_bytes: int,
         min_free_bytes: int,
         clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self._folder = opened.folder
         self._catalog = opened.catalog
@@ -107,7 +108,13 @@ class Store:
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._index = Index(clock, opened.rows)
-        self._writer = Writer(opened.folder, opened.catalog, queue_bytes=queue_bytes, settled=self._settled)
+        self._writer = Writer(
+            opened.folder,
+            opened.catalog,
+            queue_bytes=queue_bytes,
+            settled=self._settled,
+            monotonic=monotonic,
+        )
         self._io = ThreadPoolExecutor(_IO_THREADS, "turnkeep-restore")
         self._closing = False
         self._restored_bytes = 0
@@ -126,12 +133,14 @@ class Store:
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Lock the directory, and bring index and files together.
 
         Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
         `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes` is left free on the file
-        system, at the cost of snapshots. Raises `DirectoryLockedError`, `OSError`.
+        system, at the cost of snapshots. `clock` orders uses, `monotonic` times pauses. Raises
+        `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(_open, directory)
         return cls(
@@ -141,6 +150,7 @@ class Store:
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
             clock=clock,
+            monotonic=monotonic,
         )
 
     def match(self, tenant: str, tokens: Sequence[int]) -> Match:

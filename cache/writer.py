@@ -16,7 +16,6 @@ import errno
 import queue
 import sqlite3
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
@@ -121,7 +120,7 @@ class Writer:
         *,
         queue_bytes: int,
         settled: Callable[[Write], None],
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float],
     ) -> None:
         self.counts = Counts()
         self.queue_bytes = queue_bytes
@@ -230,6 +229,8 @@ class Writer:
 
     def _pause(self, write: Write) -> None:
         """Stop taking snapshots for a while, longer each time, and give up what is queued."""
+        if self.paused:
+            return  # the writer had taken it before it saw that it was given up: the same burst
         if not self._pause_s:
             code = errno.errorcode.get(getattr(write.error, "errno", None) or 0, "")
             _log.error("snapshot_writes_failing", error=str(write.error), code=code)

@@ -1,0 +1,302 @@
+"""Disks that are full, that lie and that fail: a miss or a counted loss, never a wrong answer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import sqlite3
+import stat
+import subprocess
+import threading
+
+import pytest
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from structlog.testing import capture_logs
+
+from cache import blocks
+from cache import format as snapshot_format
+from cache.folder import QUARANTINE_FILES
+from cache.index import Catalog
+
+TOKENS = list(range(10))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB of its own."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root and mount, to make a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mount is not permitted here")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(path) -> None:
+    with path.open("wb", buffering=0) as file:
+        written = 4096
+        while written == 4096:
+            try:
+                written = file.write(b"x" * 4096)
+            except OSError:
+                return
+
+
+async def restored(store, tenant, tokens) -> int:
+    found = await store.load(store.match(tenant, tokens))
+    if found is None:
+        return 0
+    assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
+    return found.num_tokens
+
+
+async def test_a_disk_that_fills_up_under_the_writer_costs_snapshots_only(
+    open_store, small_disk, monkeypatch
+) -> None:
+    """Real ENOSPC: another process takes the last bytes after the snapshots were accepted."""
+    clock, gate, write = Clock(), threading.Event(), snapshot_format.write
+
+    def held(draft, path) -> None:
+        assert gate.wait(10)
+        write(draft, path)
+
+    store = await open_store(directory=small_disk / "cache", monotonic=clock)
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    monkeypatch.setattr(snapshot_format, "write", held)
+    save_all(store, "b", TOKENS)
+    fill(small_disk / "of another process")
+    with capture_logs() as logs:
+        gate.set()
+        assert await store.barrier(5)
+        stats = store.stats()
+        assert (stats.durable, stats.in_flight) == (3, 0)
+        assert stats.failed + stats.dropped.get("disk_error", 0) == 3
+        assert_sum_rule(store)
+        assert list((small_disk / "cache" / "tmp").iterdir()) == []
+
+        assert (store.room(), store.wanted("c", TOKENS, 0, 10)) == (0, [])
+        assert await restored(store, "a", TOKENS) == 10, "what is stored is still served"
+    failing = [log for log in logs if log["event"] == "snapshot_writes_failing"]
+    assert [log["code"] for log in failing] == ["ENOSPC"]
+
+    (small_disk / "of another process").unlink()
+    clock.now += 1.1
+    with capture_logs() as logs:
+        assert save_all(store, "b", TOKENS) == [True, True, True]
+        assert await store.barrier(5)
+    assert [log["event"] for log in logs] == ["snapshot_writes_recovered"]
+    assert await restored(store, "b", TOKENS) == 10
+
+
+async def test_a_disk_that_others_fill_makes_the_cache_give_way(open_store, small_disk) -> None:
+    """Not by failing: by evicting before it writes, so that the free space it was told to leave is left."""
+    free = 2 << 20
+    store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
+    for session in range(250):
+        save_all(store, "a", [session, *range(11)])
+        await store.barrier(5)
+    stats = store.stats()
+    assert (stats.failed, stats.dropped) == (0, {})
+    assert stats.evicted > 0
+    assert shutil.disk_usage(small_disk).free >= free - (64 << 10), "but for the catalog's own pages"
+    assert await restored(store, "a", [249, *range(11)]) == 12
+
+
+async def test_failing_writes_pause_longer_and_longer_and_are_logged_once(open_store, monkeypatch) -> None:
+    clock = Clock()
+    store = await open_store(monotonic=clock)
+
+    def fail(fd) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    pauses = []
+    with capture_logs() as logs:
+        for session in range(9):
+            assert save_all(store, "a", [session, 1]) == [True]
+            await store.barrier(5)
+            before = clock.now
+            while store.room() == 0:
+                assert save_all(store, "a", [session, 2]) == []
+                clock.now += 0.5
+            pauses.append(clock.now - before)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert [log["event"] for log in logs] == ["snapshot_writes_failing"]
+    assert store.stats().failed == 9
+    assert_sum_rule(store)
+
+
+async def test_while_paused_offers_are_dropped_with_their_reason(open_store, monkeypatch) -> None:
+    store = await open_store(monotonic=Clock())
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
+    spans = store.wanted("a", TOKENS, 0, 10)
+    save_all(store, "a", [1, 2])
+    await store.barrier(5)
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert not store.save("a", TOKENS, spans[0], cut(TOKENS, spans[0]))
+    store.skip(2)
+    assert store.stats().dropped == {"disk_error": 3}
+    assert_sum_rule(store)
+
+
+async def test_a_file_whose_rename_was_not_synced_is_taken_back(open_store, tmp_path, monkeypatch) -> None:
+    """It failed, so it is not counted as stored; then it must not turn up at the next start either."""
+    store = await open_store()
+    fsync = os.fsync
+
+    def fail_for_directories(fd) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail_for_directories)
+    save_all(store, "a", [1, 2])
+    assert await store.barrier(5)
+    assert (store.stats().failed, store.stats().stored) == (1, 0)
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
+async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkeypatch) -> None:
+    clock = Clock()
+    store = await open_store(monotonic=clock)
+    write = snapshot_format.write
+    monkeypatch.setattr(snapshot_format, "write", lambda draft, path: 1 / 0)
+    save_all(store, "a", [1, 2])
+    await store.barrier(5)
+    assert store.stats().failed == 1
+    monkeypatch.setattr(snapshot_format, "write", write)
+    clock.now += 2
+    save_all(store, "a", [1, 2])
+    await store.barrier(5)
+    assert await restored(store, "a", [1, 2]) == 2
+
+
+async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, monkeypatch) -> None:
+    store = await open_store()
+
+    def fail(catalog, rows) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for change in ("put", "remove", "use"):
+        monkeypatch.setattr(Catalog, change, fail)
+    with capture_logs() as logs:
+        save_all(store, "a", TOKENS)
+        await store.barrier(5)
+        assert await restored(store, "a", TOKENS) == 10
+        await store.close()
+    assert [log["event"] for log in logs] == ["index_not_written"]
+    monkeypatch.undo()
+    assert await restored(await open_store(), "a", TOKENS) == 10
+
+
+def nth_file(tmp_path, n):
+    """Name the file of the n-th block of TOKENS, or of the tail."""
+    root = blocks.root(identity().digest(), "a")
+    chain = blocks.chain(root, blocks.pack(TOKENS), BLOCK)
+    chain.append(blocks.link(chain[-1], blocks.pack(TOKENS[8:])))
+    return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
+
+
+def flip(path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(whole)
+
+
+def truncate(path) -> None:
+    os.truncate(path, 50)
+
+
+def remove(path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, remove])
+@pytest.mark.parametrize(("n", "left"), [(0, 0), (1, 4), (2, 8)])
+async def test_a_doubtful_file_ends_the_prefix_before_it(open_store, tmp_path, damage, n, left) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    path = nth_file(tmp_path, n)
+    damage(path)
+    with capture_logs() as logs:
+        assert await restored(store, "a", TOKENS) == left
+    assert [log["event"] for log in logs] == ["snapshot_quarantined"]
+    assert store.stats().rejected == 1
+    assert store.stats().stored == n, "what continued it is gone too"
+    assert store.match("a", TOKENS).num_tokens == left
+    await store.barrier(5)
+    assert not path.exists()
+    assert (tmp_path / "cache" / "quarantine" / path.name).exists() == (damage is not remove)
+
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert await restored(store, "a", TOKENS) == 10
+    assert_sum_rule(store)
+
+
+async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    flip(nth_file(tmp_path, 1))
+    assert await asyncio.gather(*(restored(store, "a", TOKENS) for _ in range(4))) == [4] * 4
+    assert store.stats().rejected == 1
+
+
+async def test_a_doubtful_block_drops_what_is_on_its_way_on_top_of_it(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS[:4])
+    await store.barrier(5)
+    flip(nth_file(tmp_path, 0))
+    gate, write = threading.Event(), snapshot_format.write
+
+    def held(draft, path) -> None:
+        assert gate.wait(10)
+        write(draft, path)
+
+    monkeypatch.setattr(snapshot_format, "write", held)
+    save_all(store, "a", TOKENS)
+    assert await restored(store, "a", TOKENS[:4]) == 0
+    gate.set()
+    await store.barrier(5)
+    assert store.stats().dropped == {"no_parent": 2}
+    assert store.stats().stored == 0
+    assert_sum_rule(store)
+
+
+async def test_the_quarantine_keeps_a_few_files_and_counts_against_the_limit(open_store, tmp_path) -> None:
+    store = await open_store()
+    sessions = [[session, 1] for session in range(QUARANTINE_FILES + 4)]
+    for tokens in sessions:
+        save_all(store, "a", tokens)
+    await store.barrier(5)
+    size = store.stats().stored_bytes // len(sessions)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        flip(path)
+    for tokens in sessions:
+        assert await restored(store, "a", tokens) == 0
+    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
+    await store.close()
+
+    store = await open_store(max_bytes=(QUARANTINE_FILES + 1) * size + 100)
+    assert save_all(store, "a", [1, 2]) == [True]
+    await store.barrier(5)
+    assert save_all(store, "b", [1, 2]) == [True]
+    assert store.stats().evicted == 1
