@@ -107,7 +107,7 @@ def render() -> str:
     class Dumper(yaml.SafeDumper):
         """Repeats what is shared instead of naming it, and keeps the lines of a text."""
 
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # the signature is yaml's
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

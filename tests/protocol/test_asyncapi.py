@@ -1,0 +1,167 @@
+"""The AsyncAPI document is current, sound in itself, and describes the messages that are really sent."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+import yaml
+from scripted_worker import generated, metrics, plain_result, session_info
+
+from protocol import asyncapi
+from protocol.messages import (
+    Append,
+    Cancelled,
+    CancelRequest,
+    Chunk,
+    Close,
+    Failed,
+    Function,
+    Generate,
+    InfoRequest,
+    Message,
+    Open,
+    Rewind,
+    ToolCall,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import msgspec
+
+WRITTEN = Path(__file__).parents[2] / "docs" / "asyncapi.yaml"
+
+CALL = ToolCall(id="c1", function=Function(name="f", arguments="{}"))
+CALLING = Message(role="assistant", tool_calls=(CALL,))
+REQUESTS = [
+    Open(id="r1"),
+    Append(
+        id="r2", messages=(Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(CALL,)))
+    ),
+    Append(id="r3", tokens=(1, 2, 3), expect_position=4),
+    Generate(id="r4", text="Hi", temperature=0.5, stop=("\n",), seed=7),
+    Rewind(id="r5", position=3),
+    Close(id="r6"),
+]
+EXAMPLES = [
+    *REQUESTS,
+    *(plain_result(n, request) for n, request in enumerate(REQUESTS, 1)),
+    generated(9, REQUESTS[3], rewritten_from=2, repeat_of=4),
+    Failed(id=None, code="invalid_request", message="not a request", retryable=False, seq=3),
+    Chunk(i=0, tokens=(1, 2), text="Hi"),
+    InfoRequest(),
+    CancelRequest(id="r4"),
+    Cancelled(id="r4", was="running"),
+    session_info(),
+    metrics("w1"),
+]
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return yaml.safe_load(asyncapi.render())
+
+
+def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**document["components"]["schemas"][name], "components": document["components"]}
+
+
+def test_the_written_document_is_current() -> None:
+    assert asyncapi.main(["--check", str(WRITTEN)]) == 0
+
+
+def test_an_old_document_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text("asyncapi: 3.0.0\n")
+    assert asyncapi.main(["--check", str(old)]) == 1
+    assert asyncapi.main(["--check", str(tmp_path / "none.yaml")]) == 1
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert len(out.err.splitlines()) == 2
+
+
+def test_printing_it_gives_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert asyncapi.main([]) == 0
+    assert capsys.readouterr().out == WRITTEN.read_text()
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    references = re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(document))
+    assert len(references) > 50
+    for reference in references:
+        at: Any = document
+        for step in reference.split("/"):
+            at = at[step]
+
+
+def test_every_schema_is_a_json_schema(document: dict[str, Any]) -> None:
+    """AsyncAPI 3 takes draft 7 and the later ones where they agree."""
+    for name in document["components"]["schemas"]:
+        for draft in (jsonschema.Draft7Validator, jsonschema.Draft202012Validator):
+            draft.check_schema(schema_of(document, name))
+
+
+def test_channels_operations_and_messages_are_consistent(document: dict[str, Any]) -> None:
+    used = set()
+    for name, channel in document["channels"].items():
+        assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {}))
+        assert channel["messages"], name
+        used |= set(channel["messages"])
+    assert used == set(document["components"]["messages"])
+    reached = set()
+    for operation in document["operations"].values():
+        for side in filter(None, (operation, operation.get("reply"))):
+            channel = side["channel"]["$ref"]
+            reached.add(channel.removeprefix("#/channels/"))
+            assert all(message["$ref"].startswith(f"{channel}/messages/") for message in side["messages"])
+    assert reached == set(document["channels"])
+
+
+def test_every_message_has_an_example_here(document: dict[str, Any]) -> None:
+    assert {type(each).__name__ for each in EXAMPLES} | {"EndOfTokens"} == set(
+        document["components"]["messages"]
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: type(each).__name__)
+def test_what_is_really_sent_fits_its_schema(document: dict[str, Any], example: msgspec.Struct) -> None:
+    schema = schema_of(document, type(example).__name__)
+    jsonschema.Draft202012Validator(schema).validate(json.loads(encode(example)))
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
+def test_what_a_worker_refuses_does_not_fit(document: dict[str, Any], request_: msgspec.Struct) -> None:
+    validator = jsonschema.Draft202012Validator(schema_of(document, type(request_).__name__))
+    right = json.loads(encode(request_))
+    for wrong in (
+        right | {"unknown": 1},
+        right | {"id": "a.b"},
+        right | {"id": "a\n"},
+        right | {"type": "x"},
+    ):
+        assert not validator.is_valid(wrong)
+
+
+def test_the_asyncapi_parser_takes_it() -> None:
+    """Needs node and the npm package `@asyncapi/parser`, found by NODE_PATH."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    found = subprocess.run(
+        [node, "-e", "require.resolve('@asyncapi/parser')"], capture_output=True, check=False
+    )
+    if found.returncode:
+        pytest.skip("the npm package @asyncapi/parser is not on NODE_PATH")
+    script = """
+        const { Parser } = require('@asyncapi/parser');
+        new Parser().parse(require('fs').readFileSync(process.argv[1], 'utf8')).then(({ diagnostics }) =>
+            console.log(JSON.stringify(diagnostics.filter(each => each.severity < 2))));
+    """
+    parsed = subprocess.run([node, "-e", script, str(WRITTEN)], capture_output=True, check=True, timeout=60)
+    assert json.loads(parsed.stdout) == []

@@ -1,0 +1,87 @@
+"""However an answer is cut, repeated and reordered, it joins to the record or is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_worker import generated
+
+from protocol.chunks import Assembly
+from protocol.errors import StreamBrokenError
+from protocol.messages import Chunk, Generate
+
+answers = st.lists(st.tuples(st.integers(0, 9), st.text("aäb\U0001f600", max_size=3)), max_size=12)
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
+    """An answer as (token, text) pairs, and pieces of it: overlapping, repeated, reordered, some lost."""
+    answer = draw(answers)
+    ends = st.integers(0, len(answer))
+    cuts = draw(st.lists(st.tuples(ends, ends), max_size=30))
+    chunks = []
+    for start, end in (sorted(cut) for cut in cuts):
+        if start < end:
+            part = answer[start:end]
+            tokens = tuple(token for token, _ in part)
+            chunks.append(Chunk(i=start, tokens=tokens, text="".join(text for _, text in part)))
+    return answer, chunks
+
+
+@given(deliveries())
+def test_any_delivery_joins_to_the_record(delivery) -> None:
+    answer, chunks = delivery
+    tokens, text = tuple(token for token, _ in answer), "".join(text for _, text in answer)
+    assembly = Assembly()
+    seen = [new for chunk in chunks if (new := assembly.add(chunk))]
+    if rest := assembly.finish(generated(1, Generate(id="g1"), text=text, tokens=tokens)):
+        seen.append(rest)
+    assert tuple(token for chunk in seen for token in chunk.tokens) == tokens
+    assert "".join(chunk.text for chunk in seen) == text
+    assert [chunk.i for chunk in seen] == [sum(len(c.tokens) for c in seen[:n]) for n in range(len(seen))]
+
+
+@given(answers.filter(bool))
+def test_chunks_in_order_pass_through_as_they_are(answer) -> None:
+    assembly = Assembly()
+    for i, (token, text) in enumerate(answer):
+        chunk = Chunk(i=i, tokens=(token,), text=text)
+        assert assembly.add(chunk) == chunk
+        assert not assembly.behind
+    assert (
+        assembly.finish(
+            generated(
+                1, Generate(id="g1"), text="".join(t for _, t in answer), tokens=tuple(t for t, _ in answer)
+            )
+        )
+        is None
+    )
+
+
+def test_a_gap_is_told_until_it_is_closed() -> None:
+    assembly = Assembly()
+    assert assembly.add(Chunk(i=1, tokens=(12,), text="b")) is None
+    assert assembly.behind
+    assert assembly.add(Chunk(i=0, tokens=(11, 12), text="ab")) == Chunk(i=0, tokens=(11, 12), text="ab")
+    assert not assembly.behind
+
+
+def test_text_held_back_may_come_without_a_token() -> None:
+    assembly = Assembly()
+    assembly.add(Chunk(i=0, tokens=(11, 12), text="a"))
+    assert assembly.add(Chunk(i=2, tokens=(), text="b")) == Chunk(i=2, tokens=(), text="b")
+    assert assembly.add(Chunk(i=2, tokens=(), text="b")) is None
+
+
+def test_a_contradiction_is_refused() -> None:
+    assembly = Assembly()
+    assembly.add(Chunk(i=0, tokens=(11, 12), text="ab"))
+    with pytest.raises(StreamBrokenError, match="tokens from 0"):
+        assembly.add(Chunk(i=0, tokens=(11, 13), text="ab"))
+    with pytest.raises(StreamBrokenError, match="text from character 0"):
+        assembly.add(Chunk(i=0, tokens=(11, 12), text="ac"))
+    with pytest.raises(StreamBrokenError, match="recorded tokens"):
+        assembly.finish(generated(1, Generate(id="g1"), text="ab", tokens=(11,)))
+    with pytest.raises(StreamBrokenError, match="recorded text"):
+        assembly.finish(generated(1, Generate(id="g1"), text="a", tokens=(11, 12)))

@@ -1,0 +1,73 @@
+"""Subjects are built and taken apart without loss, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import InvalidMessageError
+from protocol.subjects import Subjects, check_id, session_key
+
+ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True)
+prefixes = st.sampled_from(["turnkeep", "a.b", "x-1._y"])
+
+
+@given(prefixes, ids, ids, st.sampled_from(["in", "out", "ctl", "ask"]), ids)
+def test_what_is_built_is_parsed_back(prefix: str, tenant: str, session: str, kind, request_id: str) -> None:
+    subjects, key = Subjects(prefix), session_key(tenant, session)
+    assert subjects.parse(subjects.of(key, kind)) == (key, kind, None)
+    assert subjects.parse(subjects.tokens(key, request_id)) == (key, "tok", request_id)
+
+
+@given(st.text())
+def test_an_id_is_one_token_of_a_subject_or_refused(text: str) -> None:
+    try:
+        check_id("session", text)
+    except InvalidMessageError:
+        return
+    assert len(text) <= 64
+    assert not set(text) & set(". *>\n\t\0/\\")
+
+
+@pytest.mark.parametrize("bad", ["", "a.b", "a b", "*", ">", "-a", "_a", "a\n", "ä", "x" * 65, "a\0"])
+def test_what_breaks_the_id_rule_is_refused_by_name(bad: str) -> None:
+    with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
+        session_key(bad, "s1")
+    with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
+        session_key("t1", bad)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "turnkeep.t.s",
+        "turnkeep.t.s.in.x",
+        "turnkeep.t.s.tok",
+        "turnkeep.t.s.tok.a.b",
+        "turnkeep.t.s.other",
+        "turnkeep._metrics.w",
+        "turnkeep._t.s.in",
+        "turnkeep.t.s\n.in",
+        "other.t.s.in",
+        "turnkeepx.t.s.in",
+        "",
+    ],
+)
+def test_other_subjects_are_refused(subject: str) -> None:
+    with pytest.raises(InvalidMessageError):
+        Subjects().parse(subject)
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "a.", ".a", "a..b", "a b", "*", "a.>", "ä", "a\n"])
+def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
+    with pytest.raises(InvalidMessageError, match="subject prefix"):
+        Subjects(prefix)
+
+
+def test_wildcards_and_streams_follow_the_prefix() -> None:
+    subjects = Subjects("a.b")
+    assert subjects.every("in") == "a.b.*.*.in"
+    assert subjects.every_token == "a.b.*.*.tok.*"
+    assert subjects.metrics("*") == "a.b._metrics.*"
+    assert (subjects.log_stream, subjects.token_stream) == ("a_b_log", "a_b_tok")
