@@ -1,0 +1,48 @@
+"""Kill -9 in the middle of writing: only whole files are left, and the next process says what it removed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from made_kv import assert_is_kv_of, identity
+
+from cache import format as snapshot_format
+
+
+@pytest.mark.process
+async def test_a_process_killed_while_it_writes_leaves_only_valid_files(open_store, tmp_path) -> None:
+    chance, first = random.Random(3), 0
+    for _ in range(4):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("killed_writer.py")),
+            str(tmp_path / "cache"),
+            str(first),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for _ in range(3):
+            last = int(await process.stdout.readline())
+        await asyncio.sleep(chance.uniform(0, 0.05))
+        process.kill()
+        rest, _ = await process.communicate()
+        last = int(rest.split()[-1]) if rest.strip() else last
+        first = last + 1
+
+        for path in (tmp_path / "cache" / "snapshots").iterdir():
+            name = snapshot_format.read_name(path)
+            snapshot_format.verify(path, name.digest, name.start, identity().digest())
+        store = await open_store()
+        assert store.stats().rejected == 0
+        assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+        survivor = last if last % 3 else last - 1
+        tokens = [survivor, *range(15)]
+        restored = await store.load(store.match("a", tokens))
+        assert restored.num_tokens == 16, "what a barrier has confirmed is there"
+        assert_is_kv_of(restored.tensors, tokens)
+        await store.close()

@@ -1,0 +1,281 @@
+"""The cache against a model of itself, through any order of turns, loads, faults and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
+
+from cache import blocks
+from cache.store import Store
+
+TENANTS = st.sampled_from("ab")
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+
+#: A snapshot in the model: its tenant, its first position, and all tokens up to its end.
+Node = tuple[str, int, tuple[int, ...]]
+
+
+class Driven(RuleBasedStateMachine):
+    """A store on a real directory, driven step by step."""
+
+    max_bytes = 1 << 30
+    queue_bytes = 1 << 30
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.directory = Path(tempfile.mkdtemp(prefix="cache-machine-"))
+
+    @initialize()
+    def open(self) -> None:
+        self.store = self.run(
+            Store.open(
+                self.directory,
+                identity=identity(),
+                max_bytes=self.max_bytes,
+                queue_bytes=self.queue_bytes,
+                min_free_bytes=0,
+            )
+        )
+
+    def run(self, work):
+        return self.loop.run_until_complete(work)
+
+    def settle(self) -> None:
+        assert self.run(self.store.barrier(10))
+
+    def files(self) -> set[str]:
+        return {path.stem for path in (self.directory / "snapshots").iterdir()}
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.run(self.store.close())
+        self.run(self.loop.shutdown_default_executor())
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    @invariant()
+    def every_snapshot_is_counted_once(self) -> None:
+        if hasattr(self, "store"):
+            assert_sum_rule(self.store)
+
+    @invariant()
+    def limits_hold(self) -> None:
+        if hasattr(self, "store"):
+            stats = self.store.stats()
+            assert stats.stored_bytes + stats.in_flight_bytes <= self.max_bytes
+            assert stats.in_flight_bytes <= self.queue_bytes
+
+    @invariant()
+    def the_index_is_a_tree_in_order_of_use(self) -> None:
+        if hasattr(self, "store"):
+            entries = list(self.store._index)
+            order = {entry.digest: i for i, entry in enumerate(entries)}
+            for entry in entries:
+                assert entry.name.start == 0 or order[entry.parent] > order[entry.digest]
+            stored = [entry.size_bytes for entry in entries if entry.durable]
+            stats = self.store.stats()
+            assert (stats.stored, stats.stored_bytes) == (len(stored), sum(stored))
+
+    @rule(some_time=st.integers(0, 3))
+    def let_the_writer_go_on(self, some_time) -> None:
+        self.run(asyncio.sleep(some_time / 1000))
+
+    def load(self, tenant, tokens, match) -> int:
+        restored = self.run(self.store.load(match))
+        if restored is None:
+            return 0
+        assert restored.num_tokens <= len(tokens)
+        assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+        return restored.num_tokens
+
+
+class Faithful(Driven):
+    """With room for everything the cache finds exactly what the model finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: set[Node] = set()
+        self.bad: set[Node] = set()
+
+    def children(self, tenant: str, prefix: tuple[int, ...]) -> list[Node]:
+        return [
+            node
+            for node in self.nodes
+            if node[0] == tenant and node[1] == len(prefix) and node[2][: len(prefix)] == prefix
+        ]
+
+    def below(self, node: Node) -> set[Node]:
+        tenant, start, tokens = node
+        return {n for n in self.nodes if n[0] == tenant and n[1] > start and n[2][: len(tokens)] == tokens}
+
+    def expected(self, tenant: str, tokens: tuple[int, ...]) -> tuple[int, list[Node]]:
+        path: list[Node] = []
+        prefix: tuple[int, ...] = ()
+        while True:
+            best: tuple[int, Node] | None = None
+            for node in self.children(tenant, prefix):
+                shared = blocks.num_common(blocks.pack(node[2]), blocks.pack(tokens)) - len(prefix)
+                if shared > (best[0] if best else 0):
+                    best = shared, node
+            if best is None or best[0] * 4 < len(best[1][2]) - len(prefix):
+                return len(prefix), path
+            path.append(best[1])
+            if best[0] < BLOCK:
+                return len(prefix) + best[0], path
+            prefix = best[1][2]
+
+    def drop_shadowed(self) -> None:
+        self.nodes -= {
+            one
+            for one in self.nodes
+            for other in self.nodes
+            if one != other and one[:2] == other[:2] and other[2][: len(one[2])] == one[2]
+        }
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def take_a_turn(self, tenant, tokens) -> None:
+        wanted = self.store.wanted(tenant, tokens, 0, len(tokens))
+        assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
+        for span in wanted:
+            self.nodes.add((tenant, span.start, tokens[: span.end]))
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def restore(self, tenant, tokens) -> None:
+        self.settle()
+        self.drop_shadowed()
+        num_tokens, path = self.expected(tenant, tokens)
+        match = self.store.match(tenant, tokens)
+        assert match.num_tokens == num_tokens
+        bad = next((node for node in path if node in self.bad), None)
+        if bad is not None:
+            num_tokens = bad[1]
+            gone = {bad} | self.below(bad)
+            self.nodes -= gone
+            self.bad -= gone
+        assert self.load(tenant, tokens, match) == num_tokens
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def forget(self, tenant, tokens) -> None:
+        # Settled before, so that model and store agree on which tails are gone already.
+        self.settle()
+        self.drop_shadowed()
+        start = len(tokens) - len(tokens) % BLOCK
+        gone = {
+            node
+            for node in self.children(tenant, tokens[:start])
+            if len(node[2]) <= len(tokens) and tokens[: len(node[2])] == node[2]
+        }
+        self.nodes -= gone
+        for end in range(start, 0, -BLOCK):
+            node = (tenant, end - BLOCK, tokens[:end])
+            if self.below(node):
+                break
+            gone |= self.nodes & {node}
+            self.nodes.discard(node)
+        self.bad -= gone
+        assert self.store.forget(tenant, tokens) == len(gone)
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def damage(self, data) -> None:
+        self.settle()
+        self.drop_shadowed()
+        node = data.draw(st.sampled_from(sorted(self.nodes)))
+        tenant, _, tokens = node
+        chain = blocks.chain(blocks.root(identity().digest(), tenant), blocks.pack(tokens), BLOCK)
+        if len(tokens) % BLOCK:
+            parent = chain[-1] if chain else blocks.root(identity().digest(), tenant)
+            chain.append(blocks.link(parent, blocks.pack(tokens[len(tokens) // BLOCK * BLOCK :])))
+        path = self.directory / "snapshots" / f"{chain[-1].hex()}.safetensors"
+        whole = bytearray(path.read_bytes())
+        whole[-1] ^= 1 if node not in self.bad else 0
+        path.write_bytes(whole)
+        self.bad.add(node)
+
+    @rule(lose_the_catalog=st.booleans())
+    def restart(self, lose_the_catalog) -> None:
+        assert self.run(self.store.close())
+        self.drop_shadowed()
+        if lose_the_catalog:
+            for path in self.directory.glob("index.sqlite*"):
+                path.unlink()
+        self.open()
+        assert self.store.stats().stored == len(self.nodes)
+
+    @rule()
+    def look_at_the_disk(self) -> None:
+        self.settle()
+        self.drop_shadowed()
+        assert len(self.files()) == self.store.stats().stored == len(self.nodes)
+
+
+class Cramped(Driven):
+    """With little room it forgets as it must, but whatever it finds is right."""
+
+    max_bytes = 9_000
+    queue_bytes = 5_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: set[tuple[str, tuple[int, ...]]] = set()
+        self.held: list = []
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def take_a_turn(self, tenant, tokens) -> None:
+        save_all(self.store, tenant, tokens)
+        self.saved.add((tenant, tokens))
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def hold(self, tenant, tokens) -> None:
+        self.held.append((tenant, tokens, self.store.match(tenant, tokens)))
+
+    @precondition(lambda self: self.held)
+    @rule(load=st.booleans())
+    def let_go(self, load) -> None:
+        """What was matched is still there when it is loaded, whatever was evicted meanwhile."""
+        tenant, tokens, match = self.held.pop()
+        if not load:
+            self.store.release(match)
+            return
+        assert self.load(tenant, tokens, match) == match.num_tokens
+        known = [
+            blocks.num_common(blocks.pack(saved), blocks.pack(tokens))
+            for owner, saved in self.saved
+            if owner == tenant
+        ]
+        assert match.num_tokens <= max(known, default=0), "nothing is found that was never saved"
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def forget(self, tenant, tokens) -> None:
+        self.store.forget(tenant, tokens)
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def restart(self) -> None:
+        assert self.run(self.store.close())
+        self.open()
+
+    @rule()
+    def look_at_the_disk(self) -> None:
+        self.settle()
+        assert len(self.files()) == self.store.stats().stored
+        pins = Counter(entry.digest for *_, match in self.held for entry in match.entries)
+        assert pins.keys() <= {bytes.fromhex(name) for name in self.files()}
+
+
+FEW = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+Faithful.TestCase.settings = FEW
+Cramped.TestCase.settings = FEW
+test_the_cache_finds_exactly_what_a_model_of_it_finds = Faithful.TestCase
+test_a_cramped_cache_stays_in_its_limits_and_is_never_wrong = Cramped.TestCase
