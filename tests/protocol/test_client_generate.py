@@ -374,9 +374,14 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
 
 
 async def test_an_answer_outlives_kill_9_of_the_server(
-    client: Client, worker: FakeWorker, server: NatsServer
+    client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after two chunks: what was published meanwhile is read back, nothing comes twice."""
+    """Killed after two chunks: what was published meanwhile is read back, nothing comes twice.
+
+    The client comes back after the worker has finished, so it hears nothing of the rest.
+    """
+    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 60)
+    client._wire._nats.options["reconnect_time_wait"] = 1
     two_seen, is_back = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -475,8 +480,11 @@ async def acknowledge_by_hand(
     await worker.nats.flush()
 
 
-async def test_a_result_may_overtake_the_acknowledgement(client: Client, worker: FakeWorker) -> None:
+async def test_a_result_may_overtake_the_acknowledgement(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kept until it is known whose it is; the result of another request is not mistaken for it."""
+    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
         for i, text in enumerate(TEXTS):
@@ -489,7 +497,7 @@ async def test_a_result_may_overtake_the_acknowledgement(client: Client, worker:
 
     worker.script = silent
     await acknowledge_by_hand(worker, script)
-    chunks = await read_all(client.session("s1").generate(text="hi"))
+    chunks = await read_all(client.session("s1").generate(text="hi", timeout_s=5))
     assert "".join(chunk.text for chunk in chunks) == TEXT
 
 
