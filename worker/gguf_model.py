@@ -98,13 +98,17 @@ def _plan(file: GgufFile, dtype: WeightDtype) -> _Plan:
         raise ModelError(
             f"{file.path} has the architecture {architecture!r}; GGUF files of the llama family can be used"
         )
-    tokenizer = gguf_tokenizer.build(file.fields)
-    names = _names(file)
-    config = _config(file, names, tokenizer, dtype)
+    try:
+        names = _names(file)
+        tokenizer = gguf_tokenizer.build(file.fields)
+        config = _config(file, names, tokenizer, dtype)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{file.path} has fields that make no llama model: {one_line(error)}") from None
     return _Plan(file, dtype, config, tokenizer, names)
 
 
 def _names(file: GgufFile) -> dict[str, Tensor]:
+    layers = [str(i) for i in range(min(_number(file, "block_count"), len(file.tensors)))]
     names = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
@@ -112,17 +116,15 @@ def _names(file: GgufFile) -> dict[str, Tensor]:
         stem, _, suffix = name.rpartition(".")
         if stem.startswith("blk."):
             _, layer, part = stem.split(".", 2)
-            target = f"model.layers.{layer}.{_LAYER_PARTS[part]}" if part in _LAYER_PARTS else None
+            known = part in _LAYER_PARTS and layer in layers
+            target = f"model.layers.{layer}.{_LAYER_PARTS[part]}" if known else None
         else:
             target = _OUTER_PARTS.get(stem)
-        if target is None:
+        if target is None or suffix not in {"weight", "bias"}:
             raise ModelError(f"{file.path} has a tensor {name}, which a dense llama model does not have")
         names[f"{target}.{suffix}"] = tensor
-    num_layers = _number(file, "block_count")
-    needed = [f"model.layers.{i}.{part}.weight" for i in range(num_layers) for part in _LAYER_PARTS.values()]
-    missing = [
-        name for name in ("model.embed_tokens.weight", "model.norm.weight", *needed) if name not in names
-    ]
+    needed = [f"model.layers.{layer}.{part}.weight" for layer in layers for part in _LAYER_PARTS.values()]
+    missing = [n for n in ("model.embed_tokens.weight", "model.norm.weight", *needed) if n not in names]
     if missing:
         raise ModelError(f"{file.path} lacks the tensor for {missing[0]} ({len(missing)} missing in all)")
     return names

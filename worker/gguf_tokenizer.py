@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from .model_files import ModelError
+from .model_files import ModelError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,16 +23,15 @@ _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _SPACE: Final = "\u2581"
 
-_GPT2_WORDS: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: `tokenizer.ggml.pre` to the way text is split before the merges.
+#: The values of `tokenizer.ggml.pre`, by the way in which text is split before the merges.
 _SINGLE_DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _GPT2: Final = ("gpt-2", "mpt", "olmo", "jais", "default")
-_LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx")
+_LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _QWEN2: Final = ("qwen2", "stablelm2", "deepseek-r1-qwen")
 
 #: Control tokens that end a turn in some family, whether the file names them as its end or not.
@@ -105,29 +104,24 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     try:
         tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=ignore_merges))
     except Exception as error:  # noqa: BLE001  the library raises plain Exception for inconsistent merges
-        raise ModelError(f"the GGUF file's merges do not fit its tokens: {error}") from None
+        raise ModelError(f"the GGUF file's merges do not fit its tokens: {one_line(error)}") from None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_splitters(pre))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _splitters(pre: str) -> list[Any]:
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre in _SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return [digits, _words(_GPT2_WORDS), as_bytes]
+        return [pre_tokenizers.Digits(individual_digits=True), gpt2_words]
     if pre in _GPT2:
-        return [_words(_GPT2_WORDS), as_bytes]
-    if pre in _LLAMA3:
-        return [_words(_CL100K_WORDS % 3), as_bytes]
-    if pre in _QWEN2:
-        return [_words(_CL100K_WORDS % 1), as_bytes]
+        return [gpt2_words]
+    if pre in _LLAMA3 or pre in _QWEN2:
+        words = Regex(_CL100K_WORDS % (3 if pre in _LLAMA3 else 1))
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return [pre_tokenizers.Split(words, "isolated"), as_bytes]
     known = ", ".join(_SINGLE_DIGITS + _GPT2 + _LLAMA3 + _QWEN2)
     raise ModelError(f"the GGUF file's pre-tokenizer {pre!r} is not known; known are {known}")
-
-
-def _words(pattern: str) -> pre_tokenizers.Split:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
 def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:

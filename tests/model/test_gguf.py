@@ -1,0 +1,362 @@
+"""GGUF files become model folders with the same weights, or one clear error."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, TEXT, TinyLlama, weights
+
+from worker import gguf_file, gguf_model, model
+from worker.model_files import ModelError, read_json
+from worker.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = [
+    Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0,
+    Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS,
+]  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tiny.gguf"
+
+
+def convert(path: Path, dtype: str = "float32") -> Path:
+    return gguf_model.convert(path, path.parent / "models", dtype=dtype)
+
+
+def nothing_is_left(path: Path) -> bool:
+    return {entry.name for entry in (path.parent / "models").iterdir()} == {".lock"}
+
+
+def loaded(path: Path) -> model.LoadedModel:
+    return model.load(convert(path), dtype="float32")
+
+
+def logits(found: model.LoadedModel, tokens: list[int]) -> np.ndarray:
+    return np.array(found.model(mx.array([tokens]))[0])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_weights_are_those_that_the_gguf_package_reads(
+    path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "_ROWS_BYTES", 100_000)  # several pieces for each matrix
+    TinyLlama(kind=kind).write(path)
+    converted = load_file(convert(path) / "model.safetensors")
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    assert len(converted) == len(tensors)
+    for name, gguf_name in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.1.self_attn.k_proj.weight": "blk.1.attn_k.weight",
+        "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+        "model.layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
+    }.items():
+        tensor = tensors[gguf_name]
+        np.testing.assert_array_equal(converted[name], dequantize(tensor.data, tensor.tensor_type))
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", 1e-3), ("bfloat16", 8e-3)])
+def test_weights_are_rounded_to_the_dtype_asked_for(path: Path, dtype: str, precision: float) -> None:
+    tiny = TinyLlama()
+    tiny.write(path)
+    arrays = mx.load(str(convert(path, dtype) / "model.safetensors"))
+    array = arrays["model.embed_tokens.weight"]
+    assert str(array.dtype) == f"mlx.core.{dtype}"
+    expected = mx.array(tiny.weights["token_embd.weight"]).astype(array.dtype)
+    assert mx.array_equal(array, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Kind.F32, "float32"), (Kind.BF16, "bfloat16"), (Kind.Q4_0, "float16")]
+)
+def test_keep_takes_the_dtype_nearest_to_the_file(path: Path, kind: Kind, dtype: str) -> None:
+    TinyLlama(kind=kind).write(path)
+    assert read_json(convert(path, "keep") / "config.json")["torch_dtype"] == dtype
+
+
+def test_values_beyond_float16_are_refused(path: Path) -> None:
+    tiny = TinyLlama()
+    tiny.weights["token_embd.weight"][0, 0] = 1e6
+    tiny.write(path)
+    with pytest.raises(ModelError, match=r"token_embd\.weight has values beyond float16"):
+        convert(path, "float16")
+    assert nothing_is_left(path)
+
+
+def hf_layout(values: np.ndarray, heads: int) -> np.ndarray:
+    """Undo the pairing of rows with which q and k are stored in GGUF."""
+    pairs = values.reshape(heads, HEAD_DIM // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_converted_model_computes_what_the_original_would(path: Path, tied: bool) -> None:
+    """Grouped queries, rotation, tied embeddings and epsilon, against a model in the Hugging Face layout."""
+    from mlx_lm.models import llama
+
+    tiny = TinyLlama(weights(tied=tied))
+    tiny.write(path)
+    found = loaded(path)
+    config = {**found.config, "rope_traditional": False}
+    twin = llama.Model(llama.ModelArgs.from_dict(config))
+    arrays = load_file(convert(path) / "model.safetensors")
+    for name in arrays:
+        if "q_proj" in name or "k_proj" in name:
+            arrays[name] = hf_layout(arrays[name], HEADS if "q_proj" in name else KV_HEADS)
+    twin.load_weights([(name, mx.array(array)) for name, array in arrays.items()])
+    tokens = list(range(5, 25))
+    np.testing.assert_allclose(logits(found, tokens), np.array(twin(mx.array([tokens]))[0]), atol=1e-4)
+    assert found.config["tie_word_embeddings"] == tied
+    assert found.config["rms_norm_eps"] == pytest.approx(1e-6)
+    assert found.config["rope_theta"] == 50_000
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    """Compute each frequency's divisor as the converters do, case by case."""
+    factors = []
+    for i in range(0, HEAD_DIM, 2):
+        wavelength = 2 * np.pi * 50_000 ** (i / HEAD_DIM)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_llama3_rope_factors_become_its_settings(path: Path) -> None:
+    tiny = TinyLlama()
+    TinyLlama({**tiny.weights, "rope_freqs.weight": llama3_factors(32)}).write(path)
+    found = loaded(path)
+    assert found.config["rope_scaling"]["rope_type"] == "llama3"
+    frequencies = np.array(found.model.layers[0].self_attn.rope._freqs)
+    expected = 50_000 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM) * llama3_factors(32)
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 128},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
+        ({"type": "none"}, None),
+    ],
+    ids=["linear", "yarn", "none"],
+)
+def test_rope_scaling_is_kept(path: Path, fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    TinyLlama(fields={f"llama.rope.scaling.{name}": value for name, value in fields.items()}).write(path)
+    found = loaded(path)
+    assert found.config["rope_scaling"] == expected
+    assert np.isfinite(logits(found, [1, 2, 3])).all()
+
+
+def test_biases_are_kept(path: Path) -> None:
+    tiny = TinyLlama()
+    shapes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
+    biases = {
+        f"blk.{i}.{part}.bias": np.ones(size, np.float32)
+        for i in range(2)
+        for part, size in {**shapes, "attn_output": HIDDEN}.items()
+    }
+    TinyLlama({**tiny.weights, **biases}).write(path)
+    assert loaded(path).config["attention_bias"] is True
+
+
+def test_a_converted_folder_is_taken_again_and_a_changed_file_converted_anew(path: Path) -> None:
+    TinyLlama().write(path)
+    reports: list[tuple[int, int, str]] = []
+    first = gguf_model.convert(
+        path, path.parent / "models", dtype="float32", progress=lambda *report: reports.append(report)
+    )
+    assert (
+        reports[-1][0]
+        == reports[-1][1]
+        == sum(map(len, map(bytes, load_file(first / "model.safetensors").values())))
+    )
+    reports.clear()
+    assert convert(path) == first
+    assert not reports
+    TinyLlama(weights(seed=1)).write(path)
+    assert convert(path) != first
+
+
+def test_what_an_interrupted_conversion_left_is_removed_and_never_taken(path: Path) -> None:
+    TinyLlama().write(path)
+    folder = convert(path)
+    unfinished = folder.with_name(".unfinished-" + folder.name)
+    folder.rename(unfinished)
+    assert convert(path) == folder
+    assert not unfinished.exists()
+
+
+def test_a_conversion_that_fails_leaves_nothing(path: Path) -> None:
+    TinyLlama().write(path)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk on fire")
+
+    with pytest.raises(ModelError, match=r"cannot be converted into .*: disk on fire"):
+        gguf_model.convert(path, path.parent / "models", dtype="float32", progress=fail)
+    assert nothing_is_left(path)
+
+
+def test_too_little_room_on_the_disk_is_said_before_it_is_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TinyLlama().write(path)
+    usage = shutil.disk_usage(path.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ModelError, match=r"needs [\d,]+ bytes in .*; it has 1,000"):
+        convert(path)
+
+
+def forged_length() -> bytes:
+    """Give a file whose one array claims 2**60 numbers."""
+    field = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**60)
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "cannot be read as GGUF"),
+        (b"GG", "truncated or no GGUF"),
+        (b"PK\x03\x04 a zip file, say", "does not start with GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 is not one of"),
+        (forged_length(), "ends at byte .*, inside a value"),
+    ],
+    ids=["empty", "short", "zip", "version", "forged"],
+)
+def test_a_file_that_is_no_gguf_is_refused(path: Path, content: bytes, complaint: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=complaint):
+        convert(path)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
+def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
+    TinyLlama().write(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ModelError, match="truncated") as caught:
+        convert(path)
+    assert "\n" not in str(caught.value)
+
+
+TINY = TinyLlama()
+ODD = {
+    "architecture": (TinyLlama(architecture="qwen2"), "architecture 'qwen2'; GGUF files of the llama"),
+    "tokenizer": (TINY.but(tokenizer__ggml__model="t5"), "a 't5' tokenizer; gpt2 and llama"),
+    "pre": (TINY.but(tokenizer__ggml__pre="gpt-9"), "pre-tokenizer 'gpt-9' is not known"),
+    "merges": (TINY.but(tokenizer__ggml__merges=["no such"]), "merges do not fit its tokens"),
+    "eos": (TINY.but(tokenizer__ggml__eos_token_id=999), "eos token id is 999; it must be below 320"),
+    "heads": (TINY.but(llama__attention__head_count=None), r"no single value for llama\.attention\.head_c"),
+    "kv": (TINY.but(llama__attention__head_count_kv=[2, 4]), r"for llama\.attention\.head_count_kv"),
+    "type": (TINY.but(llama__context_length="long"), r"llama\.context_length = 'long'; it must be"),
+    "rope": (TINY.but(llama__rope__dimension_count=16), "rotates 16 of 32 dimensions"),
+    "scaling": (
+        TINY.but(llama__rope__scaling__type="longrope", llama__rope__scaling__factor=2.0),
+        "scales rope by 'longrope'",
+    ),
+    "missing": (
+        TinyLlama({name: array for name, array in TINY.weights.items() if "blk.1.ffn_up" not in name}),
+        r"lacks the tensor for model\.layers\.1\.mlp\.up_proj\.weight \(1 missing",
+    ),
+    "layers": (TINY.but(llama__block_count=2**31), "lacks the tensor for model.layers.2"),
+    "experts": (
+        TinyLlama({**TINY.weights, "blk.0.ffn_gate_inp.weight": np.ones((4, HIDDEN), np.float32)}),
+        r"a tensor blk\.0\.ffn_gate_inp\.weight, which a dense llama",
+    ),
+    "factors": (
+        TinyLlama({**TINY.weights, "rope_freqs.weight": np.linspace(1, 2, 16, dtype=np.float32)}),
+        "rope factors that are not Llama 3's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_converted_is_named_in_one_line(path: Path, name: str) -> None:
+    tiny, complaint = ODD[name]
+    tiny.write(path)
+    with pytest.raises(ModelError, match=complaint) as caught:
+        convert(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY.write(tmp_path_factory.mktemp("fuzz") / "tiny.gguf")
+
+
+@settings(max_examples=300, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_flipped_byte_is_no_crash(sound_file: Path, where: float, flip: int) -> None:
+    """The header either still makes a model or is refused; nothing else is raised and nothing hangs."""
+    content = bytearray(sound_file.read_bytes())
+    start = content.index(b"blk.1.ffn_down.weight")  # the last tensor's head: behind it are values
+    content[int(where * start)] ^= flip
+    broken = sound_file.with_name("broken.gguf")
+    broken.write_bytes(content)
+    try:
+        gguf_model._plan(gguf_file.read(broken), "float32")
+    except ModelError as error:
+        complaint = str(error)
+        assert "\n" not in complaint
+
+
+def test_the_tokenizer_is_the_one_that_the_file_describes(path: Path) -> None:
+    TINY.but(tokenizer__chat_template="{{ bos_token }}{{ messages[0].content }}").write(path)
+    tokenizer = Tokenizer.from_folder(convert(path))
+    tokens = tokenizer.encode(TEXT, at_start=True)
+    assert tokenizer.decode(tokens) == TEXT
+    assert tokens[:2] == tokenizer.encode("The cat", at_start=False)[:2]
+    assert tokenizer.eos_ids == {318, 319}
+    assert tokenizer.has_template
+    assert tokenizer.encode("a</s>", at_start=False)[-1] == 318
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", " x", "!", "\n\n"]),
+        ("gpt-2", ["It", "'s", " 1234", " x", "!", "\n\n"]),
+        (None, ["It", "'s", " 1234", " x", "!", "\n\n"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "4", " x", "!\n\n"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " x", "!\n\n"]),
+    ],
+)
+def test_text_is_split_as_the_pre_tokenizer_says(path: Path, pre: str | None, pieces: list[str]) -> None:
+    TINY.but(tokenizer__ggml__pre=pre).write(path)
+    rust = Tokenizer.from_folder(convert(path))._rust
+    found = [piece for piece, _ in rust.pre_tokenizer.pre_tokenize_str("It's 1234 x!\n\n")]
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
+
+
+@pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("smollm", False)])
+def test_the_beginning_token_is_added_where_the_family_does(path: Path, pre: str, adds: bool) -> None:
+    TINY.but(tokenizer__ggml__pre=pre).write(path)
+    tokenizer = Tokenizer.from_folder(convert(path))
+    assert (tokenizer.encode("The", at_start=True)[0] == 317) == adds
+    assert tokenizer.encode("The", at_start=False)[0] != 317
+    assert tokenizer.encode("<s>The", at_start=True).count(317) == 1
