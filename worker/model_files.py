@@ -23,6 +23,9 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 class ModelError(Exception):
     """A model cannot be used: one clear line that says what was wrong and what would be right."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # names out of a broken file may hold line breaks
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises `ModelError` naming the file."""

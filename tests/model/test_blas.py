@@ -1,0 +1,61 @@
+"""OpenBLAS is loaded before MLX, and the operator learns where it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs OpenBLAS loaded")
+
+
+def run(code: str) -> list[str]:
+    """Run code in a process of its own, since what is loaded stays loaded; returns the lines it prints."""
+    command = [sys.executable, "-c", f"from worker.blas import BlasStatus, preload\nimport sys\n{code}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_preload_finds_the_library_without_importing_mlx() -> None:
+    library, advice, imported = run(
+        "status = preload()\nprint(status.library, repr(status.advice), 'mlx.core' in sys.modules, sep='\\n')"
+    )
+    assert library.startswith("libopenblas")
+    assert advice == "''"
+    assert imported == "False"
+
+
+def test_its_matrix_product_comes_before_that_of_mlx() -> None:
+    """The dynamic linker takes the first global symbol, so that has to be OpenBLAS's."""
+    code = """
+import ctypes
+preload()
+import mlx.core
+process = ctypes.CDLL(None)
+library = (ctypes.c_char_p * 4)()  # Dl_info: its first field is the file's name
+process.dladdr(ctypes.cast(process.cblas_sgemm, ctypes.c_void_p), library)
+print(library[0].decode())
+"""
+    assert "openblas" in run(code)[0]
+
+
+def test_a_missing_library_is_said_with_its_cost_and_the_command_that_mends_it() -> None:
+    (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
+    assert "library=None, needed=True" in line
+    assert "15 times slower" in line
+    assert "apt-get install libopenblas0-pthread" in line
+
+
+def test_loading_after_mlx_is_said() -> None:
+    assert "loaded after MLX and is not used" in run("import mlx.core\nprint(preload().advice)")[0]
+
+
+def test_a_second_call_changes_nothing() -> None:
+    assert run("first = preload()\nimport mlx.core\nprint(preload() == first)") == ["True"]
+
+
+def test_a_gpu_back_end_needs_none() -> None:
+    code = (
+        "from worker import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\nprint(preload())"
+    )
+    assert run(code) == ["BlasStatus(library=None, needed=False, advice='')"]

@@ -1,0 +1,241 @@
+"""Models are found, loaded and described; broken ones are one clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny_gguf import TinyLlama
+
+from worker import gguf_model, model
+from worker.model import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    return gguf_model.convert(TinyLlama().write(folder / "tiny.gguf"), folder / "models", dtype="float32")
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny, tmp_path / "model")
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.model
+def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    reports: list[tuple[int, int, str]] = []
+    found = model.load(packaged_folder, dtype="float32", progress=lambda *report: reports.append(report))
+    assert found.name == "SmolLM2-135M-Instruct.Q4_1"
+    assert found.kv_bytes_per_token == 46_080
+    assert found.context_tokens == 8192
+    assert found.vocab_size == 49_152
+    assert 2 in found.eos_ids
+    assert len(reports) > 3
+    assert reports[-1][:2] == (found.weight_bytes, found.weight_bytes)
+    cache = make_prompt_cache(found.model)
+    tokens = found.tokenizer.encode("The capital of France is", at_start=True)
+    answer: list[int] = []
+    for _ in range(2):
+        answer.append(int(mx.argmax(found.model(mx.array([tokens]), cache=cache)[0, -1]).item()))
+        tokens = answer[-1:]
+    assert found.tokenizer.decode(answer) == " Paris."
+
+
+@pytest.mark.model
+def test_loading_prints_and_warns_nothing(packaged_folder: Path) -> None:
+    code = (
+        "import sys, pathlib\nfrom worker import model\n"
+        "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(packaged_folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_was_loaded_on_a_thread_runs_on_it(tiny: Path) -> None:
+    found: list[float] = []
+
+    def device() -> None:
+        loaded = model.load(tiny, dtype="keep")
+        found.append(loaded.model(mx.array([[1, 2]])).sum().item())
+
+    thread = threading.Thread(target=device)
+    thread.start()
+    thread.join()
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_bytes"), [("keep", 2 * 2 * 2 * 32 * 4), ("float16", 2 * 2 * 2 * 32 * 2)]
+)
+def test_kv_bytes_follow_layers_heads_and_dtype(tiny: Path, dtype: str, kv_bytes: int) -> None:
+    assert model.load(tiny, dtype=dtype).kv_bytes_per_token == kv_bytes
+
+
+@pytest.fixture
+def quantised(folder: Path) -> Path:
+    """The tiny model in 4 bits, as mlx-lm saves it."""
+    from mlx_lm import utils
+
+    found, config = utils.load_model(folder)
+    found, config = utils.quantize_model(found, config, group_size=32, bits=4)
+    utils.save_model(folder, found)
+    utils.save_config(config, folder / "config.json")
+    return folder
+
+
+def test_quantised_layers_become_float32_where_that_is_asked_for(quantised: Path) -> None:
+    kept, cast = (model.load(quantised, dtype=dtype) for dtype in ("keep", "float32"))
+    assert kept.weight_bytes < cast.weight_bytes / 4
+    assert {array.dtype for _, array in tree_flatten(cast.model.parameters())} == {mx.float32}
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    assert mx.allclose(kept.model(tokens), cast.model(tokens), atol=1e-2)
+
+
+def write_junk(folder: Path, name: str) -> None:
+    (folder / name).write_text("{not json")
+
+
+def truncate(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def name_a_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
+    "junk config": (lambda f: write_junk(f, "config.json"), r"config\.json cannot be read as JSON"),
+    "list as config": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "must hold a JSON object, it holds list",
+    ),
+    "no type": (lambda f: change(f, model_type=None), "names no model_type"),
+    "unknown type": (
+        lambda f: change(f, model_type="hal9000"),
+        "cannot be loaded: Model type hal9000 not supp",
+    ),
+    "missing field": (lambda f: change(f, hidden_size=None), "cannot be loaded: .*hidden_size"),
+    "wrong shape": (lambda f: change(f, intermediate_size=64), "cannot be loaded: .*shape"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
+    "missing shard": (name_a_missing_shard, r"lacks model-00001-of-00002\.safetensors"),
+    "empty weights": (lambda f: truncate(f, 0), "truncated or no safetensors"),
+    "half a header": (lambda f: truncate(f, 100), "truncated or no safetensors"),
+    "half the weights": (
+        lambda f: truncate(f, 500_000),
+        r"truncated or broken: it has 500000 bytes, its header",
+    ),
+    "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or no safetensors"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer that can be read"),
+    "junk tokenizer": (lambda f: write_junk(f, "tokenizer.json"), "has no tokenizer that can be read"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_broken_folder_is_one_clear_line(folder: Path, name: str) -> None:
+    damage, complaint = BREAKAGES[name]
+    damage(folder)
+    with pytest.raises(ModelError, match=complaint) as caught:
+        model.load(folder, dtype="float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
+    with pytest.raises(
+        ModelError, match="dtype is 'int3'; it must be one of keep, float32, float16, bfloat16"
+    ):
+        model.load(tiny, dtype="int3")
+
+
+def test_folders_and_files_are_resolved(tiny: Path, tmp_path: Path) -> None:
+    assert model.resolve(str(tiny), tmp_path, dtype="float32") == tiny
+    path = TinyLlama().write(tmp_path / "other.gguf")
+    converted = model.resolve(str(path), tmp_path, dtype="float16")
+    assert converted.parent == tmp_path / "models"
+    assert converted.name.startswith("other-float16-")
+
+
+@pytest.mark.parametrize("spec", ["nothing/here/at-all", "/no/such/folder", "missing.gguf", "./a/b", "gpt"])
+def test_what_is_not_there_is_said_with_what_would_do(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"give a model folder, a \.gguf file or a hub id"):
+        model.resolve(spec, tmp_path, dtype="float32")
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    with pytest.raises(ModelError, match=r"neither a model folder nor a \.gguf file"):
+        model.resolve(str(path), tmp_path, dtype="float32")
+
+
+def test_a_hub_id_that_is_not_cached_is_an_error_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ModelError, match="org/name is not in the hub's cache and the hub cannot be reached"):
+        model.resolve("org/name", tmp_path, dtype="float32")
+
+
+def in_hub_cache(cache: Path, tiny: Path) -> Path:
+    repository = cache / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    return shutil.copytree(tiny, repository / "snapshots" / ("a" * 40))
+
+
+def test_a_cached_hub_id_is_used_offline(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    snapshot = in_hub_cache(tmp_path / "hub", tiny)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = model.resolve("org/name", tmp_path, dtype="float32")
+    assert found.resolve() == snapshot.resolve()
+    assert model.load(found, dtype="keep").name == "org/name"
+
+
+def test_models_on_this_machine_are_listed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    in_hub_cache(tmp_path / "hub", tiny)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    data_dir = tiny.parent.parent
+    (data_dir / "models" / "broken").mkdir()
+    packaged, converted, hub = model.list_models(data_dir)
+    assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
+    assert (converted.name, converted.origin, converted.path, converted.dtype) == (
+        "tiny",
+        "converted",
+        tiny,
+        "float32",
+    )
+    assert (hub.name, hub.origin) == ("org/name", "hub")
+    assert hub.size_bytes == converted.size_bytes > 1_000_000
