@@ -1,1 +1,1 @@
-
+"""Measures a worker from outside, through `protocol` alone."""

@@ -1,1 +1,1 @@
-
+"""What surrounds running workers: the demo today. Talks to them through `protocol` alone."""

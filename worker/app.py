@@ -25,6 +25,7 @@ from protocol.subjects import Subjects
 from . import broker, model, streams
 from .admission import Ledger
 from .blas import preload
+from .connection import connect
 from .datadir import DataDir
 from .desk import Desk
 from .device import Device
@@ -73,6 +74,8 @@ class App:
         self._telemetry = Telemetry()
         self._stop = asyncio.Event()
         self._store: Store | None = None
+        self._intake: Intake | None = None
+        self._nats_closed = asyncio.Event()
         self.ready = asyncio.Event()
 
     def stop(self) -> None:
@@ -90,8 +93,12 @@ class App:
                 await server.start()
                 stack.push_async_callback(server.stop)
                 url = server.url
-            nc = await broker.connect(
-                url, name=f"turnkeep {settings.worker}", min_payload_bytes=broker.payload_bytes(settings)
+            nc = await connect(
+                url,
+                name=f"turnkeep {settings.worker}",
+                min_payload_bytes=settings.max_message_bytes,
+                on_reconnected=self._reconnected,
+                on_closed=self._closed,
             )
             stack.push_async_callback(nc.close)
             js = nc.jetstream()
@@ -149,7 +156,12 @@ class App:
         self._loaded = loaded
         ledger = Ledger(settings.max_memory or default_memory_bytes())
         self._engine = Engine(
-            self._device, ledger, self._store, telemetry, bytes_per_token=loaded.kv_bytes_per_token
+            self._device,
+            ledger,
+            self._store,
+            telemetry,
+            bytes_per_token=loaded.kv_bytes_per_token,
+            fixed_bytes=loaded.kv_fixed_bytes,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
         folder = Folder(loaded.tokenizer)
@@ -162,24 +174,25 @@ class App:
             telemetry=telemetry,
             context_tokens=min(settings.max_context or loaded.context_tokens, loaded.context_tokens),
         )
-        self._intake = Intake(
-            js,
-            names,
-            ack_wait_s=settings.ack_wait_s,
-            max_held=settings.max_waiting,
-        )
-        services = Services(journal, outbox, execution, folder, telemetry, self._intake.settle, loaded.name)
+        intake = Intake(js, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
+        self._intake = intake
+        services = Services(journal, outbox, execution, folder, telemetry, intake.settle, loaded.name)
         self._sessions = Sessions(
-            services, self._engine, subjects, idle_timeout_s=settings.idle_timeout_s, metrics=self._metrics
+            services,
+            self._engine,
+            subjects,
+            idle_timeout_s=settings.idle_timeout_s,
+            metrics=lambda: self._metrics(intake),
         )
         desk = Desk(nc, js, subjects, self._sessions, outbox, ask_timeout_s=settings.token_ttl_s)
         await desk.open()
-        pull = asyncio.create_task(self._intake.pull(self._sessions.ring), name="intake")
+        pull = asyncio.create_task(intake.pull(self._sessions.ring), name="intake")
         others = [
-            asyncio.create_task(self._intake.keep_alive(), name="keep-alive"),
+            asyncio.create_task(intake.keep_alive(), name="keep-alive"),
             asyncio.create_task(self._sessions.sweep(), name="sweep"),
             asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
-            asyncio.create_task(self._publish_metrics(outbox), name="metrics"),
+            asyncio.create_task(self._publish_metrics(outbox, intake), name="metrics"),
+            asyncio.create_task(self._watch_nats(), name="nats"),
         ]
         log.info("ready", worker=settings.worker, nats=nc.connected_url.netloc if nc.connected_url else None)
         self.ready.set()
@@ -191,22 +204,36 @@ class App:
         self._engine.stop()
         await self._sessions.stop()
         await desk.close()
-        await self._intake.give_back()
+        await intake.give_back()
         await _cancel(*others)  # the keep-alive among them: until here the deliveries were this worker's
         for task in done - {stopped}:
             error = task.exception()
+            if isinstance(error, WorkerError):
+                raise error
             raise WorkerError(f"the {task.get_name()} task ended: {error!r}") from error
 
     def _hand_over(self, report: Report) -> None:
         """Carry a step's report from the device thread to the event loop."""
         self._loop.call_soon_threadsafe(self._engine.handle, report)
 
-    async def _publish_metrics(self, outbox: Outbox) -> None:
+    async def _reconnected(self) -> None:
+        if self._intake is not None:
+            await self._intake.pull_again()
+
+    async def _closed(self) -> None:
+        """Take note that the server has closed the connection for good; it happens on the way down too."""
+        self._nats_closed.set()
+
+    async def _watch_nats(self) -> None:
+        await self._nats_closed.wait()
+        raise WorkerError("the NATS server has closed the connection; its log says why")
+
+    async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
-            await outbox.metrics(self._metrics())
+            await outbox.metrics(self._metrics(intake))
             await asyncio.sleep(self._settings.metrics_interval_s)
 
-    def _metrics(self) -> Metrics:
+    def _metrics(self, intake: Intake) -> Metrics:
         telemetry, engine = self._telemetry, self._engine
         return Metrics(
             worker=self._settings.worker,
@@ -215,7 +242,7 @@ class App:
             device=self._device.name,
             uptime_s=telemetry.uptime_s,
             requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
-            waiting=self._intake.num_held - engine.num_running,
+            waiting=max(intake.num_held - engine.num_running, 0),
             running=engine.num_running,
             sessions=len(self._sessions),
             resident_sessions=engine.ledger.num_resident,

@@ -21,24 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import nats.errors
-import nats.js.errors
 import psutil
 import structlog
-from nats.aio.client import Client
 
-from protocol.errors import TurnkeepError
+from .connection import BrokerError, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from .datadir import DataDir
     from .settings import Settings
 
 HOST: Final = "127.0.0.1"
-
-#: What a message may hold beside its body: headers, and the fields that a result adds to its request.
-HEADROOM_BYTES: Final = 64 * 2**10
 
 #: The streams carry the limits that count. Left alone, the server takes 75% of the disk that is free at
 #: its start, and refuses the streams' reservations once the disk has filled up a little.
@@ -53,20 +45,11 @@ _STABLE_S: Final = 30.0  # a server that lived this long may be restarted at onc
 log = structlog.get_logger(__name__)
 
 
-class BrokerError(TurnkeepError):
-    """The NATS server cannot be used; the message is one line that says why and what would help."""
-
-
 def find_server() -> Path | None:
     """Find the `nats-server` program: beside this Python, else on the path."""
     places = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     found = shutil.which("nats-server", path=os.pathsep.join(places))
     return Path(found) if found else None
-
-
-def payload_bytes(settings: Settings) -> int:
-    """Tell the size of the largest NATS message, headers included, that these settings allow."""
-    return settings.max_message_bytes + HEADROOM_BYTES
 
 
 def check_port(port: int) -> None:
@@ -124,7 +107,7 @@ class EmbeddedServer:
         self._log_file = directory.logs / "nats-server.log"
         self._name = server_name(self._root)
         self._config = self._render(directory, settings)
-        self._room_bytes = 4 * payload_bytes(settings)
+        self._room_bytes = 4 * settings.max_message_bytes
         self._process: psutil.Process | None = None
         self._child: subprocess.Popen[bytes] | None = None  # None for an adopted server
         self._supervisor: asyncio.Task[None] | None = None
@@ -169,7 +152,7 @@ class EmbeddedServer:
             "listen": f"{HOST}:{settings.nats_port}",
             "http": f"{HOST}:-1",  # the health check; any free port, which the server writes down in a file
             "ports_file_dir": str(self._root),
-            "max_payload": payload_bytes(settings),
+            "max_payload": settings.max_message_bytes,
             "jetstream": {
                 "store_dir": str(directory.nats),
                 "max_file_store": _MAX_STORE_BYTES,
@@ -369,121 +352,3 @@ def _replace(path: Path, text: str) -> None:
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text, "utf-8")
     fresh.replace(path)
-
-
-async def connect(
-    urls: str,
-    *,
-    name: str,
-    min_payload_bytes: int = 0,
-    timeout_s: float = 5.0,
-    on_reconnected: Callable[[], Awaitable[None]] | None = None,
-    on_closed: Callable[[], Awaitable[None]] | None = None,
-) -> Client:
-    """Connect to one of `urls` (joined by commas), check its JetStream, and stay connected for ever.
-
-    `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
-    is called after the subscriptions are back: outstanding pulls are not, so pull again there. `on_closed`
-    is called when the server has closed the connection for good, for example because a permission was
-    taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers,
-    it refuses the credentials, has no JetStream, or takes messages of less than `min_payload_bytes`.
-    """
-    client = Client()
-    shown = ",".join(_without_password(url) for url in urls.split(","))
-    watch = _Watch(client, shown, on_reconnected, on_closed)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await client.connect(
-                urls.split(","),
-                name=name,
-                error_cb=watch.error,
-                disconnected_cb=watch.disconnected,
-                reconnected_cb=watch.reconnected,
-                closed_cb=watch.closed,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept for, so a float will do
-                connect_timeout=timeout_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
-            )
-        watch.is_connected = True
-        await _check_server(client, shown, min_payload_bytes, timeout_s)
-    except TimeoutError:
-        await client.close()
-        reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
-        raise BrokerError(
-            f"no NATS server answers at {shown} within {timeout_s:g} s{reason}; start one there with"
-            " JetStream (nats-server -js), or leave out --nats to run the worker's own"
-        ) from None
-    except BaseException:
-        await client.close()
-        raise
-    return client
-
-
-class _Watch:
-    """What happens to one connection: into the log, or, until it stands, into `failures`."""
-
-    def __init__(
-        self,
-        client: Client,
-        shown: str,
-        on_reconnected: Callable[[], Awaitable[None]] | None,
-        on_closed: Callable[[], Awaitable[None]] | None,
-    ) -> None:
-        self.shown = shown
-        self.is_connected = False
-        self.failures: list[Exception] = []
-        self._client = client
-        self._on_reconnected = on_reconnected
-        self._on_closed = on_closed
-
-    async def error(self, error: Exception) -> None:
-        if not self.is_connected:
-            self.failures.append(error)
-            if "authorization" in str(error).lower():  # the client itself would try again until the timeout
-                raise BrokerError(
-                    f"the NATS server at {self.shown} refuses the credentials; check the user and password in"
-                    " the URL (nats://USER:PASSWORD@HOST)"
-                )
-        elif isinstance(error, nats.errors.SlowConsumerError):
-            log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
-        elif isinstance(error, OSError):
-            log.debug("NATS is not back yet", error=_first_line(error))  # said once by `disconnected`
-        else:
-            log.warning("NATS error", error=_first_line(error))
-
-    async def disconnected(self) -> None:
-        if self.is_connected and not self._client.is_closed:
-            log.warning("lost the connection to NATS; trying again", servers=self.shown)
-
-    async def reconnected(self) -> None:
-        log.info("connected to NATS again", servers=self.shown)
-        if self._on_reconnected:
-            await self._on_reconnected()
-
-    async def closed(self) -> None:
-        if self.is_connected and self._on_closed:
-            await self._on_closed()
-
-
-async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
-    try:
-        await client.jetstream(timeout=timeout_s).account_info()
-    except (nats.js.errors.Error, nats.errors.Error) as error:
-        raise BrokerError(
-            f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"
-            " and for the account, and let the user publish to $JS.API.>"
-        ) from None
-    if client.max_payload < min_payload_bytes:
-        raise BrokerError(
-            f"the NATS server at {shown} takes messages of at most {client.max_payload} bytes; set its"
-            f" max_payload to {min_payload_bytes} or lower --max-message-bytes"
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

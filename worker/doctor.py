@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.table import Table
 from rich.text import Text
 
-from .broker import BrokerError, check_port, connect, find_server, greet, payload_bytes, server_name
+from .broker import check_port, find_server, greet, server_name
+from .connection import BrokerError, connect
 from .datadir import DataDir, DataDirError, DataDirInUseError
 from .settings import size_text
 
@@ -133,7 +134,7 @@ def _disk(settings: Settings) -> list[Check]:
 async def _remote_nats(settings: Settings) -> Check:
     try:
         client = await connect(
-            str(settings.nats), name="turnkeep doctor", min_payload_bytes=payload_bytes(settings)
+            str(settings.nats), name="turnkeep doctor", min_payload_bytes=settings.max_message_bytes
         )
     except BrokerError as error:
         return _failure("NATS", "", error)

@@ -46,6 +46,7 @@ class Intake:
         self._max_held = max_held
         self._held: dict[int, Msg] = {}
         self._freed = asyncio.Event()
+        self._fetching: asyncio.Task[list[Msg]] | None = None
 
     @property
     def num_held(self) -> int:
@@ -76,10 +77,16 @@ class Intake:
         while len(self._held) >= self._max_held:
             self._freed.clear()
             await self._freed.wait()
+        size = min(_FETCH, self._max_held - len(self._held))
+        self._fetching = asyncio.create_task(subscription.fetch(size, timeout=_FETCH_TIMEOUT_S))
         try:
-            messages = await subscription.fetch(
-                min(_FETCH, self._max_held - len(self._held)), timeout=_FETCH_TIMEOUT_S
-            )
+            await asyncio.wait([self._fetching])
+        finally:
+            self._fetching.cancel()
+        if self._fetching.cancelled():  # by pull_again
+            return
+        try:
+            messages = self._fetching.result()
         except nats.errors.TimeoutError:
             return
         for message in messages:
@@ -88,6 +95,11 @@ class Intake:
             self._held[seq] = message  # the newest delivery is the one whose ack counts
             if not known:
                 ring(message.subject, seq)
+
+    async def pull_again(self) -> None:
+        """Give up the outstanding pull, which the server forgot when the connection was lost."""
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     async def keep_alive(self) -> None:
         """Tell the server again and again that the held requests are worked on, until cancelled.

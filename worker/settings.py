@@ -264,7 +264,9 @@ class Settings:
     token_ttl_s: float = _setting(
         _duration(10, 7 * 86400), 900.0, "seconds that token chunks can be read back"
     )
-    max_message_bytes: int = _setting(_size(_KIB, 32 * _MIB), _MIB, "bytes of one message")
+    max_message_bytes: int = _setting(
+        _size(_KIB, 32 * _MIB), _MIB, "bytes of one NATS message, headers included"
+    )
     log_max_bytes: int = _setting(
         _size(16 * _MIB), 10 * _GIB, "bytes of the log; a full log refuses new requests"
     )

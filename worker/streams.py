@@ -14,7 +14,7 @@ import structlog
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
-from .broker import BrokerError, payload_bytes
+from .connection import BrokerError
 
 if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
@@ -75,7 +75,7 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         discard=api.DiscardPolicy.NEW,  # the log is the truth: when it is full it refuses, it never forgets
         max_bytes=settings.log_max_bytes,
         max_age=settings.log_max_age_s,
-        max_msg_size=payload_bytes(settings),
+        max_msg_size=settings.max_message_bytes,
         allow_direct=True,
         duplicate_window=_DEDUPE_S,
     )
@@ -90,7 +90,7 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         discard=api.DiscardPolicy.OLD,
         max_bytes=TOKEN_MAX_BYTES,
         max_age=settings.token_ttl_s,
-        max_msg_size=payload_bytes(settings),
+        max_msg_size=settings.max_message_bytes,
         allow_direct=True,
         duplicate_window=_DEDUPE_S,
     )

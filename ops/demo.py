@@ -1,0 +1,298 @@
+"""`make demo`: a conversation that survives `kill -9`, in about a minute.
+
+Starts `turnkeep serve` as a user would, talks to it through the client, kills it in the middle of an answer
+and between two turns, and shows what each turn cost. Needs nothing but an installed Turnkeep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from protocol.client import connect
+from protocol.errors import NoWorkerError, RequestFailedError, TurnkeepError
+
+if TYPE_CHECKING:
+    from protocol.client import Client
+    from protocol.generation import Generation
+    from protocol.messages import Generated
+    from protocol.session import Session
+
+DATA_DIR: Final = Path(".demo")
+READY_TIMEOUT_S: Final = 180.0
+KILL_AFTER_TOKENS: Final = 25
+
+NOTES: Final = """\
+Notes on the lighthouse of Calder Point, for new volunteers.
+
+The lighthouse was built in 1871 on the northern tip of the island, because eleven ships had been lost on \
+the reef in ten years. The tower is made of granite that was brought by boat from the mainland, and it is 31 \
+metres high. A spiral staircase of 162 steps leads to the lamp room. The first keeper was Agnes Holloway, who \
+lived there with her two brothers and a goat named Admiral. She kept the light for 34 years and never missed \
+a night. In winter the supply boat came only once in six weeks, so the keepers grew potatoes and kale in a \
+small garden behind the tower, with walls of stone against the wind.
+
+The lamp burned whale oil at first, later paraffin, and since 1958 it has been electric. The lens is a Fresnel \
+lens of the second order: rings of glass prisms bend the light into a flat beam that can be seen from 19 \
+nautical miles away. The lens weighs almost two tonnes, yet a child can turn it with one finger, because it \
+floats in a bath of mercury. A clockwork with a falling weight turned it once in 40 seconds, and a keeper had \
+to wind it up every four hours. Today a small motor does that work. The light flashes twice every 20 seconds, \
+and sailors know by this rhythm which lighthouse they see.
+
+In fog the light is of little use, so in 1902 a fog horn was added. It was driven by compressed air from a \
+steam engine, and it could be heard in the village seven kilometres away. The people of the village complained \
+until the night of 3 March 1911, when the horn led the whole fishing fleet home. After that nobody complained \
+any more, and every year on that day the village brings a cake to the lighthouse.
+
+Volunteers work in pairs. Please sweep the stairs on Mondays, polish the brass on Wednesdays, and read the \
+weather instruments at eight in the morning and at six in the evening. Write the numbers into the blue book. \
+Never touch the mercury bath. Visitors may climb the tower on Saturdays from ten to four, at most eight at a \
+time. The goat that you will meet in the garden is also called Admiral. It is the ninth of that name, and it \
+eats gloves.
+"""
+QUESTIONS: Final = (
+    "Who was the first keeper of the lighthouse?",
+    "How far away can the light be seen?",
+)
+LONG_QUESTION: Final = "Tell me the story of the lighthouse in your own words, in a few paragraphs."
+LAST_QUESTION: Final = "What should volunteers never touch?"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what a turn cost."""
+
+    what: str
+    kv_from: str
+    num_new: int
+    num_cached: int
+    num_prefilled: int
+    first_token_s: float
+    tokens_per_s: float | None
+
+
+class Worker:
+    """`turnkeep serve` on the demo's data directory."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"nats://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Start it. Its progress bars and warnings go to this terminal."""
+        options = ["--data-dir", str(DATA_DIR), "--nats-port", str(self._port), "--log-level", "warning"]
+        self._process = subprocess.Popen([sys.executable, "-m", "worker", "serve", *options])
+
+    async def ready(self, tenant: str) -> Client:
+        """Wait until it answers; returns a connection."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process is not None and self._process.poll() is not None:
+                raise NoWorkerError(f"the worker ended with exit code {self._process.returncode}")
+            with contextlib.suppress(NoWorkerError):
+                client = await connect(self.url, tenant=tenant)
+                if await answers(client):
+                    return client
+                await client.close()
+            await asyncio.sleep(0.1)
+        raise NoWorkerError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s")
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C does; it takes its NATS server down with it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait()
+            self._process = None
+
+
+async def answers(client: Client) -> bool:
+    """Say whether a worker answers control requests."""
+    try:
+        await client.session("any").info()
+    except RequestFailedError:
+        return True  # it knows that there is no such session
+    except NoWorkerError:
+        return False
+    return True
+
+
+class Demo:
+    """The script of the demo."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._worker = Worker()
+        self._rows: list[Row] = []
+        self._prefill_rate = 0.0
+        # A tenant of its own: a second run then finds nothing that the first one left in the cache.
+        self._tenant = f"demo-{uuid4().hex[:12]}"
+
+    async def run(self) -> None:
+        """Play it."""
+        self._say("Starting [bold]turnkeep serve[/] with its own NATS server and the packaged model")
+        try:
+            self._worker.start()
+            client = await self._worker.ready(self._tenant)
+            session = client.session("lighthouse")
+            await self._read_notes(session)
+            for question in QUESTIONS:
+                await self._ask(session, question, max_tokens=60, kv_from="memory")
+            await self._interrupted(session)
+            self._say("Once more [bold red]kill -9[/], between two turns, and a restart")
+            self._worker.kill()
+            self._worker.start()
+            await self._ask(session, LAST_QUESTION, max_tokens=40, kv_from="SSD")
+            await client.close()
+        finally:
+            self._worker.stop()
+        self._summary()
+
+    async def _read_notes(self, session: Session) -> None:
+        self._say("A system prompt of two pages, appended and prefilled ahead of the first question")
+        append = asyncio.create_task(session.append(messages=[{"role": "system", "content": NOTES}]))
+        await self._prefill_bar(session, append)
+        appended = await append
+        self._prefill_rate = appended.prefilled_tokens / appended.seconds
+        self._rows.append(
+            Row(
+                "notes (append)",
+                "-",
+                appended.position,
+                appended.cached_tokens,
+                appended.prefilled_tokens,
+                0,
+                None,
+            )
+        )
+
+    async def _ask(self, session: Session, question: str, *, max_tokens: int, kv_from: str) -> None:
+        generation = self._generate(session, question, max_tokens)
+        async for chunk in generation:
+            self._print(chunk.text)
+        self._print("\n")
+        self._count(question, generation.result, kv_from)
+
+    async def _interrupted(self, session: Session) -> None:
+        """Kill the worker in the middle of an answer, and let the very same iterator go on after a restart."""
+        generation = self._generate(session, LONG_QUESTION, 120)
+        num_tokens = 0
+        alive = True
+        async for chunk in generation:
+            self._print(chunk.text)
+            num_tokens += len(chunk.tokens)
+            if num_tokens >= KILL_AFTER_TOKENS and alive:
+                alive = False
+                self._worker.kill()
+                self._print("\n")
+                self._say(
+                    "[bold red]kill -9[/] in the middle of the answer. Restarting; the same answer goes on:"
+                )
+                self._worker.start()
+        self._print("\n")
+        self._count(LONG_QUESTION, generation.result, "SSD")
+
+    def _generate(self, session: Session, question: str, max_tokens: int) -> Generation:
+        self._console.print(f"\n[bold cyan]>[/] {question}")
+        return session.generate(messages=[{"role": "user", "content": question}], max_tokens=max_tokens)
+
+    def _count(self, question: str, result: Generated, kv_from: str) -> None:
+        usage, seconds = result.usage, result.seconds
+        before = self._rows[-1].num_cached + self._rows[-1].num_prefilled if self._rows else 0
+        decode_s = seconds.total - seconds.first_token
+        self._rows.append(
+            Row(
+                question if len(question) < 36 else question[:33] + "...",
+                kv_from,
+                usage.prompt_tokens - before,
+                usage.cached_tokens,
+                usage.prefilled_tokens,
+                seconds.first_token,
+                (usage.completion_tokens - 1) / decode_s if decode_s > 0 else None,
+            )
+        )
+
+    async def _prefill_bar(self, session: Session, work: asyncio.Task[object]) -> None:
+        columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+        with Progress(*columns, console=self._console, transient=True) as bars:
+            bar = bars.add_task("prefill", total=None)
+            while not work.done():
+                with contextlib.suppress(TurnkeepError):
+                    progress = (await session.info()).progress
+                    if progress is not None:
+                        bars.update(bar, total=progress.context_tokens, completed=progress.cached_tokens)
+                await asyncio.wait([work], timeout=0.2)
+
+    def _summary(self) -> None:
+        table = Table(title="What each turn cost", box=None, header_style="bold", title_justify="left")
+        table.add_column("turn")
+        for name in ("KV from", "new tokens", "in the cache", "prefilled", "first token", "tokens/s"):
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            table.add_row(
+                row.what,
+                row.kv_from,
+                f"{row.num_new}",
+                f"{row.num_cached}",
+                f"{row.num_prefilled}",
+                f"{row.first_token_s:.2f} s" if row.first_token_s else "-",
+                f"{row.tokens_per_s:.1f}" if row.tokens_per_s else "-",
+            )
+        self._console.print()
+        self._console.print(table)
+        last = self._rows[-1]
+        everything_s = (last.num_cached + last.num_prefilled) / self._prefill_rate
+        self._console.print(
+            f"\nAfter the last restart {last.num_prefilled} of {last.num_cached + last.num_prefilled} tokens were "
+            f"prefilled, and the first token came after {last.first_token_s:.2f} s. Without the snapshots on SSD\n"
+            f"the whole conversation would have been read again: about {everything_s:.1f} s at the "
+            f"{self._prefill_rate:.0f} tokens/s of the first turn."
+        )
+        self._console.print(
+            f"Yours now: [bold].venv/bin/turnkeep serve[/] and [bold].venv/bin/turnkeep chat[/]"
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"\n[bold green]==[/] {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+def main() -> int:
+    """Run the demo; one line and 1 if it cannot."""
+    try:
+        asyncio.run(Demo().run())
+    except TurnkeepError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
