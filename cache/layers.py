@@ -1,7 +1,7 @@
 """Take mlx-lm's caches apart into plain bytes, and rebuild them.
 
 Runs on the device thread, which owns every live cache. Knows `KVCache` and its batched form, whose
-state can be cut at any token; other classes are named by `unsupported`.
+state can be cut at any token; other classes are named by `unsupported`, and only sized here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import BatchKVCache, CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from .format import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+#: Classes that keep every token at its own place, for good.
+_PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 _DTYPES: Final = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
 
@@ -76,6 +79,16 @@ def rebuild(tensors: Mapping[str, mx.array]) -> list[Any]:
     return caches
 
 
+def trimmable(caches: Sequence[Any]) -> bool:
+    """Say whether `trim` can bring these caches back to any length, however far they have come.
+
+    Not their own `is_trimmable`: a rotating cache claims it until its window wraps, a chunked one always.
+    """
+    return all(
+        trimmable(cache.caches) if isinstance(cache, CacheList) else type(cache) in _PLAIN for cache in caches
+    )
+
+
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
     """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest."""
     for cache in caches:
@@ -85,13 +98,25 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
 def live_bytes(caches: Sequence[Any]) -> int:
     """Count what a session's KV really holds, without what is allocated ahead.
 
-    Over layers: cached positions x KV heads x head_dim x itemsize, for keys and for values.
+    Over layers: cached positions x KV heads x head_dim x itemsize, for keys and for values; and the whole
+    of a recurrent layer's state, whose size is fixed.
     """
+    return sum(map(_live_bytes, caches))
+
+
+def _live_bytes(cache: Any) -> int:
+    if isinstance(cache, CacheList):
+        return live_bytes(cache.caches)
+    if not hasattr(cache, "keys"):
+        return int(cache.nbytes)
+    # A quantised cache keeps three arrays for its keys, and three for its values.
+    parts = dict(tree_flatten([cache.keys, cache.values])).values()
+    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds.
+    num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
     return sum(
-        cache.offset * part.shape[1] * part.shape[3] * part.dtype.size
-        for cache in caches
-        if cache.keys is not None
-        for part in (cache.keys, cache.values)
+        part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
+        for part in parts
+        if isinstance(part, mx.array)
     )
 
 

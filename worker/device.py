@@ -126,7 +126,7 @@ class Device:
             self._batch = Batch(loaded.model)
             self._bytes_per_token = loaded.kv_bytes_per_token
             caches = make_prompt_cache(loaded.model)
-            self._trimmable = all(cache.is_trimmable() for cache in caches)
+            self._trimmable = layers.trimmable(caches)
             self.unsupported_cache = layers.unsupported(caches)
             self.name = str(mx.default_device())
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread

@@ -93,13 +93,15 @@ class Engine:
         telemetry: Telemetry,
         *,
         bytes_per_token: int,
+        fixed_bytes: int = 0,
     ) -> None:
-        """`bytes_per_token` is what one token's KV takes on the device."""
+        """A session's KV takes `fixed_bytes` on the device and `bytes_per_token` for each token."""
         self.ledger = ledger
         self._device = device
         self._store = store
         self._telemetry = telemetry
         self._bytes_per_token = bytes_per_token
+        self._fixed_bytes = fixed_bytes
         self._resident: dict[SessionKey, list[int]] = {}
         self._running: dict[SessionKey, _Running] = {}
         self._waiters: deque[_Waiter] = deque()
@@ -119,7 +121,7 @@ class Engine:
 
     def size_bytes(self, num_tokens: int) -> int:
         """Estimate the device memory that the KV of `num_tokens` takes."""
-        return num_tokens * self._bytes_per_token
+        return self._fixed_bytes + num_tokens * self._bytes_per_token if num_tokens else 0
 
     def live_bytes(self, key: SessionKey, tokens: list[int]) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
@@ -144,9 +146,9 @@ class Engine:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
-        slower than the device. Returns None if the turn was `cancelled()` before it was on the device; a later
-        `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the worker
-        stops before the turn is over.
+        slower than the device. Returns None if the turn was `cancelled()` before it was on the device; after
+        that, `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the
+        worker stops before the turn is over.
         """
         if not await self._admitted(key, self.size_bytes(len(context) + max_new)):
             return None

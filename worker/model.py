@@ -24,6 +24,7 @@ __all__ = [
     "ModelError",
     "Progress",
     "Tokenizer",
+    "cache_sizes",
     "default_dtype",
     "list_models",
     "load",
@@ -58,7 +59,10 @@ _UNBOUNDED: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere."""
+    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere.
+
+    A session of n tokens takes `kv_fixed_bytes + n * kv_bytes_per_token` on the device.
+    """
 
     model: Module
     tokenizer: Tokenizer
@@ -66,6 +70,7 @@ class LoadedModel:
     name: str
     folder: Path
     kv_bytes_per_token: int
+    kv_fixed_bytes: int
     context_tokens: int
     vocab_size: int
     eos_ids: frozenset[int]
@@ -147,18 +152,31 @@ def load(folder: Path, *, dtype: str, progress: Progress | None = None) -> Loade
     except Exception as error:  # noqa: BLE001  architectures raise anything on a config that does not fit them
         raise ModelError(f"{folder} cannot be loaded: {one_line(error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
+    kv_bytes_per_token, kv_fixed_bytes = cache_sizes(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=config,
         name=_name(folder, config),
         folder=folder,
-        kv_bytes_per_token=_kv_bytes_per_token(model),
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_fixed_bytes=kv_fixed_bytes,
         context_tokens=_context_tokens(config),
         vocab_size=_text_config(config).get("vocab_size") or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
     )
+
+
+def cache_sizes(model: Module) -> tuple[int, int]:
+    """Measure, by running one token, the bytes of each token's KV and of recurrent layers' fixed state."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    sizes = [_cache_sizes(cache) for cache in caches]
+    return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
 
 
 def list_models(data_dir: Path) -> list[ModelEntry]:
@@ -200,22 +218,14 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
             progress(done, total, "loading weights")
 
 
-def _kv_bytes_per_token(model: Module) -> int:
-    """Measure the keys and values of one token by running it; the fixed state of recurrent layers is none."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0]]), cache=caches))
-    return sum(map(_cache_bytes_per_token, caches))
-
-
-def _cache_bytes_per_token(cache: Any) -> int:
+def _cache_sizes(cache: Any) -> tuple[int, int]:
     members = getattr(cache, "caches", None)
     if members is not None:  # CacheList
-        return sum(map(_cache_bytes_per_token, members))
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-    return sum(array.nbytes // array.shape[2] for array in (keys, values) if array is not None)
+        sizes = [_cache_sizes(member) for member in members]
+        return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
+    if not hasattr(cache, "keys"):
+        return 0, cache.nbytes
+    return sum(array.nbytes // array.shape[2] for array in (cache.keys, cache.values) if array is not None), 0
 
 
 def _context_tokens(config: dict[str, Any]) -> int:

@@ -1,0 +1,103 @@
+"""Tiny random models of every kind of cache, and a device thread that a test talks to directly."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from tiny_models import BLOCK, CONFIGS, loaded
+
+from worker.device import Device
+from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[str], Any]:
+    """Build a small model of an architecture; the same one for the whole run."""
+    made: dict[str, Any] = {}
+
+    def make(kind: str) -> Any:
+        if kind not in made:
+            architecture = importlib.import_module(f"mlx_lm.models.{kind}")
+            mx.random.seed(11)
+            model = architecture.Model(
+                architecture.ModelArgs.from_dict({"model_type": kind, **CONFIGS[kind]})
+            )
+            # Livelier than the initial weights, so that every token depends on those before it.
+            model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
+            mx.eval(model.parameters())
+            made[kind] = model
+        return made[kind]
+
+    return make
+
+
+class Rig:
+    """A device thread and what it has reported."""
+
+    def __init__(
+        self, model: Any, *, block_tokens: int, max_batch: int, room: Callable[[], int] | None
+    ) -> None:
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.device = Device(
+            lambda: loaded(model), self._reports.put, block_tokens=block_tokens, max_batch=max_batch
+        )
+        self.device.start()
+        if room is not None:
+            self.device.cut_snapshots(room)
+        self.events: list[Event] = []
+
+    def wait(self, done: Callable[[list[Event]], bool]) -> None:
+        """Collect events until `done` says that there are enough."""
+        while not done(self.events):
+            self.events += self._reports.get(timeout=20).events
+
+    def finish(self, *turns: Turn) -> None:
+        """Wait until these turns are over."""
+        self.wait(lambda _: all(self.end(turn) is not None for turn in turns))
+
+    def run(self, *turns: Turn) -> None:
+        """Submit turns and wait until they are over."""
+        for turn in turns:
+            self.device.submit(turn)
+        self.finish(*turns)
+
+    def end(self, turn: Turn) -> Finished | Faulted | None:
+        ends = [event for event in self.of(turn) if isinstance(event, Finished | Faulted)]
+        assert len(ends) < 2
+        return ends[0] if ends else None
+
+    def of(self, turn: Turn) -> list[Event]:
+        return [event for event in self.events if event.turn is turn]
+
+    def tokens(self, turn: Turn) -> list[int]:
+        return [event.token for event in self.of(turn) if isinstance(event, Sampled)]
+
+    def chunk_ends(self, turn: Turn) -> list[int]:
+        return [event.num_cached for event in self.of(turn) if isinstance(event, Prefilled)]
+
+    def cuts(self, turn: Turn) -> list[tuple[int, int]]:
+        return [(event.span.start, event.span.end) for event in self.of(turn) if isinstance(event, Cut)]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    """Start device threads on models; they are stopped after the test."""
+    rigs: list[Rig] = []
+
+    def make(
+        model: Any, *, block_tokens: int = BLOCK, max_batch: int = 8, room: Callable[[], int] | None = None
+    ) -> Rig:
+        rigs.append(Rig(model, block_tokens=block_tokens, max_batch=max_batch, room=room))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        assert rig.device.stop()

@@ -1,0 +1,194 @@
+"""Configurations of tiny models, and plain references to hold the device against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.subjects import SessionKey
+from worker.answer import Answer
+from worker.model import LoadedModel, cache_sizes
+from worker.sampling import Sampling, draw
+from worker.turn import Turn
+
+BLOCK = 8
+VOCABULARY = 96
+GREEDY = Sampling()
+
+_PLAIN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_PLAIN, "num_hidden_layers": 2},
+    "exaone4": {
+        **_PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "sliding_window_pattern": "LLGL",
+    },
+    "mamba2": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "conv_kernel": 3,
+        "n_groups": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": (0.0, 100.0),
+        "time_step_rank": "auto",
+    },
+    "rwkv7": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "norm_eps": 1e-5,
+        "head_dim": 32,
+        "a_low_rank_dim": 16,
+        "v_low_rank_dim": 16,
+        "gate_low_rank_dim": 16,
+        "decay_low_rank_dim": 16,
+    },
+    "recurrent_gemma": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "attention_bias": False,
+        "conv1d_width": 3,
+        "logits_soft_cap": 30.0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_window_size": 12,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "baichuan_m1": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000.0,
+        "sliding_window": 12,
+        "sliding_window_layers": [0, 2],
+        "conv_window": 2,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+
+class Endless:
+    """A text sink for tests that are about tokens."""
+
+    stopped = False
+
+    def push(self, token: int) -> str:
+        return f"<{token}>"
+
+    def finish(self) -> str:
+        return ""
+
+
+def loaded(model: Any) -> LoadedModel:
+    per_token, fixed = cache_sizes(model)
+    return LoadedModel(
+        model=model,
+        tokenizer=None,  # type: ignore[arg-type]  # the device has no use for it
+        config={},
+        name="tiny",
+        folder=Path(),
+        kv_bytes_per_token=per_token,
+        kv_fixed_bytes=fixed,
+        context_tokens=2048,
+        vocab_size=VOCABULARY,
+        eos_ids=frozenset(),
+        weight_bytes=0,
+    )
+
+
+def answer(max_tokens: int, *forced: int) -> Answer:
+    made = Answer(Endless(), max_tokens=max_tokens, end_tokens=frozenset())
+    for token in forced:
+        made.push(token)
+    return made
+
+
+def key(name: str = "s") -> SessionKey:
+    return SessionKey("default", name)
+
+
+def prompt(num_tokens: int, salt: int = 3) -> list[int]:
+    return [(i * i * 7 + i * salt + salt) % VOCABULARY for i in range(num_tokens)]
+
+
+def append(context: list[int], *, name: str = "s", num_kept: int = 0, **more: Any) -> Turn:
+    return Turn(key(name), context, num_kept=num_kept, **more)
+
+
+def generate(
+    context: list[int],
+    num_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    name: str = "s",
+    num_kept: int = 0,
+    **more: Any,
+) -> Turn:
+    return Turn(key(name), context, num_kept=num_kept, answer=answer(num_tokens), sampling=sampling, **more)
+
+
+def alone(
+    model: Any,
+    context: list[int],
+    num_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    block: int = BLOCK,
+) -> tuple[list[int], list[Any]]:
+    """Answer by the plainest loop there is: one session, its own caches, prefill on the grid."""
+    caches = make_prompt_cache(model)
+    prefill(model, caches, context[:-1], block=block)
+    seen, last, tokens = set(context), context[-1], []
+    for index in range(num_tokens):
+        logits = model(mx.array([[last]]), cache=caches)[0, -1]
+        last = int(draw(logits, sampling, index, seen).item())
+        tokens.append(last)
+        seen.add(last)
+    return tokens, caches
+
+
+def prefill(model: Any, caches: list[Any], tokens: list[int], *, block: int = BLOCK) -> None:
+    for start in range(0, len(tokens), block):
+        model(mx.array([tokens[start : start + block]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+
+
+def kv(caches: list[Any], num_tokens: int) -> np.ndarray:
+    """Stack keys and values of the first tokens of plain caches."""
+    return np.stack(
+        [np.array(part[0, :, :num_tokens]) for cache in caches for part in (cache.keys, cache.values)]
+    )
