@@ -378,11 +378,11 @@ async def test_an_answer_outlives_kill_9_of_the_server(
 ) -> None:
     """Killed after two chunks: what was published meanwhile is read back, nothing comes twice.
 
-    The client comes back after the worker has finished, so it hears nothing of the rest.
+    The client comes back after the last chunk, so it hears of none of them, and the result waits for it.
     """
     monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
-    two_seen, is_back = asyncio.Event(), asyncio.Event()
+    two_seen, is_back, all_seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i in range(2):
@@ -391,6 +391,7 @@ async def test_an_answer_outlives_kill_9_of_the_server(
         await is_back.wait()
         for i in range(1, 6):
             await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+        await asyncio.wait_for(all_seen.wait(), 10)
         await worker.result(generated(seq, request))
 
     worker.script = script
@@ -402,6 +403,8 @@ async def test_an_answer_outlives_kill_9_of_the_server(
             chunks.append(chunk)
             if chunk.i == 1:
                 two_seen.set()
+            if chunk.i == 5:
+                all_seen.set()
         return chunks
 
     reader = asyncio.create_task(read())
