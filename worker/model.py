@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, gguf_model
 from .model_files import ModelError, Progress, check_folder, one_line, weight_files
-from .tokenizer import Tokenizer, import_transformers
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -136,7 +136,6 @@ def load(folder: Path, *, dtype: str, progress: Progress | None = None) -> Loade
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     check_folder(folder)
     blas.preload()
-    import_transformers()  # mlx-lm imports it, with a warning where it comes first
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils

@@ -169,6 +169,7 @@ class Conversation:
                 messages.append({"role": "assistant", "content": ""})
             elif step.kind == "answer":
                 content = self.tokenizer.decode(step.tokens[:-1]) if step.closed else step.text
+                content = content.removeprefix(self.tokenizer.answer_lead)
                 messages[-1] = {"role": "assistant", "content": content}
         return messages
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import datetime
     from pathlib import Path
 
 _REPLACEMENT: Final = "\ufffd"
 _DATE_FORMAT: Final = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
+#: A byte that is no part of any longer token.
+_SHIELD: Final = "\x01"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,6 +55,7 @@ class Tokenizer:
         self.has_template = bool(hf.chat_template)
         self._template, self._date_formats = _with_given_date(hf.chat_template)
         self._bytes: dict[int, bytes] = {}
+        self._lead: str | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
         self._bos = self._find_bos()
@@ -117,19 +120,43 @@ class Tokenizer:
             ) from None
         return str(text)
 
+    @property
+    def answer_lead(self) -> str:
+        """What the chat template writes between the assistant header and an answer's content.
+
+        Some templates write a space that the model samples as part of its answer; the message's content is
+        the answer without it.
+        """
+        if self._lead is None:
+            self._lead = self._find_lead()
+        return self._lead
+
+    def _find_lead(self) -> str:
+        question, mark = {"role": "user", "content": "question"}, "answer-content"
+        chats = [[question], [question, {"role": "assistant", "content": mark}]]
+        try:
+            header, answered = (
+                self.render(chat, add_generation_prompt=len(chat) == 1, started=datetime.now(UTC))
+                for chat in chats
+            )
+        except TemplateError:
+            return ""
+        lead, found, _ = answered.removeprefix(header).partition(mark)
+        return lead if found and answered.startswith(header) else ""
+
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode behind a line break, which takes the added space, and cut both off."""
-        ids = self._ids("\n" + text)
+        """Encode behind a character that takes the added space, and cut both off."""
+        ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):
             head += self.token_bytes(token)
-            if head == b" \n":
+            if head == b" " + _SHIELD.encode():
                 return ids[i + 1 :]
-        return self._ids(text)  # the line break is part of a longer token: rather a space too many
+        return self._ids(text)  # a vocabulary without this byte: rather a space too many
 
     def _join(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
@@ -192,7 +219,7 @@ def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _load(folder: Path) -> _HfTokenizer:
-    hf_class = import_transformers().AutoTokenizer
+    hf_class = _import_transformers().AutoTokenizer
     try:
         hf: _HfTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  the library raises whatever its parsers raise
@@ -202,7 +229,7 @@ def _load(folder: Path) -> _HfTokenizer:
     return hf
 
 
-def import_transformers() -> Any:
+def _import_transformers() -> Any:
     """Import transformers without its advice to install PyTorch, which is not needed here."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)

@@ -146,8 +146,9 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a header": (lambda f: truncate(f, 100), "truncated or no safetensors"),
     "half the weights": (
         lambda f: truncate(f, 500_000),
-        r"truncated or broken: it has 500000 bytes, its header",
+        r"or broken: it has 500000 bytes, its header says \d+",
     ),
+    "a byte too few": (lambda f: truncate(f, -1), r"truncated or broken: it has \d+ bytes"),
     "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or no safetensors"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer that can be read"),
     "junk tokenizer": (lambda f: write_junk(f, "tokenizer.json"), "has no tokenizer that can be read"),

@@ -82,7 +82,8 @@ class Chat:
         self.conversation = self.conversation.add_answer(self.tokens, tokens)
         self.tokens += tokens
         content = self.tokenizer.decode([token for token in tokens if token != END])
-        self.messages.append({"role": "assistant", "content": content})
+        lead = self.tokenizer.answer_lead
+        self.messages.append({"role": "assistant", "content": content.removeprefix(lead)})
         assert self.conversation.position == len(self.tokens)
 
     def reply(self, text: str, *, end: bool = True) -> None:
@@ -277,6 +278,21 @@ def test_dropped_thoughts_are_reported_and_the_rest_of_the_chat_goes_on(
         chat.reply("Yes.")
     assert "<think>" not in chat.text
     chat.say(("user", "end"))
+    assert chat.text == chat.render()
+
+
+@pytest.mark.parametrize(("name", "lead"), [("packaged", ""), ("plain", ""), ("alternating", " ")])
+def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
+    tokenizers: dict[str, Tokenizer], name: str, lead: str
+) -> None:
+    chat = Chat(tokenizers[name])
+    assert chat.tokenizer.answer_lead == lead
+    chat.say(("user", "Hi"))
+    chat.open()
+    chat.reply(lead + "Hello.")
+    before = len(chat.tokens)
+    expected = before if name != "plain" else before - 1  # its template writes no end-of-turn token
+    assert chat.say(("user", "x")).keep == expected
     assert chat.text == chat.render()
 
 

@@ -1,0 +1,177 @@
+"""Text to tokens and back for the families of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+import sentencepiece
+from tiny_gguf import TEXT, TinyLlama, weights
+
+from worker import gguf_model
+from worker.model_files import ModelError
+from worker.templates import Conversation
+from worker.text import TextStream
+from worker.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SENTENCES = [TEXT, "Once upon a time there was a cat.", "the thing that they then thought", "  two  spaces"]
+MORE = ["", " ", "  lead", "trail ", "a\n\nb", "unseen: Ω≠é 🫠", "the cat's  mat", "x" * 40, "\t1234"]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> sentencepiece.SentencePieceProcessor:
+    prefix = str(tmp_path_factory.mktemp("spm") / "tiny")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 5),
+        model_prefix=prefix,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=prefix + ".model")
+
+
+@pytest.fixture(scope="module")
+def make(
+    sentencepiece_model: sentencepiece.SentencePieceProcessor, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Tokenizer]:
+    """Make the tokenizer of a GGUF file with the SentencePiece model, as llama files have it."""
+    spm = sentencepiece_model
+    ids = range(spm.vocab_size())
+    kinds = [2 if spm.is_unknown(i) else 3 if spm.is_control(i) else 6 if spm.is_byte(i) else 1 for i in ids]
+    base = TinyLlama(weights(len(ids))).but(
+        tokenizer__ggml__model="llama",
+        tokenizer__ggml__pre="default",
+        tokenizer__ggml__tokens=[spm.id_to_piece(i) for i in ids],
+        tokenizer__ggml__scores=[spm.get_score(i) for i in ids],
+        tokenizer__ggml__token_type=kinds,
+        tokenizer__ggml__merges=None,
+        tokenizer__ggml__bos_token_id=1,
+        tokenizer__ggml__eos_token_id=2,
+        tokenizer__ggml__unknown_token_id=0,
+    )
+
+    def make(**fields: object) -> Tokenizer:
+        folder = tmp_path_factory.mktemp("gguf")
+        path = base.but(**fields).write(folder / "spm.gguf")
+        return Tokenizer.from_folder(gguf_model.convert(path, folder, dtype="float16"))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llama(make: Callable[..., Tokenizer]) -> Tokenizer:
+    return make()
+
+
+@pytest.mark.parametrize("text", [text for text in [*SENTENCES, *MORE] if not text.startswith(" ")])
+def test_a_llama_tokenizer_chooses_what_sentencepiece_does(
+    llama: Tokenizer, sentencepiece_model: sentencepiece.SentencePieceProcessor, text: str
+) -> None:
+    expected = sentencepiece_model.encode(text)
+    assert llama.encode(text, at_start=True) == ([1, *expected] if text else [])
+
+
+@pytest.mark.parametrize("text", [*SENTENCES, *MORE])
+def test_inside_of_a_session_no_space_is_added_or_lost(llama: Tokenizer, text: str) -> None:
+    tokens = llama.encode(text, at_start=False)
+    assert llama.decode(tokens) == text
+    stream = TextStream(llama)
+    assert "".join(map(stream.push, tokens)) + stream.finish() == text
+
+
+def test_text_cut_anywhere_and_appended_in_two_parts_is_the_text(llama: Tokenizer) -> None:
+    for cut in range(1, len(TEXT)):
+        tokens = [
+            *llama.encode(TEXT[:cut], at_start=True),
+            *llama.encode(TEXT[cut:], at_start=False),
+        ]
+        assert llama.decode(tokens[1:]) == " " + TEXT
+
+
+def test_the_space_prefix_is_left_out_where_the_file_says_so(make: Callable[..., Tokenizer]) -> None:
+    tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
+    assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
+
+
+def test_a_chat_with_a_llama_tokenizer_is_the_full_render(make: Callable[..., Tokenizer]) -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = make(tokenizer__chat_template=template)
+    conversation, tokens = Conversation(tokenizer), list[int]()
+    messages = []
+    for question, answer in (("the cat?", "on the mat"), ("  and then?", "é 🫠")):
+        messages.append({"role": "user", "content": question})
+        conversation, addition = conversation.add_messages(tokens, messages[-1:])
+        assert addition.keep == len(tokens)
+        tokens += addition.tokens
+        assert tokenizer.decode(tokens) == tokenizer.render(
+            messages, add_generation_prompt=False, started=datetime.now(UTC)
+        )
+        conversation, addition = conversation.start_answer(tokens)
+        tokens += addition.tokens
+        sampled = [*tokenizer.encode(" " + answer, at_start=False), 2]  # the space is the template's
+        conversation = conversation.add_answer(tokens, sampled)
+        tokens += sampled
+        messages.append({"role": "assistant", "content": answer})
+    assert tokens.count(1) == 1
+
+
+def test_scores_are_needed(make: Callable[..., Tokenizer]) -> None:
+    with pytest.raises(ModelError, match="no score for every token"):
+        make(tokenizer__ggml__scores=None)
+
+
+@pytest.mark.model
+def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+    """A model's output may be padded to more ids than the tokenizer has."""
+    assert tokenizer.decode([tokenizer.vocab_size, 504, 10**6]) == tokenizer.decode([504])
+
+
+@pytest.mark.model
+def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    texts = [f"{TEXT} {i}" for i in range(200)]
+    expected = [tokenizer.encode(text, at_start=False) for text in texts]
+    fresh = Tokenizer(tokenizer._hf)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: fresh.encode(text, at_start=False), texts))
+        assert found == expected
+        assert list(pool.map(fresh.decode, found)) == texts
+
+
+@pytest.mark.model
+def test_loading_a_tokenizer_prints_and_warns_nothing(packaged_folder: Path) -> None:
+    code = (
+        "import os, sys, pathlib\nfrom worker.tokenizer import Tokenizer\nbefore = dict(os.environ)\n"
+        "Tokenizer.from_folder(pathlib.Path(sys.argv[1]))\nassert os.environ == before"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(packaged_folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.model
+def test_ends_named_by_any_of_the_configs_count(packaged_folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(packaged_folder / name, tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [8]}})
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 10]}))
+    assert Tokenizer.from_folder(tmp_path).eos_ids == {2, 7, 8, 9, 10}
