@@ -17,7 +17,7 @@ help: ## List the targets
 
 setup: $(STAMP) ## Make .venv from the lock file (PYTHON=python3.12 chooses the interpreter)
 
-demo: $(STAMP) ## Show what Turnkeep does: two workers, a kill, a restored session
+demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an answer
 	$(BIN)/python -m ops.demo
 
 test: $(STAMP) ## Run the tests

@@ -35,40 +35,10 @@ DATA_DIR: Final = Path(".demo")
 READY_TIMEOUT_S: Final = 180.0
 KILL_AFTER_TOKENS: Final = 25
 
-NOTES: Final = """\
-Notes on the lighthouse of Calder Point, for new volunteers.
-
-The lighthouse was built in 1871 on the northern tip of the island, because eleven ships had been lost on \
-the reef in ten years. The tower is made of granite that was brought by boat from the mainland, and it is 31 \
-metres high. A spiral staircase of 162 steps leads to the lamp room. The first keeper was Agnes Holloway, who \
-lived there with her two brothers and a goat named Admiral. She kept the light for 34 years and never missed \
-a night. In winter the supply boat came only once in six weeks, so the keepers grew potatoes and kale in a \
-small garden behind the tower, with walls of stone against the wind.
-
-The lamp burned whale oil at first, later paraffin, and since 1958 it has been electric. The lens is a Fresnel \
-lens of the second order: rings of glass prisms bend the light into a flat beam that can be seen from 19 \
-nautical miles away. The lens weighs almost two tonnes, yet a child can turn it with one finger, because it \
-floats in a bath of mercury. A clockwork with a falling weight turned it once in 40 seconds, and a keeper had \
-to wind it up every four hours. Today a small motor does that work. The light flashes twice every 20 seconds, \
-and sailors know by this rhythm which lighthouse they see.
-
-In fog the light is of little use, so in 1902 a fog horn was added. It was driven by compressed air from a \
-steam engine, and it could be heard in the village seven kilometres away. The people of the village complained \
-until the night of 3 March 1911, when the horn led the whole fishing fleet home. After that nobody complained \
-any more, and every year on that day the village brings a cake to the lighthouse.
-
-Volunteers work in pairs. Please sweep the stairs on Mondays, polish the brass on Wednesdays, and read the \
-weather instruments at eight in the morning and at six in the evening. Write the numbers into the blue book. \
-Never touch the mercury bath. Visitors may climb the tower on Saturdays from ten to four, at most eight at a \
-time. The goat that you will meet in the garden is also called Admiral. It is the ninth of that name, and it \
-eats gloves.
-"""
-QUESTIONS: Final = (
-    "Who was the first keeper of the lighthouse?",
-    "How far away can the light be seen?",
-)
-LONG_QUESTION: Final = "Tell me the story of the lighthouse in your own words, in a few paragraphs."
-LAST_QUESTION: Final = "What should volunteers never touch?"
+NOTES: Final = Path(__file__).with_name("lighthouse.txt")
+QUESTIONS: Final = ("When was the lighthouse built?", "Who was the first keeper?")
+LONG_QUESTION: Final = "Write a short poem about the lighthouse."
+LAST_QUESTION: Final = "Who was Agnes Holloway?"
 
 
 @dataclass(frozen=True)
@@ -80,7 +50,7 @@ class Row:
     num_new: int
     num_cached: int
     num_prefilled: int
-    first_token_s: float
+    first_token_s: float | None
     tokens_per_s: float | None
 
 
@@ -172,21 +142,14 @@ class Demo:
 
     async def _read_notes(self, session: Session) -> None:
         self._say("A system prompt of two pages, appended and prefilled ahead of the first question")
-        append = asyncio.create_task(session.append(messages=[{"role": "system", "content": NOTES}]))
+        append = asyncio.create_task(
+            session.append(messages=[{"role": "system", "content": NOTES.read_text("utf-8")}])
+        )
         await self._prefill_bar(session, append)
         appended = await append
         self._prefill_rate = appended.prefilled_tokens / appended.seconds
-        self._rows.append(
-            Row(
-                "notes (append)",
-                "-",
-                appended.position,
-                appended.cached_tokens,
-                appended.prefilled_tokens,
-                0,
-                None,
-            )
-        )
+        costs = (appended.position, appended.cached_tokens, appended.prefilled_tokens)
+        self._rows.append(Row("(the notes)", "-", *costs, first_token_s=None, tokens_per_s=None))
 
     async def _ask(self, session: Session, question: str, *, max_tokens: int, kv_from: str) -> None:
         generation = self._generate(session, question, max_tokens)
@@ -216,7 +179,9 @@ class Demo:
 
     def _generate(self, session: Session, question: str, max_tokens: int) -> Generation:
         self._console.print(f"\n[bold cyan]>[/] {question}")
-        return session.generate(messages=[{"role": "user", "content": question}], max_tokens=max_tokens)
+        # The penalty keeps a model of this size from going round in circles.
+        messages = [{"role": "user", "content": question}]
+        return session.generate(messages=messages, max_tokens=max_tokens, repetition_penalty=1.1)
 
     def _count(self, question: str, result: Generated, kv_from: str) -> None:
         usage, seconds = result.usage, result.seconds
@@ -224,7 +189,7 @@ class Demo:
         decode_s = seconds.total - seconds.first_token
         self._rows.append(
             Row(
-                question if len(question) < 36 else question[:33] + "...",
+                question,
                 kv_from,
                 usage.prompt_tokens - before,
                 usage.cached_tokens,
@@ -247,9 +212,9 @@ class Demo:
 
     def _summary(self) -> None:
         table = Table(title="What each turn cost", box=None, header_style="bold", title_justify="left")
-        table.add_column("turn")
-        for name in ("KV from", "new tokens", "in the cache", "prefilled", "first token", "tokens/s"):
-            table.add_column(name, justify="right")
+        table.add_column("turn", no_wrap=True, max_width=27)
+        for name in ("KV from", "new", "cached", "prefilled", "1st token", "tokens/s"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(
                 row.what,
@@ -260,18 +225,19 @@ class Demo:
                 f"{row.first_token_s:.2f} s" if row.first_token_s else "-",
                 f"{row.tokens_per_s:.1f}" if row.tokens_per_s else "-",
             )
+        last = self._rows[-1]
+        num_tokens = last.num_cached + last.num_prefilled
         self._console.print()
         self._console.print(table)
-        last = self._rows[-1]
-        everything_s = (last.num_cached + last.num_prefilled) / self._prefill_rate
         self._console.print(
-            f"\nAfter the last restart {last.num_prefilled} of {last.num_cached + last.num_prefilled} tokens were "
-            f"prefilled, and the first token came after {last.first_token_s:.2f} s. Without the snapshots on SSD\n"
-            f"the whole conversation would have been read again: about {everything_s:.1f} s at the "
-            f"{self._prefill_rate:.0f} tokens/s of the first turn."
+            f"\nAfter the last restart {last.num_prefilled} of {num_tokens} tokens were prefilled, and the "
+            f"first token came {last.first_token_s:.2f} s after the worker took the question up. Without the "
+            f"snapshots on SSD it would have read the whole conversation again: about "
+            f"{num_tokens / self._prefill_rate:.1f} s at the {self._prefill_rate:.0f} tokens/s of the first "
+            "turn, and more with every turn."
         )
         self._console.print(
-            f"Yours now: [bold].venv/bin/turnkeep serve[/] and [bold].venv/bin/turnkeep chat[/]"
+            "\nYour turn: [bold].venv/bin/turnkeep serve[/], and [bold].venv/bin/turnkeep chat[/] beside it."
         )
 
     def _say(self, text: str) -> None:

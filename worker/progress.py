@@ -14,20 +14,33 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def terminal_progress() -> Iterator[Progress | None]:
-    """Give a callback that draws a bar for each kind of step, from any thread."""
+    """Give a callback that draws a bar for one step after the other, from any thread.
+
+    A bar is on the screen only while its step lasts: a live display that stays redraws its line for ever,
+    and wipes out what others print there.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
 
-        def show(done: int, total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total, visible=done < total)
+    def show(done: int, total: int, what: str) -> None:
+        task = next((task for task in bars.tasks if task.description == what), None)
+        if done >= total:
+            for finished in bars.task_ids:
+                bars.remove_task(finished)
+            bars.stop()
+        elif task is None:
+            bars.add_task(what, total=total, completed=done)
+            bars.start()
+        else:
+            bars.update(task.id, completed=done, total=total)
 
+    try:
         yield show
+    finally:
+        bars.stop()
