@@ -93,7 +93,7 @@ class Engine:
         telemetry: Telemetry,
         *,
         bytes_per_token: int,
-        fixed_bytes: int = 0,
+        fixed_bytes: int,
     ) -> None:
         """A session's KV takes `fixed_bytes` on the device and `bytes_per_token` for each token."""
         self.ledger = ledger
@@ -296,6 +296,7 @@ class Engine:
             return await waiter.admitted
         finally:
             self._waiters = deque(other for other in self._waiters if other is not waiter)
+            self._admit_waiting()  # one that gave up may have been all that stood before others
 
     def _admit_waiting(self) -> None:
         for waiter in self._waiters:
