@@ -1,0 +1,102 @@
+"""An answer is a function of its tokens: taking it up again gives what going on would have given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from worker.answer import Answer
+from worker.text import TextStream
+from worker.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOPS = ("ab", "aab", "\u00e9x")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    """One token for each byte, so that characters and stop strings fall apart over tokens."""
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def new_answer(tokenizer):
+    def make(max_tokens: int = 12, stop: tuple[str, ...] = STOPS) -> Answer:
+        stream = TextStream(tokenizer, stop)
+        return Answer(stream, max_tokens=max_tokens, end_tokens=tokenizer.eos_ids)
+
+    return make
+
+
+def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
+    texts = []
+    for token in tokens:
+        if answer.finish_reason is None:
+            texts.append(answer.push(token))
+    return texts
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_replay_of_k_tokens_stands_where_the_answer_stood(tokenizer, new_answer, data) -> None:
+    """At every point: same texts from there on, same end, same text when cancelled right there."""
+    letters = [tokenizer.encode(letter, at_start=False) for letter in ("a", "b", "x", "\u00e9", "\u20ac")]
+    bytes_and_ends = sorted({token for letter in letters for token in letter} | tokenizer.eos_ids)
+    tokens = data.draw(st.lists(st.sampled_from(bytes_and_ends), min_size=1, max_size=16))
+    whole = new_answer()
+    texts = push_until_over(whole, tokens)
+    cut = data.draw(st.integers(0, len(texts)))
+    resumed = new_answer()
+    push_until_over(resumed, tokens[:cut])
+    assert resumed.tokens == whole.tokens[:cut]
+    assert resumed.texts == texts[:cut]
+    assert push_until_over(resumed, tokens[cut:]) == texts[cut:]
+    assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
+    assert "".join(texts) == whole.text
+    if whole.finish_reason is None:
+        one, other = new_answer(), new_answer()
+        push_until_over(one, tokens)
+        push_until_over(other, tokens)
+        assert one.cancel() == other.cancel()
+        assert one.text == other.text
+        assert one.text.startswith(whole.text)
+
+
+def test_an_end_token_ends_and_is_kept_without_a_text(tokenizer, new_answer) -> None:
+    answer = new_answer()
+    end = min(tokenizer.eos_ids)
+    assert push_until_over(answer, [*tokenizer.encode("hi a", at_start=False), end]) == [
+        "h",
+        "i",
+        " ",
+        "",
+        "a",
+    ]
+    assert (answer.finish_reason, answer.text, answer.tokens[-1]) == ("stop", "hi a", end)
+
+
+def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(tokenizer, new_answer) -> None:
+    answer = new_answer()
+    texts = push_until_over(answer, tokenizer.encode("xaab", at_start=False))
+    assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
+
+
+def test_the_last_allowed_token_sets_the_held_text_free(tokenizer, new_answer) -> None:
+    answer = new_answer(max_tokens=3)
+    texts = push_until_over(answer, tokenizer.encode("xaaa", at_start=False))
+    assert texts == ["x", "", "aa"]
+    assert answer.finish_reason == "length"
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement_character(tokenizer, new_answer) -> None:
+    answer = new_answer(max_tokens=2)
+    push_until_over(answer, tokenizer.encode("\u20ac", at_start=False)[:2])
+    assert answer.text == "\ufffd"
+    cancelled = new_answer()
+    push_until_over(cancelled, tokenizer.encode("\u20ac", at_start=False)[:2])
+    assert cancelled.cancel() == cancelled.text == "\ufffd"

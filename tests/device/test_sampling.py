@@ -1,0 +1,144 @@
+"""Sampling against plain numpy, and what its draws depend on."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from worker.sampling import Sampling, draw
+
+VOCABULARY = 24
+
+
+def logits(seed: int, vocabulary: int = VOCABULARY) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 2, vocabulary).astype(np.float32)
+
+
+def distribution(values: np.ndarray, sampling: Sampling, seen: set[int]) -> np.ndarray:
+    """Compute each token's probability in float64, by the definition of each filter."""
+    values = values.astype(np.float64)
+    for token in seen if sampling.repetition_penalty != 1 else ():
+        factor = sampling.repetition_penalty
+        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+    values = values / sampling.temperature
+    allowed = np.ones(len(values), bool)
+    ranking = np.argsort(-values, kind="stable")
+    if sampling.top_k:
+        allowed[ranking[sampling.top_k :]] = False
+    if sampling.top_p < 1:
+        probabilities = softmax(np.where(allowed, values, -np.inf))
+        before = np.cumsum(probabilities[ranking]) - probabilities[ranking]
+        allowed[ranking[before >= sampling.top_p]] = False
+    if sampling.min_p:
+        probabilities = softmax(np.where(allowed, values, -np.inf))
+        allowed &= probabilities >= sampling.min_p * probabilities.max()
+    return softmax(np.where(allowed, values, -np.inf))
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    exponents = np.exp(values - values.max())
+    return exponents / exponents.sum()
+
+
+def draws(values: np.ndarray, sampling: Sampling, num: int, seen: set[int] = frozenset()) -> np.ndarray:
+    array = mx.array(values)
+    return np.array(mx.stack([draw(array, sampling, index, seen) for index in range(num)]))
+
+
+@given(st.integers(0, 10_000))
+@settings(deadline=None, max_examples=30)
+def test_temperature_0_takes_the_most_likely_token_whatever_else_is_set(seed: int) -> None:
+    values = logits(seed)
+    sampling = Sampling(0.0, top_p=0.1, top_k=2, min_p=0.5, seed=seed)
+    assert draws(values, sampling, 3).tolist() == [values.argmax()] * 3
+
+
+FILTERS = [
+    Sampling(1.0),
+    Sampling(0.5),
+    Sampling(2.0, top_k=5),
+    Sampling(1.0, top_p=0.7),
+    Sampling(1.0, min_p=0.1),
+    Sampling(0.8, top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    Sampling(1.0, repetition_penalty=0.7),
+    Sampling(1.0, top_k=1),
+    Sampling(1.0, top_k=VOCABULARY + 5),
+]
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_draws_follow_the_distribution_of_the_filters_definitions(sampling: Sampling) -> None:
+    """Nothing that is filtered out is ever drawn, all else as often as it should be (chi-squared)."""
+    values, seen, num = logits(5), {0, 3, 7, 11}, 3000
+    expected = distribution(values, sampling, seen)
+    counts = np.bincount(draws(values, sampling, num, seen), minlength=VOCABULARY)
+    assert counts[expected == 0].sum() == 0
+    common = expected * num >= 5
+    chi_squared = ((counts - expected * num)[common] ** 2 / (expected * num)[common]).sum()
+    # Five deviations above the mean of a chi-squared variable; the draws are the same in every run.
+    degrees = max(common.sum() - 1, 1)
+    assert chi_squared < degrees + 5 * np.sqrt(2 * degrees)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(0, VOCABULARY),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05]),
+    st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sets(st.integers(0, VOCABULARY - 1)),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_combination_of_filters_draws_what_it_excludes(
+    seed, top_k, top_p, min_p, temperature, seen
+) -> None:
+    values = logits(seed)
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty=1.5, seed=seed)
+    expected = distribution(values, sampling, seen)
+    assert expected[draws(values, sampling, 20, seen)].min() > 0
+
+
+def test_ties_on_the_edge_of_top_k_leave_exactly_k_tokens() -> None:
+    values = np.zeros(VOCABULARY, np.float32)
+    assert len(set(draws(values, Sampling(1.0, top_k=4), 200).tolist())) == 4
+
+
+def test_min_p_1_and_a_tiny_top_p_leave_the_most_likely_token() -> None:
+    values = logits(2)
+    for sampling in (Sampling(5.0, min_p=1.0), Sampling(5.0, top_p=1e-6)):
+        assert set(draws(values, sampling, 50).tolist()) == {int(values.argmax())}
+
+
+def test_a_draw_depends_on_the_seed_and_the_tokens_index_alone() -> None:
+    """Not on what was drawn before, nor on MLX's own generator."""
+    values, sampling = mx.array(logits(1)), Sampling(1.5, seed=42)
+    forwards = [int(draw(values, sampling, index, ()).item()) for index in range(30)]
+    mx.random.seed(99)
+    mx.eval(mx.random.normal((5,)))
+    backwards = [int(draw(values, sampling, index, ()).item()) for index in reversed(range(30))]
+    assert forwards == backwards[::-1]
+    others = [int(draw(values, Sampling(1.5, seed=43), index, ()).item()) for index in range(30)]
+    assert others != forwards
+    assert len(set(forwards)) > 3
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+def test_every_seed_that_a_request_may_name_is_taken(seed: int) -> None:
+    assert 0 <= int(draw(mx.array(logits(1)), Sampling(1.0, seed=seed), 2**31, ()).item()) < VOCABULARY
+
+
+def test_the_penalty_leaves_the_models_own_logits_alone() -> None:
+    values = mx.array(logits(3))
+    before = np.array(values)
+    mx.eval(draw(values, Sampling(0.0, repetition_penalty=9.0), 0, {1, 2, 3}))
+    assert np.array_equal(np.array(values), before)
+
+
+def test_half_precision_logits_are_filtered_in_float32() -> None:
+    """A cumulative sum over a large vocabulary in bfloat16 stalls long before top_p."""
+    values = mx.zeros((4096,)).astype(mx.bfloat16)
+    drawn = np.array(mx.stack([draw(values, Sampling(1.0, top_p=0.5), i, ()) for i in range(400)]))
+    assert len(set(drawn.tolist())) > 300
