@@ -23,6 +23,14 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
 Node = tuple[str, int, tuple[int, ...]]
 
 
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return blocks.num_common(blocks.pack(one), blocks.pack(other))
+
+
+def unpacked(packed: bytes) -> tuple[int, ...]:
+    return tuple(memoryview(packed).cast("I"))
+
+
 class Driven(RuleBasedStateMachine):
     """A store on a real directory, driven step by step."""
 
@@ -117,21 +125,14 @@ class Faithful(Driven):
         tenant, start, tokens = node
         return {n for n in self.nodes if n[0] == tenant and n[1] > start and n[2][: len(tokens)] == tokens}
 
-    def expected(self, tenant: str, tokens: tuple[int, ...]) -> tuple[int, list[Node]]:
-        path: list[Node] = []
+    def longest(self, tenant: str, tokens: tuple[int, ...]) -> int:
         prefix: tuple[int, ...] = ()
         while True:
-            best: tuple[int, Node] | None = None
-            for node in self.children(tenant, prefix):
-                shared = blocks.num_common(blocks.pack(node[2]), blocks.pack(tokens)) - len(prefix)
-                if shared > (best[0] if best else 0):
-                    best = shared, node
-            if best is None or best[0] * 4 < len(best[1][2]) - len(prefix):
-                return len(prefix), path
-            path.append(best[1])
-            if best[0] < BLOCK:
-                return len(prefix) + best[0], path
-            prefix = best[1][2]
+            shared = [common(node[2], tokens) for node in self.children(tenant, prefix)]
+            longest = max(shared, default=len(prefix))
+            if longest < len(prefix) + BLOCK:
+                return longest
+            prefix = tokens[:longest]
 
     def drop_shadowed(self) -> None:
         self.nodes -= {
@@ -152,9 +153,14 @@ class Faithful(Driven):
     def restore(self, tenant, tokens) -> None:
         self.settle()
         self.drop_shadowed()
-        num_tokens, path = self.expected(tenant, tokens)
         match = self.store.match(tenant, tokens)
+        num_tokens = self.longest(tenant, tokens)
         assert match.num_tokens == num_tokens
+        # Of two that share as much either may be taken, but it must be one of those that are there.
+        path = [
+            (tenant, e.name.start, tokens[: e.name.start] + unpacked(e.name.tokens)) for e in match.entries
+        ]
+        assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:
             num_tokens = bad[1]
@@ -247,11 +253,7 @@ class Cramped(Driven):
             self.store.release(match)
             return
         assert self.load(tenant, tokens, match) == match.num_tokens
-        known = [
-            blocks.num_common(blocks.pack(saved), blocks.pack(tokens))
-            for owner, saved in self.saved
-            if owner == tenant
-        ]
+        known = [common(saved, tokens) for owner, saved in self.saved if owner == tenant]
         assert match.num_tokens <= max(known, default=0), "nothing is found that was never saved"
 
     @rule(tenant=TENANTS, tokens=TOKENS)
