@@ -268,6 +268,9 @@ def default_memory_bytes() -> int:
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Cancel tasks until they are over: on Python 3.11 `wait_for`, which nats-py uses, can lose a cancel."""
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=1.0)

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from protocol.errors import InvalidMessageError
-from protocol.messages import Cancelled, Chunk, Failed, Generated, decode_result
+from protocol.messages import Cancelled, Chunk, Failed, Generate, Generated, decode_result
 from protocol.subjects import session_key
 
 from .engine import DeviceFaultError, StoppingError
@@ -223,8 +223,9 @@ class Session:
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
-        if isinstance(result, Generated):
-            await self._end_tokens(pending, result)
+        if isinstance(pending.request, Generate):
+            num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
+            await self._end_tokens(pending, pending.request.id, num_tokens)
         await services.settle(pending.seq)
 
     async def _store(self, result: Result, history: History) -> int:
@@ -233,13 +234,13 @@ class Session:
             headers[HISTORY_HEADER] = history.digest()
         return await self._services.journal.commit(self.key, result, self._record.out_seq, headers)
 
-    async def _end_tokens(self, pending: Pending, result: Generated) -> None:
+    async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int) -> None:
         """Close an answer's token stream.
 
         Text that a cancel has set free is published only now: before the commit, a crash would have let the
         answer go on differently.
         """
         if pending.held_text:
-            chunk = Chunk(len(result.tokens), (), pending.held_text)
-            await self._services.outbox.tokens(self.key, result.id, chunk)
-        await self._services.outbox.end(self.key, result.id)
+            chunk = Chunk(num_tokens, (), pending.held_text)
+            await self._services.outbox.tokens(self.key, request_id, chunk)
+        await self._services.outbox.end(self.key, request_id)

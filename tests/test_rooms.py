@@ -1,0 +1,97 @@
+"""The rooms of the design: who may import whom, and who may touch MLX and nats-py."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {
+    "protocol": {"protocol"},
+    "cache": {"cache"},
+    "worker": {"worker", "protocol", "cache"},
+    "bench": {"bench", "protocol"},
+    "ops": {"ops", "protocol"},
+}
+MLX = {
+    *(f"cache/{name}.py" for name in ("layers", "format")),
+    *(f"worker/{name}.py" for name in ("model", "batch", "device", "sampling")),
+}
+NATS = {
+    "protocol/client.py",
+    *(f"worker/{name}.py" for name in ("intake", "desk", "outbox", "journal", "streams", "connection")),
+}
+
+
+def modules() -> list[Path]:
+    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imports(path: Path) -> set[str]:
+    """List the absolute names of all modules that a file imports at run time, wherever in the file."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        node
+        for guard in ast.walk(tree)
+        if isinstance(guard, ast.If) and ast.unparse(guard.test) == "TYPE_CHECKING"
+        for node in ast.walk(guard)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parts[0]
+            base = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_the_rooms_that_it_may(path):
+    room = path.relative_to(ROOT).parts[0]
+    assert tops(imports(path)) & set(ROOMS) <= ROOMS[room]
+
+
+def test_only_the_named_modules_touch_mlx():
+    users = {str(p.relative_to(ROOT)) for p in modules() if tops(imports(p)) & {"mlx", "mlx_lm"}}
+    assert users == MLX
+
+
+def test_only_the_named_modules_touch_nats():
+    users = {str(p.relative_to(ROOT)) for p in modules() if "nats" in tops(imports(p))}
+    assert users == NATS
+
+
+def test_no_module_imports_itself_over_others():
+    graph: dict[str, set[str]] = {}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
+    for name, path in names.items():
+        graph[name] = {target for target in imports(path) if target in names}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_client_package_needs_msgspec_and_nats_alone():
+    """So that `protocol` can be published by itself."""
+    import sys
+
+    allowed = {"msgspec", "nats", "protocol", "yaml"} | set(sys.stdlib_module_names)
+    for path in (ROOT / "protocol").glob("*.py"):
+        assert tops(imports(path)) <= allowed, path
