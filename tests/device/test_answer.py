@@ -34,11 +34,7 @@ def new_answer(tokenizer):
 
 
 def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
-    texts = []
-    for token in tokens:
-        if answer.finish_reason is None:
-            texts.append(answer.push(token))
-    return texts
+    return [answer.push(token) for token in tokens if answer.finish_reason is None]
 
 
 @settings(deadline=None, max_examples=150)

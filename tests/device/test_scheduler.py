@@ -38,10 +38,11 @@ def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
     assert scheduler.next()
 
 
+ACTIONS = st.sampled_from(["add", "prefilled", "remove"])
+
+
 @settings(deadline=None, max_examples=150)
-@given(
-    st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["add", "prefilled", "remove"]), st.integers(0, 7)))
-)
+@given(st.integers(1, 4), st.lists(st.tuples(ACTIONS, st.integers(0, 7))))
 def test_nobody_is_lost_starved_or_run_twice(max_batch: int, script: list[tuple[str, int]]) -> None:
     """Every turn is in exactly one phase; within as many steps as there are prompts each gets its chunk."""
     scheduler: Scheduler[int] = Scheduler(max_batch)

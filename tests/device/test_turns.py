@@ -1,0 +1,285 @@
+"""The device thread: turns in, events out, and what a fault or a cancellation leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
+
+from cache.blocks import Span, spans
+from worker.sampling import Sampling
+from worker.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
+
+
+class Wrapped:
+    """A model that can be told to fail, or to wait, at a call that a test chooses."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.fails = lambda tokens: False
+        self.holds = lambda tokens: False
+        self.arrived, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        if self.holds(tokens):
+            self.arrived.release()
+            assert self.go_on.acquire(timeout=20)
+        if self.fails(tokens):
+            raise RuntimeError("the device is on fire")
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.fixture
+def model(make_model):
+    return Wrapped(make_model("llama"))
+
+
+def test_an_append_leaves_all_of_its_kv_and_a_generate_all_but_the_last_tokens(make_rig, model) -> None:
+    rig = make_rig(model)
+    added = append(prompt(19))
+    rig.run(added)
+    assert (added.num_cached, added.num_prefilled, added.num_reused) == (19, 19, 0)
+    per_token = 2 * 2 * 8 * 4 * 2  # layers, KV heads, head_dim, bytes, keys and values
+    assert rig.end(added) == Finished(added, 19, 19 * per_token)
+    turn = generate(prompt(19), 6, num_kept=19)
+    rig.run(turn)
+    assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
+    assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
+    assert (turn.num_reused, turn.num_prefilled, turn.num_cached) == (18, 1, 19 + 6 - 1)
+    assert rig.end(turn) == Finished(turn, 24, 24 * per_token)
+    assert turn.answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_the_shortest_prompts_generate_too(make_rig, model, num_tokens) -> None:
+    rig = make_rig(model)
+    turn = generate(prompt(num_tokens), 5)
+    rig.run(turn)
+    assert rig.tokens(turn) == alone(model, prompt(num_tokens), 5)[0]
+    assert turn.num_prefilled == num_tokens
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_prefill_chunks_end_on_the_grid_wherever_they_start(make_rig, model, num_kept) -> None:
+    rig = make_rig(model)
+    tokens = prompt(3 * BLOCK + 2)
+    if num_kept:
+        rig.run(append(tokens[:num_kept]))
+    turn = append(tokens, num_kept=num_kept)
+    rig.run(turn)
+    first = num_kept // BLOCK + 1
+    assert rig.chunk_ends(turn) == [*range(first * BLOCK, len(tokens), BLOCK), len(tokens)]
+    assert turn.num_prefilled == len(tokens) - num_kept
+
+
+@pytest.mark.parametrize("num_kept", [1, 7, 8, 20, 39])
+def test_a_context_that_shares_less_than_what_is_resident_is_rewound_to_it(make_rig, model, num_kept) -> None:
+    rig = make_rig(model)
+    rig.run(generate(prompt(30), 10))
+    context = prompt(30)[:num_kept] + prompt(9, salt=20)
+    turn = generate(context, 8, num_kept=min(30, num_kept))
+    rig.run(turn)
+    assert turn.num_reused == min(num_kept, 30)
+    assert rig.tokens(turn) == alone(model, context, 8)[0]
+
+
+def test_forced_tokens_are_the_beginning_of_the_answer(make_rig, model) -> None:
+    """What was published before a crash is run, not drawn; the draws behind it are those of the whole."""
+    sampling = Sampling(0.9, seed=5)
+    whole, _ = alone(model, prompt(11), 12, sampling)
+    rig = make_rig(model)
+    begun = answer(12, *whole[:5])
+    turn = Turn(key(), prompt(11) + whole[:5], answer=begun, sampling=sampling)
+    rig.run(turn)
+    assert begun.tokens == whole
+    assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))
+    assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
+
+
+def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
+    """Of the prompt what was asked for; of an answer its full blocks and its tail."""
+    rig = make_rig(model, room=lambda: 2**30)
+    wanted = [Span(8, 16), Span(24, 30)]
+    turn = append(prompt(30), spans=list(wanted))
+    rig.run(turn)
+    assert rig.cuts(turn) == [(8, 16), (24, 30)]
+    kinds = [type(event) for event in rig.of(turn) if isinstance(event, Prefilled | Cut)]
+    assert kinds == [Prefilled, Prefilled, Cut, Prefilled, Prefilled, Cut], "each as soon as it is there"
+    after = generate(prompt(30), 14, num_kept=30)
+    rig.run(after)
+    assert rig.cuts(after) == [(24, 32), (32, 40), (40, 43)]
+    exact = generate(prompt(30), 3, num_kept=30)
+    rig.run(exact)
+    assert rig.cuts(exact) == [(24, 32)], "an answer that ends on the grid has no tail"
+
+
+def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> None:
+    """A block that was dropped under load is made good by the next turn."""
+    rig = make_rig(model, room=lambda: 2**30)
+    rig.run(append(prompt(20)))
+    turn = append(prompt(20), num_kept=20, spans=spans(0, 20, BLOCK))
+    rig.run(turn)
+    assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 20)]
+    assert turn.num_prefilled == 0
+
+
+def test_cut_bytes_are_those_of_the_kv_that_the_model_computed(make_rig, model) -> None:
+    """Also of a row in the middle of a batch, which is padded."""
+    rig = make_rig(model, room=lambda: 2**30)
+    turns = [generate(prompt(n), 12, name=f"s{n}", spans=spans(0, n - 1, BLOCK)) for n in (5, 21, 14)]
+    rig.run(*turns)
+    for turn in turns:
+        _, caches = alone(model, turn.context, 12)
+        cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+        assert cuts[-1].span.end == turn.num_cached
+        for cut in cuts:
+            for tensor in cut.tensors:
+                layer, part = tensor.name.split(".")
+                live = np.array(getattr(caches[int(layer)], part))[:, :, cut.span.start : cut.span.end]
+                bits = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+                np.testing.assert_allclose(bits, live, atol=1e-4)
+
+
+def test_without_room_nothing_is_cut_and_the_loss_is_told(make_rig, model) -> None:
+    rig = make_rig(model, room=lambda: 0)
+    turn = generate(prompt(20), 8, spans=[Span(0, 8), Span(8, 16)])
+    rig.run(turn)
+    cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+    assert [cut.tensors for cut in cuts] == [None] * len(cuts)
+    assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 24), (24, 27)]
+
+
+def test_a_cancel_in_prefill_keeps_what_was_done(make_rig, model) -> None:
+    rig = make_rig(model)
+    model.holds = lambda tokens: True
+    turn = generate(prompt(40), 10)
+    rig.device.submit(turn)
+    assert model.arrived.acquire(timeout=20)
+    rig.device.cancel(turn)
+    model.holds = lambda tokens: False
+    model.go_on.release()
+    rig.finish(turn)
+    assert turn.num_cached == rig.end(turn).num_cached == BLOCK
+    assert rig.tokens(turn) == []
+    again = generate(prompt(40), 10, num_kept=turn.num_cached)
+    rig.run(again)
+    assert again.num_reused == turn.num_cached
+    assert rig.tokens(again) == alone(model, prompt(40), 10)[0]
+
+
+def test_a_cancel_in_decode_ends_the_answer_after_the_step_that_runs(make_rig, model) -> None:
+    rig = make_rig(model)
+    turn, other = generate(prompt(10), 500), generate(prompt(7), 60, name="other")
+    rig.device.submit(turn)
+    rig.device.submit(other)
+    rig.wait(lambda _: len(rig.tokens(turn)) >= 5)
+    rig.device.cancel(turn)
+    rig.device.cancel(turn)  # once more does no harm
+    rig.finish(turn, other)
+    rig.device.cancel(turn)
+    drawn = rig.tokens(turn)
+    assert turn.answer.tokens == drawn == alone(model, prompt(10), len(drawn))[0]
+    assert len(drawn) < 500
+    assert rig.end(turn).num_cached == 10 + len(drawn) - 1
+    assert rig.tokens(other) == alone(model, prompt(7), 60)[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
+def test_a_model_that_raises_costs_the_turns_it_runs_and_nothing_else(make_rig, model, phase) -> None:
+    """They fault, their KV is gone; others go on, and so does the device with the same session."""
+    rig = make_rig(model)
+    bystander = generate(prompt(12, salt=4), 40, name="bystander")
+    victims = [generate(prompt(20), 30, name="victim")]
+    idle = append(prompt(15, salt=2), name="idle")
+    rig.run(idle)
+    if phase == "prefill":
+        seen = iter(range(1000))
+        model.fails = lambda tokens: tokens.shape[1] == BLOCK and next(seen) == 1
+        rig.device.submit(victims[0])
+        rig.finish(victims[0])
+        model.fails = lambda tokens: False
+        rig.device.submit(bystander)
+    else:
+        if phase == "decode in a batch":
+            victims.append(generate(prompt(9, salt=6), 30, name="victim2"))
+        for turn in victims:
+            rig.device.submit(turn)
+        rig.wait(lambda _: all(len(rig.tokens(turn)) > 2 for turn in victims))
+        model.fails = lambda tokens: tokens.shape == (len(victims), 1)
+        rig.finish(*victims)
+        model.fails = lambda tokens: False
+        rig.device.submit(bystander)
+    for turn in victims:
+        end = rig.end(turn)
+        assert isinstance(end, Faulted)
+        assert str(end.error) == "the device is on fire"
+        assert rig.of(turn)[-1] is end
+    again = [generate(turn.context, 30, name=turn.key.session) for turn in victims]
+    kept = generate(prompt(15, salt=2), 10, name="idle", num_kept=15)
+    for turn in (*again, kept):
+        rig.device.submit(turn)
+    rig.finish(bystander, kept, *again)
+    for turn in (bystander, kept, *again):
+        assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
+    assert kept.num_reused == 14
+    assert [turn.num_reused for turn in again] == [0] * len(again)
+
+
+def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -> None:
+    rig = make_rig(model)
+    running = generate(prompt(6), 60, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 3)
+    model.fails = lambda tokens: tokens.shape[1] > 1
+    doomed = generate(prompt(30), 5, name="doomed")
+    rig.device.submit(doomed)
+    rig.finish(doomed)
+    model.fails = lambda tokens: False
+    rig.finish(running)
+    assert isinstance(rig.end(doomed), Faulted)
+    assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
+
+
+def test_a_turn_with_restored_kv_that_does_not_fit_faults_and_the_device_goes_on(make_rig, model) -> None:
+    rig = make_rig(model)
+    turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
+    rig.run(turn)
+    assert isinstance(rig.end(turn), Faulted)
+    again = append(prompt(20))
+    rig.run(again)
+    assert isinstance(rig.end(again), Finished)
+
+
+def test_dropped_kv_is_run_again(make_rig, model) -> None:
+    rig = make_rig(model)
+    rig.run(append(prompt(20)))
+    rig.device.drop(key())
+    turn = generate(prompt(20), 4, num_kept=20)
+    rig.run(turn)
+    assert (turn.num_reused, turn.num_prefilled) == (0, 20)
+    assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
+
+
+def test_more_answers_than_rows_are_all_given(make_rig, model) -> None:
+    """Sixteen sessions with two rows: each gets the tokens that it gets alone."""
+    rig = make_rig(model, max_batch=2)
+    samplings = [GREEDY, Sampling(0.9, seed=3)]
+    turns = [generate(prompt(2 + n), 6, samplings[n % 2], name=f"s{n}") for n in range(16)]
+    rig.run(*turns)
+    for turn in turns:
+        assert rig.tokens(turn) == alone(model, turn.context, 6, turn.sampling)[0]
+
+
+def test_a_stop_ends_the_thread_in_the_middle_of_an_answer(make_rig, model) -> None:
+    rig = make_rig(model)
+    turn = generate(prompt(10), 10_000)
+    rig.device.submit(turn)
+    rig.wait(lambda _: len(rig.tokens(turn)) > 2)
+    assert rig.device.stop()
