@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import structlog
+
 from .sampling import Sampling
 from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     Publish: TypeAlias = Callable[[int, list[int], str], Awaitable[None]]
 
+
+log = structlog.get_logger()
 
 #: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
 #: the whole prefix, and reading a token is about this much faster than computing it.
@@ -282,8 +286,12 @@ class Engine:
             return
         if cut.tensors is None:
             self._store.skip(1)
-        else:
+            return
+        try:
             self._store.save(cut.turn.key.tenant, _tokens(cut.turn, cut.span.end), cut.span, cut.tensors)
+        except Exception:
+            # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
+            log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
     async def _admitted(self, key: SessionKey, size_bytes: int) -> bool:
         """Wait, first come first served, until the ledger has room; False if cancelled meanwhile."""

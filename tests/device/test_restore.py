@@ -1,0 +1,219 @@
+"""A session whose KV went over the disk continues with the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, key, loaded, prompt
+
+from cache.identity import Identity
+from cache.store import Store
+from worker.admission import Ledger
+from worker.device import Device
+from worker.engine import Engine
+from worker.sampling import Sampling
+from worker.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from worker.engine import Outcome
+
+HOT = Sampling(0.9, top_p=0.95, seed=77)
+IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
+
+
+class Recorded:
+    """A model that keeps the bits of the logits that answers are drawn from."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.bits: list[bytes] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits = self._model(tokens, cache=cache)
+        if tokens.shape[1] == 1:
+            mx.eval(logits)
+            self.bits.append(bytes(memoryview(logits).cast("B")))
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Process:
+    """What one worker process has of a session's way: an engine, a device, an open store."""
+
+    def __init__(self, engine: Engine, store: Store, model: Recorded) -> None:
+        self.engine = engine
+        self.store = store
+        self.model = model
+
+    async def append(self, tokens: list[int], name: str = "s") -> Outcome:
+        outcome = await self.engine.run(key(name), tokens, lambda: False)
+        assert outcome is not None
+        return outcome
+
+    async def generate(
+        self, tokens: list[int], num: int, sampling: Sampling = GREEDY, name: str = "s"
+    ) -> tuple[Outcome, list[int], list[bytes]]:
+        """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
+        growing = answer(num)
+        self.model.bits.clear()
+        outcome = await self.engine.run(
+            key(name), tokens, lambda: False, answer=growing, sampling=sampling, max_new=num
+        )
+        assert outcome is not None
+        return outcome, growing.tokens, self.model.bits[-num:]
+
+
+@pytest.fixture
+def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
+    """Be a worker process on the test's snapshot directory, until the end of the `async with`."""
+
+    @asynccontextmanager
+    async def open_(queue_bytes: int = 1 << 28, folder: str = "snapshots") -> AsyncIterator[Process]:
+        recorded = Recorded(make_model("llama"))
+        loop = asyncio.get_running_loop()
+        store = await Store.open(
+            tmp_path / folder, identity=IDENTITY, max_bytes=1 << 30, queue_bytes=queue_bytes, min_free_bytes=0
+        )
+        device = Device(
+            lambda: loaded(recorded),
+            lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
+            block_tokens=BLOCK,
+            max_batch=4,
+        )
+        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), bytes_per_token=1024, fixed_bytes=0)
+        await asyncio.to_thread(device.start)
+        device.cut_snapshots(store.room)
+        try:
+            yield Process(engine, store, recorded)
+        finally:
+            assert await asyncio.to_thread(device.stop)
+            assert await store.close()
+
+    return open_
+
+
+POSITIONS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("position", POSITIONS)
+async def test_after_an_append_the_restored_session_goes_on_bit_by_bit(
+    open_process, position, sampling
+) -> None:
+    tokens = prompt(position)
+    async with open_process() as before:
+        await before.append(tokens)
+        expected = await before.generate(tokens, 20, sampling)
+        await before.store.barrier(10)
+    async with open_process() as after:
+        outcome, *got = await after.generate(tokens, 20, sampling)
+    assert got == list(expected[1:])
+    assert len(set(expected[2])) == 20
+    assert outcome.num_prefilled <= 1, "the last token's own forward pass draws the first one"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("num_answered", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+async def test_after_a_generate_the_restored_session_goes_on_bit_by_bit(
+    open_process, num_answered, sampling
+) -> None:
+    """An answer's blocks, its tail, and the token that had not been run when it ended."""
+    tokens = prompt(BLOCK + 3)
+    async with open_process() as before:
+        _, answered, _ = await before.generate(tokens, num_answered, sampling)
+        await before.store.barrier(10)
+        context = tokens + answered + prompt(5, salt=40)
+        # A copy of the device's state, at the moment at which the other process takes over.
+        expected = await before.generate(context, 20, sampling)
+    async with open_process(folder="other") as elsewhere:
+        cold = await elsewhere.generate(context, 20, sampling)
+    assert cold[1] == expected[1]
+    async with open_process() as after:
+        outcome, *got = await after.generate(context, 20, sampling)
+    assert got == list(expected[1:])
+    assert outcome.num_cached + outcome.num_prefilled == len(context)
+
+
+async def test_turn_after_turn_in_a_new_process_costs_the_new_tokens_only(open_process) -> None:
+    """Five turns, each in a process of its own, against one process for all of them."""
+    history: list[int] = []
+    async with open_process(folder="whole") as whole:
+        expected = []
+        for turn in range(5):
+            history = history + prompt(7 + turn, salt=turn)
+            _, tokens, bits = await whole.generate(history, 6, HOT)
+            history = history + tokens
+            expected.append((tokens, bits))
+    history = []
+    for turn in range(5):
+        async with open_process() as process:
+            history = history + prompt(7 + turn, salt=turn)
+            outcome, tokens, bits = await process.generate(history, 6, HOT)
+            history = history + tokens
+            assert (tokens, bits) == expected[turn]
+            assert outcome.num_prefilled <= 7 + turn + 1
+            await process.store.barrier(10)
+
+
+async def test_a_shared_prefix_is_run_once_for_all_sessions_of_a_tenant(open_process) -> None:
+    shared = prompt(4 * BLOCK)
+    async with open_process() as process:
+        await process.append(shared, name="first")
+        await process.store.barrier(10)
+        context = shared + prompt(6, salt=9)
+        outcome, tokens, _ = await process.generate(context, 8, name="second")
+        assert (outcome.num_cached, outcome.num_prefilled) == (4 * BLOCK, 6)
+        assert tokens == alone(process.model, context, 8)[0]
+
+
+async def test_kv_on_the_device_is_given_up_for_a_much_longer_prefix_on_disk(open_process) -> None:
+    async with open_process() as process:
+        long = prompt(8 * BLOCK)
+        await process.append(long, name="writer")
+        await process.store.barrier(10)
+        await process.append(long[:5], name="reader")
+        outcome, tokens, _ = await process.generate(long, 5, name="reader")
+        assert outcome.num_prefilled <= 1
+        assert tokens == alone(process.model, long, 5)[0]
+
+
+async def test_blocks_that_were_dropped_are_made_good_by_the_next_turn(open_process) -> None:
+    """The queue to the disk is full for a whole turn; the next one cuts what is missing."""
+    tokens = prompt(5 * BLOCK)
+    async with open_process() as process:
+        process.engine._device.cut_snapshots(lambda: 0)
+        await process.append(tokens)
+        stats = process.store.stats()
+        assert stats.dropped["queue_full"] == 5
+        assert stats.stored == 0
+        process.engine._device.cut_snapshots(process.store.room)
+        _, answered, _ = await process.generate(tokens, 3)
+        await process.store.barrier(10)
+    async with open_process() as after:
+        outcome = await after.append(tokens + answered)
+        assert outcome.num_prefilled <= 1
+
+
+async def test_a_store_that_fails_to_take_a_snapshot_costs_the_snapshot_only(
+    open_process, monkeypatch
+) -> None:
+    """The turn must end whatever becomes of its KV: nothing waits for the disk."""
+    async with open_process() as process:
+
+        def broken(*_: Any) -> bool:
+            raise OSError("the directory is gone")
+
+        monkeypatch.setattr(process.store, "save", broken)
+        async with asyncio.timeout(10):
+            _, tokens, _ = await process.generate(prompt(20), 12)
+        assert tokens == alone(process.model, prompt(20), 12)[0]
+        assert all(0 <= token < VOCABULARY for token in tokens)
