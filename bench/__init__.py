@@ -1,1 +1,1 @@
-"""Measures a worker from outside, through `protocol` alone."""
+"""Drives a worker from outside, through `protocol` alone: the demo, and measurements."""

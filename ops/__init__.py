@@ -1,1 +1,1 @@
-"""What surrounds running workers: the demo today. Talks to them through `protocol` alone."""
+"""What surrounds running workers, through `protocol` alone. Empty so far."""

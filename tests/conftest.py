@@ -1,4 +1,4 @@
-"""Parts that most tests need: a tiny random model, a NATS server, workers in this process and as processes."""
+"""Parts that most tests need: a tiny model, a NATS server, workers in this process and as processes."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,8 @@ from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TINY_CONTEXT = 2048
@@ -147,7 +148,9 @@ async def local_worker(
         ready.cancel()
         if task.done():
             await task
-        client = await connect(settings.nats or f"nats://127.0.0.1:{settings.nats_port}", prefix=settings.prefix)
+        client = await connect(
+            settings.nats or f"nats://127.0.0.1:{settings.nats_port}", prefix=settings.prefix
+        )
         started.append(LocalWorker(app, task, settings, client))
         return started[-1]
 
@@ -214,7 +217,11 @@ def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., W
     made: list[WorkerProcess] = []
 
     def make(*options: str, model: Path | None = tiny_model, port: int | None = None) -> WorkerProcess:
-        made.append(WorkerProcess(tmp_path / "data", model, port or free_port(), "--block-tokens", str(BLOCK), *options))
+        made.append(
+            WorkerProcess(
+                tmp_path / "data", model, port or free_port(), "--block-tokens", str(BLOCK), *options
+            )
+        )
         return made[-1]
 
     yield make

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "protocol": {"protocol"},
     "cache": {"cache"},
-    "worker": {"worker", "protocol", "cache"},
+    "worker": {"worker", "protocol", "cache", "bench"},  # bench: its commands, in cli.py alone
     "bench": {"bench", "protocol"},
     "ops": {"ops", "protocol"},
 }

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import socket
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,17 +18,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from protocol.client import connect
-from protocol.errors import NoWorkerError, RequestFailedError, TurnkeepError
+from protocol.errors import TurnkeepError
+
+from .local import LocalWorker
 
 if TYPE_CHECKING:
-    from protocol.client import Client
     from protocol.generation import Generation
     from protocol.messages import Generated
     from protocol.session import Session
 
 DATA_DIR: Final = Path(".demo")
-READY_TIMEOUT_S: Final = 180.0
 KILL_AFTER_TOKENS: Final = 25
 
 NOTES: Final = Path(__file__).with_name("lighthouse.txt")
@@ -54,67 +49,12 @@ class Row:
     tokens_per_s: float | None
 
 
-class Worker:
-    """`turnkeep serve` on the demo's data directory."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"nats://127.0.0.1:{self._port}"
-
-    def start(self) -> None:
-        """Start it. Its progress bars and warnings go to this terminal."""
-        options = ["--data-dir", str(DATA_DIR), "--nats-port", str(self._port), "--log-level", "warning"]
-        self._process = subprocess.Popen([sys.executable, "-m", "worker", "serve", *options])
-
-    async def ready(self, tenant: str) -> Client:
-        """Wait until it answers; returns a connection."""
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._process is not None and self._process.poll() is not None:
-                raise NoWorkerError(f"the worker ended with exit code {self._process.returncode}")
-            with contextlib.suppress(NoWorkerError):
-                client = await connect(self.url, tenant=tenant)
-                if await answers(client):
-                    return client
-                await client.close()
-            await asyncio.sleep(0.1)
-        raise NoWorkerError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s")
-
-    def kill(self) -> None:
-        """`kill -9`."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Stop it as Ctrl-C does; it takes its NATS server down with it."""
-        self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait()
-            self._process = None
-
-
-async def answers(client: Client) -> bool:
-    """Say whether a worker answers control requests."""
-    try:
-        await client.session("any").info()
-    except RequestFailedError:
-        return True  # it knows that there is no such session
-    except NoWorkerError:
-        return False
-    return True
-
-
 class Demo:
     """The script of the demo."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
-        self._worker = Worker()
+        self._worker = LocalWorker(DATA_DIR)
         self._rows: list[Row] = []
         self._prefill_rate = 0.0
         # A tenant of its own: a second run then finds nothing that the first one left in the cache.
@@ -159,7 +99,7 @@ class Demo:
         self._count(question, generation.result, kv_from)
 
     async def _interrupted(self, session: Session) -> None:
-        """Kill the worker in the middle of an answer, and let the very same iterator go on after a restart."""
+        """Kill the worker in the middle of an answer; the same iterator goes on after the restart."""
         generation = self._generate(session, LONG_QUESTION, 120)
         num_tokens = 0
         alive = True

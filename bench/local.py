@@ -1,0 +1,77 @@
+"""A worker of one's own for a demo or a bench: `turnkeep serve` as a process, started and ended at will."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from protocol.client import connect
+from protocol.errors import NoWorkerError, RequestFailedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from protocol.client import Client
+
+READY_TIMEOUT_S: Final = 180.0
+
+
+class LocalWorker:
+    """`turnkeep serve` on a data directory and a free port of 127.0.0.1."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        self.url = f"nats://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
+        self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it. Its progress bars and warnings go to this terminal."""
+        self._process = subprocess.Popen(self._command)
+
+    async def ready(self, tenant: str) -> Client:
+        """Wait until it answers; returns a connection. Raises `NoWorkerError` if it ends or takes too long."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process is not None and self._process.poll() is not None:
+                raise NoWorkerError(f"the worker ended with exit code {self._process.returncode}")
+            with contextlib.suppress(NoWorkerError):
+                client = await connect(self.url, tenant=tenant)
+                if await _answers(client):
+                    return client
+                await client.close()
+            await asyncio.sleep(0.1)
+        raise NoWorkerError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s")
+
+    def kill(self) -> None:
+        """`kill -9`. Its NATS server goes on."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C does; it takes its NATS server down with it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait()
+            self._process = None
+
+
+async def _answers(client: Client) -> bool:
+    try:
+        await client.session("any").info()
+    except RequestFailedError:
+        return True  # it knows that there is no such session
+    except NoWorkerError:
+        return False
+    return True
