@@ -151,26 +151,27 @@ class Conversation:
         return replace(self, _steps=(*self._steps, step))
 
     def _answer(self, start: int, tokens: tuple[int, ...]) -> _Step:
+        closed = tokens[-1] in self.tokenizer.eos_ids
+        content = self.tokenizer.decode(tokens[:-1] if closed else tokens)
         return _Step(
             "answer",
             start,
             start + len(tokens),
             self.tokenizer.decode(tokens),
+            ({"role": "assistant", "content": content.removeprefix(self.tokenizer.answer_lead)},),
             tokens=tokens,
-            closed=tokens[-1] in self.tokenizer.eos_ids,
+            closed=closed,
         )
 
     def _messages(self, steps: Sequence[_Step]) -> list[Message]:
         """List the messages that the steps stand for; a header without an answer is an empty one."""
         messages: list[Message] = []
         for step in steps:
+            if step.kind == "answer":
+                messages.pop()
             messages += step.messages
             if step.opens_answer:
                 messages.append({"role": "assistant", "content": ""})
-            elif step.kind == "answer":
-                content = self.tokenizer.decode(step.tokens[:-1]) if step.closed else step.text
-                content = content.removeprefix(self.tokenizer.answer_lead)
-                messages[-1] = {"role": "assistant", "content": content}
         return messages
 
     def _render(self, messages: Sequence[Message], *, header: bool) -> str:
