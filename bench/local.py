@@ -39,7 +39,7 @@ class LocalWorker:
         self._process = subprocess.Popen(self._command)
 
     async def ready(self, tenant: str) -> Client:
-        """Wait until it answers; returns a connection. Raises `NoWorkerError` if it ends or takes too long."""
+        """Wait until it answers and return a connection; raises `NoWorkerError` if it never does."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process is not None and self._process.poll() is not None:

@@ -103,10 +103,9 @@ class Desk:
         except InvalidMessageError as error:
             return Failed(id=None, code="invalid_request", message=str(error), retryable=False)
         try:
-            async with asyncio.timeout(self._ask_timeout_s):
-                return await self._through_the_log(key, body)
+            return await asyncio.wait_for(self._through_the_log(key, body), self._ask_timeout_s)
         except TimeoutError:
-            text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
+            text = f"no result within {self._ask_timeout_s:g} s; if the log has the request, it comes on out"
         except nats.errors.MaxPayloadError:
             text = "the request is larger than a message may be; append it in pieces first"
         except (nats.errors.Error, OSError) as error:

@@ -87,7 +87,7 @@ class Intake:
             return
         try:
             messages = self._fetching.result()
-        except nats.errors.TimeoutError:
+        except TimeoutError:  # nats-py's own is one, and now and then a plain one gets out
             return
         for message in messages:
             seq = message.metadata.sequence.stream
