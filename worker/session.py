@@ -125,11 +125,9 @@ class Session:
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
         await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
-        for pending in self.pending:
-            if pending.id == request_id:
-                break
-        else:
-            known = request_id in self._record.answered
+        known = request_id in self._record.answered  # then what is pending is a repeat of it
+        pending = next((pending for pending in self.pending if pending.id == request_id), None)
+        if pending is None or known:
             why = "it was answered already" if known else "the session has no request with this id"
             message = f"nothing to cancel under {request_id!r}: {why}"
             return Failed(id=request_id, code="invalid_request", message=message, retryable=False)

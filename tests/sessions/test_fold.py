@@ -1,0 +1,434 @@
+"""The fold: what a session became while it lived is what its log says afterwards, whatever happened.
+
+The log and the device are replaced by lists and a formula; sessions, requests, records and templates are the
+real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from protocol.messages import (
+    Append,
+    Close,
+    Failed,
+    Generate,
+    Message,
+    Open,
+    Rewind,
+    decode_result,
+    encode,
+)
+from protocol.subjects import SessionKey
+from worker.engine import Outcome
+from worker.execution import Execution
+from worker.history import Folder
+from worker.journal import HISTORY_HEADER, MODEL_HEADER, Entry, FencedError
+from worker.record import Record
+from worker.session import Services, Session
+from worker.telemetry import Telemetry
+from worker.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from protocol.messages import Request, Result
+
+KEY = SessionKey("default", "s")
+NO_RESULT = b"not a result"
+STORED = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+class Log:
+    """The journal, in memory."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
+        self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
+        return len(self.entries)
+
+    async def read(self, _: SessionKey, after: int, __: int) -> list[Entry]:
+        return [entry for entry in self.entries if entry.seq > after]
+
+    async def commit(self, _: SessionKey, result: Result, after: int, headers: dict[str, str]) -> int:
+        last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
+        if last != after:
+            raise FencedError(str(last))
+        return self.add("out", encode(result), headers)
+
+    async def get(self, seq: int) -> bytes:
+        return self.entries[seq - 1].body
+
+    async def published(self, *_: Any) -> list[Any]:
+        return []
+
+
+class Formula:
+    """An engine whose next token is a hash of those before it; it can be cancelled after some tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
+        self.cancel_after: int | None = None
+
+    async def run(
+        self, _: SessionKey, context: list[int], cancelled: Any, *, answer: Any = None, **__: Any
+    ) -> Outcome | None:
+        if cancelled():
+            return None
+        tokens = list(context)
+        while answer is not None and answer.finish_reason is None and self.cancel_after != len(answer.tokens):
+            digest = blake2b(str(tokens).encode(), digest_size=4).digest()
+            tokens.append(self._choices[int.from_bytes(digest, "big") % len(self._choices)])
+            answer.push(tokens[-1])
+        return Outcome(0, len(context), 0, 0.0, 0.0, 0.0)
+
+    def live_bytes(self, *_: Any) -> int:
+        return 0
+
+    def size_bytes(self, _: int) -> int:
+        return 0
+
+    def forget(self, _: SessionKey) -> None:
+        pass
+
+    @property
+    def ledger(self) -> Any:
+        return self
+
+    def ever_fits(self, _: int) -> bool:
+        return True
+
+
+class Nowhere:
+    """An outbox that nobody reads."""
+
+    async def tokens(self, *_: Any) -> None:
+        pass
+
+    async def end(self, *_: Any) -> None:
+        pass
+
+
+class World:
+    """A session on a log, which can be put down and taken up again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.log = Log()
+        self.engine = Formula(tokenizer)
+        self.folder = Folder(tokenizer)
+        self._tokenizer = tokenizer
+        self.crash()
+
+    def crash(self) -> None:
+        """Forget everything but the log."""
+        parts: Any = {
+            "journal": self.log,
+            "outbox": Nowhere(),
+            "telemetry": Telemetry(),
+            "folder": self.folder,
+        }
+        execution = Execution(engine=self.engine, tokenizer=self._tokenizer, context_tokens=10_000, **parts)  # type: ignore[arg-type]
+        self.session = Session(
+            KEY, Services(execution=execution, settle=self._settled, model="tiny", **parts)
+        )
+
+    async def _settled(self, seq: int) -> None:
+        pass
+
+    def publish(self, request: Request | bytes) -> int:
+        body = request if isinstance(request, bytes) else encode(request)
+        seq = self.log.add("in", body)
+        self.session.ring(seq)
+        return seq
+
+    async def ask(self, request: Request | bytes) -> Result:
+        seq = self.publish(request)
+        await self.session.run()
+        return self.result(seq)
+
+    def result(self, seq: int) -> Result:
+        (found,) = [result for result in self.results if result.seq == seq]
+        return found
+
+    @property
+    def results(self) -> list[Result]:
+        bodies = [entry.body for entry in self.log.entries if entry.kind == "out"]
+        return [decode_result(body) for body in bodies if body != NO_RESULT]
+
+    def refolded(self) -> Record:
+        record = Record(self.folder)
+        record.take(self.log.entries)
+        return record
+
+    def assert_fold_is_life(self) -> None:
+        live, folded = self.session._record, self.refolded()
+        assert folded.diverged is None
+        assert folded.history == live.history
+        assert folded.answered == live.answered
+        assert [(p.seq, p.id) for p in folded.pending] == [(p.seq, p.id) for p in live.pending]
+        assert folded.out_seq == live.out_seq
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def world(tokenizer) -> World:
+    return World(tokenizer)
+
+
+TEXTS = st.sampled_from(["", "hi", "a b\n", "<|im_end|>", "x<|im_start|>user\n", "\u00e9\u20ac"])
+MESSAGES = st.lists(
+    st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=TEXTS),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+TOKENS = st.lists(st.integers(0, 300), max_size=4).map(tuple)  # 259 and above are outside of the vocabulary
+INPUTS = st.one_of(
+    st.fixed_dictionaries({"messages": MESSAGES}),
+    st.fixed_dictionaries({"text": TEXTS}),
+    st.fixed_dictionaries({"tokens": TOKENS}),
+)
+EXPECTED = st.sampled_from([{}, {}, {}, {"expect_position": 0}, {"expect_position": 40}])
+REQUESTS = st.one_of(
+    st.builds(lambda given, expected: lambda id_: Append(id=id_, **given, **expected), INPUTS, EXPECTED),
+    st.builds(
+        lambda given, n, raw: lambda id_: Generate(id=id_, max_tokens=n, raw=raw, stop=("ba",), **given),
+        st.one_of(st.just({}), INPUTS),
+        st.integers(1, 6),
+        st.booleans(),
+    ),
+    st.builds(lambda position: lambda id_: Rewind(id=id_, position=position), st.integers(0, 60)),
+    st.sampled_from(
+        [lambda id_: Open(id=id_), lambda id_: Close(id=id_), lambda id_: b'{"type": "' + id_.encode()]
+    ),
+)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), REQUESTS),
+        st.tuples(st.just("publish"), REQUESTS),
+        st.tuples(st.just("publish and run"), REQUESTS),
+        st.tuples(st.just("publish and run"), REQUESTS),
+        st.tuples(st.just("repeat"), st.integers(0, 20)),
+        st.tuples(st.just("reuse"), st.integers(0, 20)),
+        st.tuples(st.just("cancel waiting"), st.integers(0, 5)),
+        st.tuples(st.just("run, cancelled after"), st.integers(0, 4)),
+        st.tuples(st.just("crash"), st.none()),
+    ),
+    max_size=24,
+)
+
+
+@settings(deadline=None, max_examples=250)
+@given(operations=OPERATIONS)
+def test_the_log_folds_to_what_the_session_was_when_it_lived(tokenizer, operations) -> None:
+    """Requests of every kind, good and bad; repeats, conflicts, cancellations out of order, crashes."""
+    asyncio.run(live(World(tokenizer), operations))
+
+
+async def live(world: World, operations: list[tuple[str, Any]]) -> None:
+    requests: list[Request | bytes] = []
+    for number, (operation, argument) in enumerate(operations):
+        if operation.startswith("publish"):
+            requests.append(argument(f"r{number}"))
+            world.publish(requests[-1])
+        elif operation == "repeat" and requests:
+            world.publish(requests[argument % len(requests)])
+        elif operation == "reuse" and requests:
+            first = requests[argument % len(requests)]
+            if not isinstance(first, bytes):
+                world.publish(Append(id=first.id, text=f"another request {number}"))
+        elif operation == "cancel waiting":
+            await world.session.catch_up()
+            if (waiting := world.session.pending) and (id_ := waiting[argument % len(waiting)].id):
+                known = id_ in world.session._record.answered
+                assert isinstance(await world.session.cancel(id_), Failed) == known
+        elif operation == "crash":
+            world.crash()
+        world.engine.cancel_after = argument if operation == "run, cancelled after" else None
+        if "run" in operation:
+            await world.session.run()
+            world.assert_fold_is_life()
+    await world.session.run()
+    world.assert_fold_is_life()
+    ins = [entry.seq for entry in world.log.entries if entry.kind == "in"]
+    assert sorted(result.seq for result in world.results) == ins, "every entry has exactly one result"
+
+
+async def test_a_repeated_request_is_answered_from_the_record_and_changes_nothing(world) -> None:
+    request = Generate(id="g", text="hello", max_tokens=5)
+    first = await world.ask(request)
+    await world.ask(Append(id="a", text="more"))
+    before = world.session.history
+    again = await world.ask(request)
+    assert again == msgspec.structs.replace(first, seq=again.seq, repeat_of=first.seq)
+    assert world.session.history == before
+    world.crash()
+    once_more = await world.ask(request)
+    assert once_more.repeat_of == first.seq, "of the first one, also across repeats and restarts"
+    world.assert_fold_is_life()
+
+
+async def test_an_id_that_was_used_for_another_request_is_a_conflict(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    for _ in range(2):
+        refused = await world.ask(Append(id="a", text="two"))
+        assert (refused.code, refused.id, refused.position) == ("id_conflict", "a", 3)
+        world.crash()
+    repeated = await world.ask(Append(id="a", text="one"))
+    assert repeated.repeat_of == 1, "the first one keeps the id"
+
+
+async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(world) -> None:
+    """Its result comes before theirs in the log; the fold must not mind."""
+    first = world.publish(Append(id="first", text="one"))
+    second = world.publish(Append(id="second", text="two"))
+    third = world.publish(Generate(id="third", max_tokens=3))
+    cancelled = await world.session.cancel("second")
+    assert cancelled.was == "waiting"
+    world.assert_fold_is_life()
+    world.crash()
+    world.session.ring(third)
+    await world.session.run()
+    assert [result.seq for result in world.results] == [second, first, third]
+    assert world.result(second).code == "expired"
+    assert world.session.history.tokens[:3] == world.session._services.folder._tokenizer.encode(
+        "one", at_start=True
+    )
+    world.assert_fold_is_life()
+
+
+async def test_a_cancelled_repeat_is_answered_from_the_record_too(world) -> None:
+    """The record has one answer for an id, however often it is asked, and whoever cancels."""
+    first = await world.ask(Append(id="a", text="one"))
+    seq = world.publish(Append(id="a", text="one"))
+    reply = await world.session.cancel("a")
+    assert isinstance(reply, Failed)
+    assert "answered already" in reply.message
+    await world.session.run()
+    assert world.result(seq) == msgspec.structs.replace(first, seq=seq, repeat_of=first.seq)
+
+
+async def test_a_session_starts_anew_when_it_is_opened_after_its_close(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    closed = await world.ask(Close(id="c"))
+    assert closed.position == 3
+    refused = await world.ask(Append(id="b", text="two"))
+    assert refused.code == "unknown_session"
+    world.assert_fold_is_life()
+    world.crash()
+    opened = await world.ask(Open(id="o"))
+    assert opened.position == 0
+    appended = await world.ask(Append(id="d", text="three", expect_position=0))
+    assert appended.position == 5
+    repeated = await world.ask(Append(id="a", text="one"))
+    assert (repeated.repeat_of, repeated.position) == (1, 3), "ids are the session name's, for good"
+    world.assert_fold_is_life()
+
+
+async def test_an_answer_cancelled_before_its_first_token_adds_nothing_not_even_its_input(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    world.engine.cancel_after = 0
+    result = await world.ask(Generate(id="g", text="two", max_tokens=5))
+    assert (result.finish_reason, result.tokens, result.position) == ("cancelled", (), 3)
+    world.engine.cancel_after = 1
+    partly = await world.ask(Generate(id="h", text="more", max_tokens=5))
+    assert (partly.finish_reason, len(partly.tokens), partly.position) == ("cancelled", 1, 3 + 4 + 1)
+    world.assert_fold_is_life()
+
+
+def tampered(entries: list[Entry], index: int, **fields: Any) -> list[Entry]:
+    """Change fields of the `index`-th result; `headers` are merged."""
+    outs = [entry for entry in entries if entry.kind == "out"]
+    changed = dict(fields)
+    if "headers" in changed:
+        changed["headers"] = {**outs[index].headers, **changed["headers"]}
+    return [
+        Entry(**{**{name: getattr(entry, name) for name in Entry.__slots__}, **changed})
+        if entry is outs[index]
+        else entry
+        for entry in entries
+    ]
+
+
+async def diverged(world: World, entries: list[Entry]) -> str:
+    """Take up a session from these entries; return why it refuses to go on."""
+    world.log.entries = entries
+    world.crash()
+    before = world.publish(Append(id="new", text="more"))
+    await world.session.run()
+    refused = world.result(before)
+    assert refused.code == "history_diverged"
+    assert not refused.retryable
+    assert "serve that one" in refused.message
+    return refused.message
+
+
+async def test_a_log_whose_tokens_this_model_makes_otherwise_is_not_continued(world) -> None:
+    """The digest of the last result decides; what was answered before is still repeated."""
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="b", text="two"))
+    entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32, MODEL_HEADER: "elder-model"})
+    assert "elder-model" in await diverged(world, entries)
+    repeated = await world.ask(Append(id="a", text="one"))
+    assert repeated.repeat_of == 1
+
+
+async def test_a_wrong_position_in_the_log_is_found(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="b", text="two"))
+    for index in (0, 1):
+        entries = world.log.entries[:4]
+        body = json.loads([entry for entry in entries if entry.kind == "out"][index].body)
+        body["position"] += 1
+        message = await diverged(world, tampered(entries, index, body=json.dumps(body).encode()))
+        assert "position" in message
+
+
+async def test_a_result_of_another_kind_than_its_request_is_found(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Rewind(id="r", position=1))
+    rewound = world.log.entries[-1].body
+    entries = tampered(world.log.entries[:2], 0, body=rewound.replace(b'"seq":3', b'"seq":1'))
+    assert "Append with a Rewound" in await diverged(world, entries)
+
+
+async def test_a_log_with_tokens_that_the_vocabulary_does_not_have_is_not_continued(world) -> None:
+    await world.ask(Append(id="a", tokens=(1, 2)))
+    entries = world.log.entries
+    entries[0] = Entry(1, "in", STORED, entries[0].body.replace(b"[1,2]", b"[1,2000]"), {})
+    assert "refused now" in await diverged(world, entries)
+
+
+async def test_what_is_no_result_on_out_is_ignored_and_its_place_in_the_fence_is_kept(world) -> None:
+    """Anybody with access to the log may publish there; that must not cost the session."""
+    await world.ask(Append(id="a", text="one"))
+    world.log.add("out", NO_RESULT)
+    world.crash()
+    result = await world.ask(Append(id="b", text="two"))
+    assert result.position == 6
+
+
+async def test_another_workers_result_sends_this_one_back_to_the_log(world) -> None:
+    """It had read the session before; it goes on behind what the other one has done."""
+    await world.ask(Append(id="a", text="one"))
+    other = World(world._tokenizer)
+    other.log = world.log
+    other.crash()
+    await other.ask(Append(id="b", text="two"))
+    result = await world.ask(Append(id="c", text="three"))
+    assert result.position == 3 + 3 + 5
+    world.assert_fold_is_life()
