@@ -59,6 +59,10 @@ VERSION = importlib.metadata.version("turnkeep")
 _MEMORY_SHARE = 0.5
 
 
+#: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
+_STOP_S = 10.0
+
+
 class WorkerError(TurnkeepError):
     """The worker cannot go on; the message is one line."""
 
@@ -90,8 +94,8 @@ class App:
             url = settings.nats
             if url is None:
                 server = broker.EmbeddedServer(directory, settings)
-                await server.start()
                 stack.push_async_callback(server.stop)
+                await server.start()
                 url = server.url
             nc = await connect(
                 url,
@@ -202,7 +206,7 @@ class App:
         stopped.cancel()
         await _cancel(pull)
         self._engine.stop()
-        await self._sessions.stop()
+        await self._sessions.stop(_STOP_S)
         await desk.close()
         await intake.give_back()
         await _cancel(*others)  # the keep-alive among them: until here the deliveries were this worker's

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.errors import TurnkeepError
+from protocol.errors import NoWorkerError, TurnkeepError
 
 from . import settings as settings_module
 from .settings import Settings, SettingsError
@@ -36,6 +36,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except SettingsError as error:
             _fail(str(error), 2)
+        except NoWorkerError as error:
+            _fail(f"{error}; start a worker with: turnkeep serve", 1)
         except TurnkeepError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
@@ -96,12 +98,12 @@ def model_list(config: Path | None, **flags: Any) -> None:
 
     from .model import list_models
 
-    table = Table("model", "origin", "dtype", "size", "path", box=None, header_style="bold")
+    table = Table("model", "origin", "dtype", "size", box=None, header_style="bold")
+    table.add_column("path", overflow="fold")
     for entry in list_models(_settings(config, flags).data_dir):
         size = f"{entry.size_bytes / 2**20:.0f} MiB"
         table.add_row(entry.name, entry.origin, entry.dtype, size, str(entry.path))
-    console = Console(soft_wrap=True)
-    console.print(table)
+    Console().print(table)
 
 
 @model.command("path")

@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from protocol.errors import TurnkeepError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -20,7 +22,7 @@ _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
 
-class ModelError(Exception):
+class ModelError(TurnkeepError):
     """A model cannot be used: one clear line that says what was wrong and what would be right."""
 
     def __init__(self, message: str) -> None:

@@ -81,9 +81,12 @@ class Sessions:
             return _failed(None, "invalid_request", str(error))
         session = self._hold(key)
         if isinstance(request, CancelRequest):
-            reply = await session.cancel(request.id)
-            self._wake(session)
-            return reply
+            try:
+                return await session.cancel(request.id)
+            except FencedError:
+                return _failed(request.id, "internal", "another worker went on with this session; ask again")
+            finally:
+                self._wake(session)
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
             await session.catch_up()
         history = session.history
@@ -101,10 +104,16 @@ class Sessions:
                 if session.used_s < horizon_s and key not in self._tasks:
                     del self._sessions[key]
 
-    async def stop(self) -> None:
-        """Wait for the sessions' tasks; the engine must have been told to stop before."""
+    async def stop(self, timeout_s: float) -> None:
+        """Wait for the sessions' tasks, then cancel them; the engine must have been told to stop before."""
         self._stopping.set()
-        await asyncio.gather(*self._tasks.values(), *self._asides)
+        tasks = {*self._tasks.values(), *self._asides}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                log.warning("a session did not end in time", task=task.get_name())
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def _hold(self, key: SessionKey) -> Session:
         session = self._sessions.get(key)

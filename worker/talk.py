@@ -120,7 +120,7 @@ async def _next_metrics(client: Client) -> Metrics:
         async with asyncio.timeout(15):
             async for metrics in client.metrics():
                 return metrics
-    raise NoWorkerError("no worker has published metrics for 15 s; start one with: turnkeep serve")
+    raise NoWorkerError("no worker has published metrics for 15 s")
 
 
 async def _stream(session: Session, generation: Generation) -> None:
