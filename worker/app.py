@@ -178,7 +178,7 @@ class App:
             telemetry=telemetry,
             context_tokens=min(settings.max_context or loaded.context_tokens, loaded.context_tokens),
         )
-        intake = Intake(js, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
+        intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
         self._intake = intake
         services = Services(journal, outbox, execution, folder, telemetry, intake.settle, loaded.name)
         self._sessions = Sessions(

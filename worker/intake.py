@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import TYPE_CHECKING
 
 import nats.errors
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
+    from nats.aio.client import Client
     from nats.aio.msg import Msg
-    from nats.js import JetStreamContext
 
     from .streams import Streams
 
 log = structlog.get_logger()
 
 _FETCH = 64
-_FETCH_TIMEOUT_S = 5.0
+_EXPIRES_S = 5.0
 _RETRY_S = 0.5
+
+#: Ends of a pull that are no fault: nothing was there, or its time is over.
+_EMPTY = frozenset({"404", "408"})
 
 
 class Intake:
@@ -33,20 +37,22 @@ class Intake:
 
     def __init__(
         self,
-        js: JetStreamContext,
+        nc: Client,
         names: Streams,
         *,
         ack_wait_s: float,
         max_held: int,
     ) -> None:
         """Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker."""
-        self._js = js
+        self._nc = nc
         self._names = names
         self._ack_wait_s = ack_wait_s
         self._max_held = max_held
         self._held: dict[int, Msg] = {}
         self._freed = asyncio.Event()
-        self._fetching: asyncio.Task[list[Msg]] | None = None
+        self._num_to_come = 0
+        self._fault = ""
+        self._pull_over = asyncio.Event()
 
     @property
     def num_held(self) -> int:
@@ -60,10 +66,11 @@ class Intake:
         """
         while True:
             try:
-                subscription = await self._js.pull_subscribe_bind(self._names.consumer, self._names.log)
+                inbox = self._nc.new_inbox()
+                subscription = await self._nc.subscribe(inbox, cb=self._arrival(inbox, ring))
                 try:
                     while True:
-                        await self._pull_some(subscription, ring)
+                        await self._pull_some(inbox)
                 finally:
                     with contextlib.suppress(nats.errors.Error):
                         await subscription.unsubscribe()
@@ -71,35 +78,47 @@ class Intake:
                 log.warning("pulling requests failed, trying again", error=str(error) or type(error).__name__)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _pull_some(
-        self, subscription: JetStreamContext.PullSubscription, ring: Callable[[str, int], None]
-    ) -> None:
+    async def _pull_some(self, inbox: str) -> None:
         while len(self._held) >= self._max_held:
             self._freed.clear()
             await self._freed.wait()
-        size = min(_FETCH, self._max_held - len(self._held))
-        self._fetching = asyncio.create_task(subscription.fetch(size, timeout=_FETCH_TIMEOUT_S))
-        try:
-            await asyncio.wait([self._fetching])
-        finally:
-            self._fetching.cancel()
-        if self._fetching.cancelled():  # by pull_again
-            return
-        try:
-            messages = self._fetching.result()
-        except TimeoutError:  # nats-py's own is one, and now and then a plain one gets out
-            return
-        for message in messages:
+        self._num_to_come = min(_FETCH, self._max_held - len(self._held))
+        self._fault = ""
+        self._pull_over.clear()
+        # The raw request, since nats-py's `fetch` takes any message with a header `Status` for the server's
+        # word on the pull. That header is the publisher's to set: it would lose the request, or end the pull.
+        request = {"batch": self._num_to_come, "expires": int(_EXPIRES_S * 1e9)}
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._names.log}.{self._names.consumer}"
+        await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
+        with contextlib.suppress(TimeoutError):  # the server's word may have been lost
+            async with asyncio.timeout(_EXPIRES_S + 1.0):
+                await self._pull_over.wait()
+        if self._fault:
+            raise nats.errors.Error(self._fault)
+
+    def _arrival(self, inbox: str, ring: Callable[[str, int], None]) -> Callable[[Msg], Awaitable[None]]:
+        async def arrived(message: Msg) -> None:
+            if message.subject == inbox:  # a request comes under its own subject
+                headers = message.headers or {}
+                status = headers.get("Status", "")
+                if status not in _EMPTY:
+                    self._fault = f"the server ended the pull: {status} {headers.get('Description', '')}"
+                self._pull_over.set()
+                return
+            self._num_to_come -= 1
+            if self._num_to_come <= 0:
+                self._pull_over.set()
             seq = message.metadata.sequence.stream
             known = seq in self._held
             self._held[seq] = message  # the newest delivery is the one whose ack counts
             if not known:
                 ring(message.subject, seq)
 
+        return arrived
+
     async def pull_again(self) -> None:
         """Give up the outstanding pull, which the server forgot when the connection was lost."""
-        if self._fetching is not None:
-            self._fetching.cancel()
+        self._pull_over.set()
 
     async def keep_alive(self) -> None:
         """Tell the server again and again that the held requests are worked on, until cancelled.

@@ -197,7 +197,8 @@ class Journal:
                 message = await replies.next_msg(timeout=_TIMEOUT_S)
                 headers = message.headers or {}
                 status = headers.get("Status")
-                if status is None:
+                # An entry brings its publisher's headers along, among which there may be a `Status`.
+                if "Nats-Sequence" in headers:
                     entries.append(_entry(message, headers))
                 elif status in ("204", "404"):
                     return entries, int(headers.get("Nats-Num-Pending", "0")) > 0
