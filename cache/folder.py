@@ -83,8 +83,6 @@ class Folder:
         """Give a path to write to; on exit remove it unless `place` has moved it."""
         path = self.tmp / digest.hex()
         try:
-            # A file of this name can only be what an earlier failure could not remove.
-            path.unlink(missing_ok=True)
             yield path
         finally:
             with suppress(OSError):

@@ -141,11 +141,14 @@ def draft(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Draft:
 
 
 def write(draft: Draft, path: Path) -> None:
-    """Write and fsync a new file. Runs on the writer thread, raises `OSError`; copies no tensor."""
+    """Write and fsync a file, over whatever is there, without copying a tensor.
+
+    Runs on the writer thread. Raises `OSError`.
+    """
     hasher = xxhash.xxh3_128(draft.header)
     for tensor in draft.tensors:
         hasher.update(tensor.data)
-    with path.open("xb") as file:
+    with path.open("wb") as file:
         file.write(draft.header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + draft.header[_CHECKSUM_END:])
         for tensor in draft.tensors:
             file.write(tensor.data)

@@ -176,7 +176,7 @@ class Index:
         return best
 
     def shadowed(self, entry: Entry) -> list[Entry]:
-        """List the stored siblings whose tokens are a beginning of this entry's: it holds all they hold.
+        """List the siblings whose tokens are a beginning of this entry's: it holds all they hold.
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
@@ -190,7 +190,7 @@ class Index:
                 found.append(self._entries[digest])
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
-        return [other for other in found if other.durable]
+        return found
 
     def covered(self, parent: bytes, packed: bytes) -> bool:
         """Tell whether an entry, on its way or stored, holds all of `packed` after `parent`."""

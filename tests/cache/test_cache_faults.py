@@ -139,6 +139,26 @@ async def test_failing_writes_pause_longer_and_longer_and_are_logged_once(open_s
     assert_sum_rule(store)
 
 
+async def test_after_a_failure_the_queue_is_not_tried_one_by_one(open_store, monkeypatch) -> None:
+    """Otherwise a full disk would be hammered with everything that waits."""
+    store = await open_store(monotonic=Clock())
+    loop, tried = asyncio.get_running_loop(), []
+
+    def fail(draft, path) -> None:
+        tried.append(path)
+        if len(tried) > 1:  # once around the event loop: by then it knows of the first failure
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_format, "write", fail)
+    for session in range(20):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    assert len(tried) == 2, "the one that failed, and the one that was under way when that became known"
+    assert (store.stats().failed, store.stats().dropped) == (2, {"disk_error": 18})
+    assert_sum_rule(store)
+
+
 async def test_while_paused_offers_are_dropped_with_their_reason(open_store, monkeypatch) -> None:
     store = await open_store(monotonic=Clock())
     fsync = os.fsync

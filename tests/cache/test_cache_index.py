@@ -207,3 +207,23 @@ async def test_recency_survives_a_restart(open_store, tmp_path) -> None:
     store.release(store.match("c", [1, 2]))
     save_all(store, "d", [1, 2])
     assert {tenant: store.match(tenant, [1, 2]).num_tokens for tenant in "abc"} == {"a": 2, "b": 0, "c": 2}
+
+
+async def test_a_prefix_stays_as_recent_as_the_leaf_that_was_evicted(open_store) -> None:
+    """Only leaves are noted in the catalog; when one goes, its parent must inherit its last use."""
+    store = await open_store(clock=lambda: 1000.0)
+    save_all(store, "old", [1, 2, 3, 4])
+    save_all(store, "new", [1, 2, 3, 4])
+    await store.barrier(5)
+    size = store.stats().stored_bytes // 2
+    save_all(store, "old", [1, 2, 3, 4, 5])
+    await store.barrier(5)
+    leaf = store.match("old", [1, 2, 3, 4, 5])
+    store.release(leaf)
+    store._discard([leaf.entries[-1]])
+    await store.close()
+
+    store = await open_store(max_bytes=2 * size + 50)
+    assert save_all(store, "newest", [1, 2, 3, 4]) == [True]
+    assert store.match("old", [1, 2, 3, 4]).num_tokens == 4
+    assert store.match("new", [1, 2, 3, 4]).num_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import tempfile
 from collections import Counter
@@ -14,7 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import blocks
+from cache import format as snapshot_format
 from cache.store import Store
+
+WRITE = snapshot_format.write
 
 TENANTS = st.sampled_from("ab")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
@@ -40,6 +44,7 @@ class Driven(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
+        self.now = 0.0
         self.directory = Path(tempfile.mkdtemp(prefix="cache-machine-"))
 
     @initialize()
@@ -51,6 +56,7 @@ class Driven(RuleBasedStateMachine):
                 max_bytes=self.max_bytes,
                 queue_bytes=self.queue_bytes,
                 min_free_bytes=0,
+                monotonic=lambda: self.now,
             )
         )
 
@@ -232,6 +238,7 @@ class Cramped(Driven):
 
     def __init__(self) -> None:
         super().__init__()
+        self.failing = False
         self.saved: set[tuple[str, tuple[int, ...]]] = set()
         self.held: list = []
 
@@ -259,6 +266,24 @@ class Cramped(Driven):
     @rule(tenant=TENANTS, tokens=TOKENS)
     def forget(self, tenant, tokens) -> None:
         self.store.forget(tenant, tokens)
+
+    @rule()
+    def turn_the_disk_off_or_on(self) -> None:
+        self.failing = not self.failing
+        self.now += 1000
+
+    def write(self, draft, path) -> None:
+        if self.failing:
+            raise OSError(errno.EIO, "Input/output error")
+        WRITE(draft, path)
+
+    @initialize()
+    def take_hold_of_the_disk(self) -> None:
+        snapshot_format.write = self.write
+
+    def teardown(self) -> None:
+        super().teardown()
+        snapshot_format.write = WRITE
 
     @precondition(lambda self: not self.held)
     @rule()

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
@@ -21,15 +20,6 @@ TOKENS = list(range(10))
 
 def files(tmp_path) -> int:
     return len(list((tmp_path / "cache" / "snapshots").iterdir()))
-
-
-def on_disk(tmp_path) -> int:
-    """Count the bytes of all snapshots, finished or not; one that is moved meanwhile counts once."""
-    sizes = {}
-    for path in (tmp_path / "cache").glob("[st]*/*"):
-        with suppress(FileNotFoundError):
-            sizes[path.stem] = path.stat().st_size
-    return sum(sizes.values())
 
 
 async def restore(store, tenant, tokens):
@@ -196,22 +186,43 @@ async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
     assert_sum_rule(store)
 
 
-async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_path) -> None:
+async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_path, monkeypatch) -> None:
+    """Looked at by the writer itself, when a new file is complete: what it replaces must be gone by then."""
     store = await open_store()
     save_all(store, "a", list(range(4)))
     await store.barrier(5)
     limit = 5 * store.stats().stored_bytes + 100
     await store.close()
+    used: list[int] = []
+    write = snapshot_format.write
+
+    def measured(draft, path) -> None:
+        write(draft, path)
+        used.append(sum(file.stat().st_size for file in (tmp_path / "cache").glob("[st]*/*")))
+
+    monkeypatch.setattr(snapshot_format, "write", measured)
     store = await open_store(max_bytes=limit)
     for session in range(12):
         save_all(store, "a", [session, *range(11)])
         stats = store.stats()
         assert stats.stored_bytes + stats.in_flight_bytes <= limit
-        while store.stats().in_flight:
-            assert on_disk(tmp_path) <= limit
-            await asyncio.sleep(0)
+        await store.barrier(5)
         assert await restore(store, "a", [session, *range(11)]) == 12, "the newest is there"
+    assert len(used) == 36
+    assert limit // 2 < max(used) <= limit
     assert store.stats().evicted >= 12
+
+
+async def test_a_snapshot_does_not_evict_its_own_prefix(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS[:4])
+    await store.barrier(5)
+    size = store.stats().stored_bytes
+    await store.close()
+    store = await open_store(max_bytes=size + 100)
+    assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    assert store.stats().dropped == {"disk_limit": 1}
+    assert await restore(store, "a", TOKENS) == 4
 
 
 async def test_a_lowered_limit_shrinks_the_cache_at_the_start(open_store, tmp_path) -> None:
