@@ -1,36 +1,20 @@
-"""What is stored, and in which order it was last used.
+"""What is stored, on its way, and in which order it was last used: a tree in memory.
 
-`Index` lives in memory and belongs to the event loop. `Catalog` is its SQLite file, used while opening and
-then by the writer thread alone. The files are the truth: a catalog that is lost or wrong is made anew.
+Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the process.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-import structlog
+from typing import TYPE_CHECKING, NamedTuple
 
 from .blocks import TOKEN_BYTES, num_common
-from .format import DoubtfulSnapshotError, Name, read_name
+from .format import Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    from .folder import Folder
-
-_log = structlog.get_logger("turnkeep.cache")
-
-_SCHEMA_VERSION: Final = 1
-_SCHEMA: Final = """
-    CREATE TABLE IF NOT EXISTS snapshot (
-        digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
-        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL
-    ) WITHOUT ROWID
-"""
 
 
 class Row(NamedTuple):
@@ -162,18 +146,19 @@ class Index:
     def longest(self, parent: bytes, packed: bytes) -> tuple[Entry, int] | None:
         """Find the stored child of `parent` that shares the most leading tokens with `packed`, and how many.
 
-        Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand.
+        Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
+        two that share as much, the smaller one is read faster.
         """
         siblings = self._children.get(parent, [])
         at = bisect_left(siblings, (packed,))
-        best: tuple[Entry, int] | None = None
+        found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
             entries = (self._entries[siblings[i][1]] for i in side)
             entry = next((entry for entry in entries if entry.usable), None)
-            num_tokens = 0 if entry is None else num_common(entry.name.tokens, packed)
-            if entry is not None and num_tokens > (best[1] if best else 0):
-                best = entry, num_tokens
-        return best
+            if entry is not None and (num_tokens := num_common(entry.name.tokens, packed)):
+                found.append((num_tokens, -entry.size_bytes, entry))
+        num_tokens, _, entry = max(found, key=lambda one: one[:2], default=(0, 0, None))
+        return None if entry is None else (entry, num_tokens)
 
     def shadowed(self, entry: Entry) -> list[Entry]:
         """List the siblings whose tokens are a beginning of this entry's: it holds all they hold.
@@ -215,131 +200,3 @@ def _in_order(rows: list[Row]) -> list[Row]:
     return sorted(
         (row._replace(used=used[row.digest]) for row in rows), key=lambda row: (row.used, -row.start)
     )
-
-
-class Catalog:
-    """The SQLite file. Its errors cost recency, never a snapshot: the caller logs them and goes on."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._path = folder.catalog
-        self._db = self._open()
-
-    def _open(self) -> sqlite3.Connection:
-        """Open the file; one that is damaged or of another version is removed and made anew."""
-        existed = self._path.exists()
-        db = self._connect()
-        try:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-            if sound and version == (_SCHEMA_VERSION if existed else 0):
-                return self._prepare(db)
-            reason = f"version {version}" if sound else "damaged"
-        except sqlite3.DatabaseError as error:
-            reason = str(error)
-        db.close()
-        _log.warning("index_discarded", path=str(self._path), reason=reason)
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        return self._prepare(self._connect())
-
-    def _connect(self) -> sqlite3.Connection:
-        # Opened on one thread, then used by the writer alone.
-        return sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
-
-    def _prepare(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
-        db.execute("PRAGMA wal_autocheckpoint=100")
-        db.execute(_SCHEMA)
-        db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
-        return db
-
-    def rows(self) -> list[Row]:
-        """Read everything."""
-        return [Row(*row) for row in self._db.execute("SELECT * FROM snapshot")]
-
-    def put(self, rows: Iterable[Row]) -> None:
-        """Add or replace rows."""
-        with self._transaction() as db:
-            db.executemany("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?)", rows)
-
-    def remove(self, rows: Iterable[Row]) -> None:
-        """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""
-        with self._transaction() as db:
-            for row in rows:
-                db.execute("DELETE FROM snapshot WHERE digest = ?", (row.digest,))
-                db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, row.parent))
-
-    def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Note the times of use of leaves, as (used, digest); their chains follow when the rows are read."""
-        with self._transaction() as db:
-            db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", uses)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._db.close()
-
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    """BEGIN, then COMMIT, or ROLLBACK on an exception."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._db.execute("BEGIN")
-        return self._db
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
-
-
-def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
-    """Bring catalog and files together at a start; announce what was adopted, lost or given up.
-
-    Returns the snapshots, and how many files were doubtful.
-
-    A file without a row is adopted by its header, with its mtime as its last use. A row without a file
-    is dropped. A file that is no snapshot goes to quarantine, and one whose parent is gone is removed,
-    since nothing could ever match it.
-    """
-    rows = {row.digest: row for row in catalog.rows()}
-    files = folder.scan()
-    known = {
-        digest: row
-        for digest, row in rows.items()
-        # SQLite has no checksums of its own: a row must prove its name as a file does.
-        if row.name.digest == digest and files.get(digest, (-1,))[0] == row.size_bytes
-    }
-    adopted: dict[bytes, Row] = {}
-    doubtful = 0
-    for digest in files.keys() - known.keys():
-        size_bytes, mtime_ns = files[digest]
-        try:
-            name = read_name(folder.path(digest))
-        except (DoubtfulSnapshotError, OSError) as error:
-            folder.quarantine(digest)
-            doubtful += 1
-            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
-            continue
-        adopted[digest] = Row(digest, name.parent, name.start, name.tokens, size_bytes, mtime_ns // 1000)
-    kept: dict[bytes, Row] = {}
-    orphans = []
-    for row in sorted((known | adopted).values(), key=lambda row: row.start):
-        if row.start == 0 or row.parent in kept:
-            kept[row.digest] = row
-        else:
-            orphans.append(row)
-            folder.remove(row.digest)
-    catalog.remove([*(rows[digest] for digest in rows.keys() - known.keys()), *orphans])
-    catalog.put(row for row in adopted.values() if row.digest in kept)
-    lost = len(rows.keys() - files.keys())
-    if adopted or doubtful or orphans or lost:
-        _log.warning(
-            "index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans)
-        )
-    return list(kept.values()), doubtful

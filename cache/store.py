@@ -17,9 +17,10 @@ import structlog
 
 from . import blocks, eviction
 from . import format as snapshot_format
+from .catalog import Catalog, reconcile
 from .folder import Folder
 from .format import Name
-from .index import Catalog, Entry, Index, Row, reconcile
+from .index import Entry, Index, Row
 from .restore import Piece, Restored, restore
 from .writer import DropReason, State, Write, Writer
 

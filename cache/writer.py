@@ -27,9 +27,10 @@ from . import format as snapshot_format
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .catalog import Catalog
     from .folder import Folder
     from .format import Draft
-    from .index import Catalog, Entry, Row
+    from .index import Entry, Row
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from cache import blocks
 from cache import format as snapshot_format
+from cache.catalog import Catalog
 from cache.folder import QUARANTINE_FILES
-from cache.index import Catalog
 
 TOKENS = list(range(10))
 
