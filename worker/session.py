@@ -118,13 +118,20 @@ class Session:
         async with self._log_lock:
             if self._record.read_seq > 0 and self._bell <= self._record.read_seq and not beyond_bell:
                 return
-            entries = await self._services.journal.read(self.key, self._record.read_seq, self._bell)
+            record = self._record  # the entries are its successors, and not those of one that replaces it
+            entries = await self._services.journal.read(self.key, record.read_seq, self._bell)
             # A fold tokenises everything that was ever said; that is not for the event loop.
-            await asyncio.to_thread(self._record.take, entries)
+            await asyncio.to_thread(record.take, entries)
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
-        await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
+        try:
+            await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
+        except FencedError:
+            if self.active is not None:
+                raise
+            self.forget()  # nothing is under way here, so nobody else would find out
+            await self.catch_up(beyond_bell=True)
         known = request_id in self._record.answered  # then what is pending is a repeat of it
         pending = next((pending for pending in self.pending if pending.id == request_id), None)
         if pending is None or known:
