@@ -95,7 +95,10 @@ class Record:
         outs = [entry for entry in entries if entry.kind == "out" and entry.seq > self.out_seq]
         if outs and not fresh:
             raise FencedError(f"a result at sequence {outs[0].seq} is not this worker's")
-        results = {result.seq: (result, entry) for entry in outs if (result := _result(entry)) and result.seq}
+        results: dict[int, tuple[Result, Entry]] = {}
+        for entry in outs:
+            if (result := _result(entry)) and result.seq:
+                results.setdefault(result.seq, (result, entry))  # the first one is what clients have seen
         for entry in entries:
             if entry.kind == "in":
                 self._take_request(entry, results.get(entry.seq), recovered=fresh)
