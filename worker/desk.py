@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -117,8 +118,9 @@ class Desk:
         try:
             ack = await self._js.publish(self._subjects.of(key, "in"), body, timeout=_PUBLISH_TIMEOUT_S)
             while True:
-                result = decode_result((await results.next_msg(timeout=None)).data)
-                if result.seq == ack.seq:
-                    return result
+                body = (await results.next_msg(timeout=None)).data
+                with contextlib.suppress(InvalidMessageError):  # somebody else's
+                    if (result := decode_result(body)).seq == ack.seq:
+                        return result
         finally:
             await results.unsubscribe()
