@@ -177,6 +177,7 @@ class App:
             tokenizer=loaded.tokenizer,
             telemetry=telemetry,
             context_tokens=min(settings.max_context or loaded.context_tokens, loaded.context_tokens),
+            vocab_size=loaded.vocab_size,
         )
         intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
         self._intake = intake

@@ -125,6 +125,7 @@ class Device:
             self._model = loaded.model
             self._batch = Batch(loaded.model)
             self._bytes_per_token = loaded.kv_bytes_per_token
+            self._vocab_size = loaded.vocab_size
             caches = make_prompt_cache(loaded.model)
             self._trimmable = layers.trimmable(caches)
             self.unsupported_cache = layers.unsupported(caches)
@@ -189,6 +190,9 @@ class Device:
         if turn.restored is not None:
             held, usable = _Held(layers.rebuild(turn.restored), turn.num_restored), turn.num_restored
             turn.restored = None
+        # MLX reads beyond its table for an id that is not in it, and the process ends.
+        if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
+            raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
         turn.caches, turn.num_cached = self._trimmed(held, min(usable, turn.target))
         turn.num_reused = turn.num_cached
         self._scheduler.add(turn)

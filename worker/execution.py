@@ -65,8 +65,9 @@ class Execution:
         tokenizer: Tokenizer,
         telemetry: Telemetry,
         context_tokens: int,
+        vocab_size: int,
     ) -> None:
-        """`context_tokens` is the most that a session may hold."""
+        """`context_tokens` is the most that a session may hold; `vocab_size` bounds the model's token ids."""
         self._journal = journal
         self._outbox = outbox
         self._engine = engine
@@ -74,6 +75,7 @@ class Execution:
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
 
     def cancel(self, key: SessionKey) -> None:
         """End what the session has on the device, within a step."""
@@ -160,6 +162,9 @@ class Execution:
     async def _resume(self, key: SessionKey, request_id: str, answer: Answer) -> None:
         """Take up an answer that a dead worker had begun: what clients have seen is its beginning."""
         for chunk in await self._journal.published(key, request_id):
+            if not all(0 <= token < self._vocab_size for token in chunk.tokens):
+                log.warning("ignoring tokens that this model does not have", first=chunk.i)
+                break
             for token in chunk.tokens:
                 if answer.finish_reason is None:
                     answer.push(token)

@@ -138,7 +138,9 @@ class World:
             "telemetry": Telemetry(),
             "folder": self.folder,
         }
-        execution = Execution(engine=self.engine, tokenizer=self._tokenizer, context_tokens=10_000, **parts)  # type: ignore[arg-type]
+        execution = Execution(
+            engine=self.engine, tokenizer=self._tokenizer, context_tokens=10_000, vocab_size=2**20, **parts
+        )  # type: ignore[arg-type]
         self.session = Session(
             KEY, Services(execution=execution, settle=self._settled, model="tiny", **parts)
         )
