@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from protocol.errors import InvalidMessageError
-from protocol.messages import Cancelled, Chunk, Failed, Generate, Generated, decode_result
+from protocol.messages import Cancelled, Chunk, Failed, Generate, Generated, decode_request, decode_result
 from protocol.subjects import session_key
 
 from .engine import DeviceFaultError, StoppingError
@@ -62,6 +62,7 @@ class Session:
         self._services = services
         self._record = Record(services.folder)
         self._bell = 0
+        self._rung: set[int] = set()  # deliveries that the record has not been asked about yet
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.used_s = monotonic()
@@ -90,18 +91,22 @@ class Session:
     @property
     def has_work(self) -> bool:
         """Whether `run` has something to do."""
-        return bool(self._record.pending) or self._bell > self._record.read_seq
+        return bool(self._record.pending or self._rung) or self._bell > self._record.read_seq
 
     def ring(self, seq: int) -> bool:
         """Say that the log has an entry at `seq`; False if it was answered before."""
         self._bell = max(self._bell, seq)
-        return seq > self._record.read_seq or any(pending.seq == seq for pending in self._record.pending)
+        if seq > self._record.read_seq:
+            self._rung.add(seq)
+            return True
+        return any(pending.seq == seq for pending in self._record.pending)
 
     async def run(self) -> None:
         """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
         while True:
             try:
                 await self.catch_up()
+                await self._settle_answered()
                 if self._record.pending:
                     await self._answer(self._record.pending[0])
                 elif not self.has_work:
@@ -150,8 +155,36 @@ class Session:
         """Drop everything that is in memory; the log is read anew when the session goes on."""
         for pending in self._record.pending:
             pending.done.set()
+            self._rung.add(pending.seq)  # who has overtaken this worker may have answered it
         self._services.execution.forget(self.key)
         self._record = Record(self._services.folder)
+
+    async def _settle_answered(self) -> None:
+        """Settle deliveries of requests that had their result when the log was read.
+
+        Another worker has answered them, or this one before it died.
+        """
+        waiting = {pending.seq for pending in self._record.pending}
+        for seq in sorted(self._rung):
+            if seq > self._record.read_seq:
+                return
+            self._rung.remove(seq)
+            if seq not in waiting:
+                await self._end_again(seq)
+                await self._services.settle(seq)
+
+    async def _end_again(self, seq: int) -> None:
+        """Close the token stream of an answered generate: who answered it may have died before it could."""
+        journal = self._services.journal
+        answered = next((found for found in self._record.answered.values() if found.in_seq == seq), None)
+        if answered is None:
+            return
+        request = decode_request(await journal.get(seq))
+        if isinstance(request, Generate):
+            result = decode_result(await journal.get(answered.out_seq))
+            text, tokens = (result.text, result.tokens) if isinstance(result, Generated) else ("", ())
+            num_chars = sum(len(chunk.text) for chunk in await journal.published(self.key, request.id))
+            await self._end_tokens(request.id, len(tokens), text[num_chars:])
 
     async def _answer(self, pending: Pending) -> None:
         self.active = pending
@@ -230,7 +263,7 @@ class Session:
         pending.done.set()
         if isinstance(pending.request, Generate):
             num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
-            await self._end_tokens(pending, pending.request.id, num_tokens)
+            await self._end_tokens(pending.request.id, num_tokens, pending.held_text)
         await services.settle(pending.seq)
 
     async def _store(self, result: Result, history: History) -> int:
@@ -239,13 +272,12 @@ class Session:
             headers[HISTORY_HEADER] = history.digest()
         return await self._services.journal.commit(self.key, result, self._record.out_seq, headers)
 
-    async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int) -> None:
+    async def _end_tokens(self, request_id: str, num_tokens: int, held_text: str) -> None:
         """Close an answer's token stream.
 
         Text that a cancel has set free is published only now: before the commit, a crash would have let the
         answer go on differently.
         """
-        if pending.held_text:
-            chunk = Chunk(num_tokens, (), pending.held_text)
-            await self._services.outbox.tokens(self.key, request_id, chunk)
+        if held_text:
+            await self._services.outbox.tokens(self.key, request_id, Chunk(num_tokens, (), held_text))
         await self._services.outbox.end(self.key, request_id)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 
 from protocol.messages import (
     Append,
+    Chunk,
     Close,
     Failed,
     Generate,
@@ -53,6 +54,7 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.chunks: list[Chunk] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
@@ -70,8 +72,8 @@ class Log:
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
 
-    async def published(self, *_: Any) -> list[Any]:
-        return []
+    async def published(self, *_: Any) -> list[Chunk]:
+        return self.chunks
 
 
 class Formula:
@@ -110,14 +112,18 @@ class Formula:
         return True
 
 
-class Nowhere:
-    """An outbox that nobody reads."""
+class Outbox:
+    """An outbox that keeps what was said last: texts that were set free, and which answers were ended."""
 
-    async def tokens(self, *_: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ended: list[str] = []
 
-    async def end(self, *_: Any) -> None:
-        pass
+    async def tokens(self, _: SessionKey, __: str, chunk: Chunk) -> None:
+        self.texts.append(chunk.text)
+
+    async def end(self, _: SessionKey, request_id: str) -> None:
+        self.ended.append(request_id)
 
 
 class World:
@@ -132,21 +138,21 @@ class World:
 
     def crash(self) -> None:
         """Forget everything but the log."""
+        self.outbox = Outbox()
+        self.settled: list[int] = []
         parts: Any = {
             "journal": self.log,
-            "outbox": Nowhere(),
+            "outbox": self.outbox,
             "telemetry": Telemetry(),
             "folder": self.folder,
         }
         execution = Execution(
             engine=self.engine, tokenizer=self._tokenizer, context_tokens=10_000, vocab_size=2**20, **parts
         )  # type: ignore[arg-type]
-        self.session = Session(
-            KEY, Services(execution=execution, settle=self._settled, model="tiny", **parts)
-        )
+        self.session = Session(KEY, Services(execution=execution, settle=self._settle, model="tiny", **parts))
 
-    async def _settled(self, seq: int) -> None:
-        pass
+    async def _settle(self, seq: int) -> None:
+        self.settled.append(seq)
 
     def publish(self, request: Request | bytes) -> int:
         body = request if isinstance(request, bytes) else encode(request)
@@ -322,6 +328,40 @@ async def test_a_cancelled_repeat_is_answered_from_the_record_too(world) -> None
     assert "answered already" in reply.message
     await world.session.run()
     assert world.result(seq) == msgspec.structs.replace(first, seq=seq, repeat_of=first.seq)
+
+
+async def test_deliveries_of_requests_that_were_answered_already_are_settled(world) -> None:
+    """A worker died between a result and its acknowledgement; the next one must not hold it for ever."""
+    first = world.publish(Append(id="a", text="one"))
+    second = world.publish(Append(id="b", text="two"))
+    await world.session.run()
+    assert world.settled == [first, second]
+    world.crash()
+    third = world.publish(Append(id="c", text="three"))
+    for seq in (second, first):
+        world.session.ring(seq)
+    await world.session.run()
+    assert sorted(world.settled) == [first, second, third]
+    assert not world.session.has_work
+
+
+@pytest.mark.parametrize("cancel_after", [None, 4])
+async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_before_it(
+    world, cancel_after
+) -> None:
+    """Between the record and the end of the stream; what a cancel had set free is said too."""
+    world.engine.cancel_after = cancel_after
+    seq = world.publish(Generate(id="g", text="down", max_tokens=6))
+    await world.session.run()
+    result = world.result(seq)
+    said = len(result.text) // 2 if cancel_after else len(result.text)
+    world.log.chunks = [Chunk(0, result.tokens, result.text[:said])]
+    world.crash()
+    world.session.ring(seq)
+    await world.session.run()
+    assert world.outbox.ended == ["g"]
+    assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
+    assert world.settled == [seq]
 
 
 async def test_a_session_starts_anew_when_it_is_opened_after_its_close(world) -> None:
