@@ -1,0 +1,64 @@
+"""Workers with a raw connection beside them, and models with other chat templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from raw_wire import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+async def wire(
+    local_worker: Callable[..., Awaitable[Any]], nats_url: str
+) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+    """Start a worker with these settings and a raw connection to it; the log is checked after the test."""
+    made: list[Wire] = []
+
+    async def start(**settings: Any) -> Wire:
+        worker = await local_worker(**settings)
+        made.append(Wire(await nats.connect(nats_url), worker))
+        await made[-1].listen()
+        return made[-1]
+
+    yield start
+    try:
+        for one in made:
+            await one.check_log()
+    finally:
+        for one in made:
+            await one.nc.close()
+
+
+@pytest.fixture(scope="session")
+def model_with_template(tiny_model: Path) -> Callable[[str, str], Path]:
+    """Make copies of the tiny model's folder with other chat templates."""
+
+    def make(name: str, template: str) -> Path:
+        folder = tiny_model.with_name(name)
+        if not folder.exists():
+            shutil.copytree(tiny_model, folder)
+            for file in folder.glob("chat_template*"):
+                file.write_text(template)
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def strict_model(model_with_template: Callable[[str, str], Path]) -> Path:
+    """A model whose template refuses roles that it does not know."""
+    knows = "{% if m['role'] not in ['user', 'assistant'] %}"
+    refuse = "{{ raise_exception('only user and assistant may speak') }}{% endif %}"
+    return model_with_template(
+        "strict", "{% for m in messages %}" + knows + refuse + "{{ m['content'] }};{% endfor %}"
+    )

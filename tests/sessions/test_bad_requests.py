@@ -1,0 +1,586 @@
+"""Whatever is published on a session's subjects gets one clear answer, and disturbs nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from raw_wire import LONG, Wire, append, generate
+
+from protocol.client import connect
+from protocol.errors import InvalidMessageError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    Start = Callable[..., Awaitable[Wire]]
+
+NO_JSON = [
+    (b"", "the body is empty"),
+    (b" \n ", "the body is empty"),
+    (b"hello", "not JSON"),
+    (b'{"type":"append","id":"a","text":"a"', "not JSON"),
+    (b'{"type":"append","id":"a","text":"a"} more', "not JSON"),
+    (b'{"type":"append","id":"a","text":"\\ud800"}', "half of a surrogate pair"),
+    (b'{"type":"generate","id":"a","max_tokens":NaN}', "not JSON"),
+    (b'\xff\xfe{"type":"append"}', "not UTF-8: byte 0 is 0xff"),
+    (b'{"type":"append","id":"a","text":"\xc3"}', "not UTF-8"),
+]
+NO_REQUEST = [
+    (b"[]", "must be `object`, not `array`"),
+    (b"null", "must be `object`, not `null`"),
+    (b'"append"', "must be `object`, not `str`"),
+    (b"[" * 100_000, "must be `object`"),
+    (b'{"a":' * 20_000, "nested too deeply"),
+    (b'{"type":"append","id":"a","text":' + b"[" * 50_000, "text must be"),
+    (b'{"type":"append","id":"a","x":' + b'{"x":' * 30_000, "has no field 'x'"),
+    (b'{"id":"a"}', "needs the field 'type': open, append, generate, rewind or close"),
+    (b'{"type":"appendd","id":"a"}', "not 'appendd' (did you mean 'append'?)"),
+    (b'{"type":7,"id":"a"}', "type must be `str`"),
+    (b'{"type":"append","id":"a","tekst":"b"}', "no field 'tekst' (did you mean 'text'?)"),
+    (b'{"type":"append","text":"a"}', "needs the field 'id': 1 to 64 of the characters"),
+    (b'{"type":"append","id":7,"text":"a"}', "id must be `str`, not `int`"),
+    (b'{"type":"append","id":"a","text":["a"]}', "text must be"),
+    (b'{"type":"append","id":"a"}', "exactly one of messages, text, tokens; it has 0"),
+    (
+        b'{"type":"append","id":"a","text":"a","tokens":[1]}',
+        "exactly one of messages, text, tokens; it has 2",
+    ),
+    (
+        b'{"type":"generate","id":"a","text":"a","messages":[]}',
+        "at most one of messages, text, tokens; it has 2",
+    ),
+    (b'{"type":"append","id":"a","messages":["a"]}', "messages[0] must be `object`, not `str`"),
+    (b'{"type":"append","id":"a","messages":[{"content":"a"}]}', "messages[0] needs the field 'role'"),
+    (b'{"type":"append","id":"a","tokens":[-1]}', "tokens[0] must be `int` >= 0"),
+    (b'{"type":"append","id":"a","tokens":[1.5]}', "tokens[0] must be `int`, not `float`"),
+    (b'{"type":"append","id":"a","tokens":[4294967296]}', "tokens[0] must be `int` <= 2147483647"),
+    (b'{"type":"append","id":"a","text":"a","expect_position":-1}', "expect_position must be `int` >= 0"),
+    (b'{"type":"rewind","id":"a"}', "rewind needs the field 'position'"),
+    (b'{"type":"rewind","id":"a","position":-1}', "position must be `int` >= 0"),
+    (b'{"type":"open","id":"a","cache":{"policy":"none"}}', "cache.policy must be full, not 'none'"),
+]
+BAD_IDS = ["", "a" * 65, "a.b", "*", ">", "a/b", "../a", "a b", "a\n", "-a", "_a", "ü", "a\x00", "$SYS"]
+BAD_NUMBERS = [
+    ('"max_tokens":0', "max_tokens must be `int` >= 1"),
+    ('"max_tokens":1' + "0" * 30, "max_tokens must be `int` <= 2147483647"),
+    ('"max_tokens":2.5', "max_tokens must be `int`"),
+    ('"temperature":-1', "temperature must be `float` >= 0"),
+    ('"temperature":1e9', "temperature must be `float` <= 100"),
+    ('"temperature":1e999', "out of range"),
+    ('"temperature":"hot"', "temperature must be `float`, not `str`"),
+    ('"top_p":0', "top_p must be `float` > 0"),
+    ('"top_p":1.5', "top_p must be `float` <= 1"),
+    ('"top_k":-1', "top_k must be `int` >= 0"),
+    ('"min_p":1.1', "min_p must be `float` <= 1"),
+    ('"repetition_penalty":0', "repetition_penalty must be `float` > 0"),
+    ('"seed":-1', "seed must be `int` >= 0"),
+    ('"seed":9223372036854775808', "seed must be `int` <= 9223372036854775807"),
+    ('"stop":"."', "stop must be `array`, not `str`"),
+    ('"stop":[""]', "stop[0] must be `str` of length >= 1"),
+    (f'"stop":["{"x" * 257}"]', "stop[0] must be `str` of length <= 256"),
+    (f'"stop":{json.dumps(["x"] * 17)}', "stop must be `array` of length <= 16"),
+]
+
+
+async def check_refused(
+    wire: Wire, session: str, body: bytes | dict[str, Any], says: str, code: str = "invalid_request"
+) -> dict[str, Any]:
+    """Assert that a request is refused with `says`, and that the session is where it was."""
+    before = await wire.position(session)
+    seq = await wire.publish(session, body)
+    result = await wire.result(seq)
+    assert (result["type"], result.get("code"), result["seq"]) == ("failed", code, seq), (body, result)
+    assert says in result["message"], body
+    assert "\n" not in result["message"]
+    assert len(result["message"]) < 400
+    assert result["retryable"] == (code in {"overloaded", "expired", "internal"})
+    assert result["position"] == before == await wire.position(session)
+    return result
+
+
+async def check_goes_on(wire: Wire, *sessions: str) -> None:
+    """Assert that an ordinary turn still works in these sessions, and in a new one."""
+    for session in (*sessions, f"other-{len(wire.results)}"):
+        before = await wire.position(session)
+        result = await wire.send(session, generate(f"ordinary-{len(wire.results)}", text="go on"))
+        assert result["type"] == "generated"
+        assert result["position"] == before + 5 + len(result["tokens"])
+
+
+@pytest.mark.parametrize("cases", [NO_JSON, NO_REQUEST], ids=["no-json", "no-request"])
+async def test_a_body_that_is_no_request_is_answered_with_what_would_be_right(
+    wire: Start, cases: Sequence[tuple[bytes, str]]
+) -> None:
+    """The answer has no id, since the body gives none, and carries the sequence."""
+    w = await wire()
+    await w.send("s", append("first"))
+    for body, says in cases:
+        assert (await check_refused(w, "s", body, says))["id"] is None
+    await check_goes_on(w, "s")
+
+
+async def test_an_id_that_breaks_the_rule_is_refused_with_the_rule(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("first"))
+    for bad in BAD_IDS:
+        result = await check_refused(w, "s", append(bad), "id must be 1 to 64 of the characters A-Z a-z 0-9")
+        assert result["id"] is None
+        reply = await w.control("s", {"type": "cancel", "id": bad})
+        assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+    await check_goes_on(w, "s")
+
+
+async def test_numbers_beyond_their_range_are_refused_with_the_range(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("first"))
+    for fields, says in BAD_NUMBERS:
+        body = f'{{"type":"generate","id":"a",{fields}}}'.encode()
+        assert (await check_refused(w, "s", body, says))["id"] is None
+    await check_goes_on(w, "s")
+
+
+async def test_numbers_at_the_end_of_their_range_are_taken(wire: Start) -> None:
+    w = await wire(max_context=64)
+    await w.send("s", append("first"))
+    extremes = generate(
+        "a", temperature=100, top_p=1e-9, top_k=2**31 - 1, min_p=1, repetition_penalty=1e-9, seed=2**63 - 1
+    )
+    extremes |= {"stop": ["\U0001f600" * 256] * 16, "max_tokens": 2**31 - 1}
+    result = await w.send("s", extremes)
+    assert result["type"] == "generated"
+    assert result["position"] <= 64
+    await check_goes_on(w)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "session"),
+    [
+        ("de$fault", "s"),
+        ("ü", "s"),
+        ("_metrics", "s"),
+        ("default", "a$b"),
+        ("default", "-s"),
+        ("default", "s" * 65),
+        ("default", "日本"),
+        ("default", "{s}"),
+    ],
+)
+async def test_a_name_that_nats_takes_and_the_rule_does_not_is_answered_where_it_was_asked(
+    wire: Start, tenant: str, session: str
+) -> None:
+    w = await wire()
+    result = await w.send(session, append("a"), tenant=tenant)
+    assert (result["type"], result["code"], result["id"]) == ("failed", "invalid_request", "a")
+    assert "is not valid: it must be 1 to 64 of the characters" in result["message"]
+    reply = await w.control(session, {"type": "info"}, tenant=tenant)
+    assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+    await check_goes_on(w)
+
+
+async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None:
+    w = await wire()
+    for session in ("fresh", "old"):
+        if session == "old":
+            await w.send(session, append("first"))
+        for request_id, empty in (("a", {"messages": []}), ("b", {"text": ""}), ("c", {"tokens": []})):
+            result = await w.send(session, {"type": "append", "id": request_id, **empty})
+            assert (result["type"], result["tokens"]) == ("appended", 0)
+            assert result["position"] == (5 if session == "old" else 0)
+    await check_goes_on(w, "fresh", "old")
+
+
+async def test_tokens_outside_of_the_vocabulary_are_refused_with_its_size(wire: Start) -> None:
+    """The last id of the vocabulary is taken, the next one is not: the device would read beyond its table."""
+    w = await wire()
+    assert (await w.send("s", {"type": "append", "id": "a", "tokens": [0, 258]}))["type"] == "appended"
+    for request_id, token in (("b", 259), ("c", 2**31 - 1)):
+        body = {"type": "append", "id": request_id, "tokens": [1, token]}
+        result = await check_refused(
+            w, "s", body, f"token id {token} is outside of the vocabulary: ids go from 0 to 258"
+        )
+        assert result["id"] == request_id
+    await check_refused(w, "s", generate("d", tokens=[259]), "ids go from 0 to 258")
+    await check_goes_on(w, "s")
+
+
+async def test_a_generate_in_an_empty_session_is_refused(wire: Start) -> None:
+    w = await wire()
+    await check_refused(w, "s", generate("a"), "the session is empty: append something first")
+    await w.send("opened", {"type": "open", "id": "a"})
+    await check_refused(w, "opened", generate("b"), "the session is empty: append something first")
+    await check_goes_on(w, "s", "opened")
+
+
+async def test_what_exceeds_the_context_is_refused_before_it_is_added(wire: Start) -> None:
+    w = await wire(max_context=64)
+    await w.send("s", append("a", "x" * 60))
+    await check_refused(w, "s", append("b", "x" * 5), "would hold 65 tokens", "context_exceeded")
+    await check_refused(
+        w, "s", generate("c", text="x" * 4), "would hold 64 tokens and 1 new", "context_exceeded"
+    )
+    await check_refused(w, "new", append("d", "x" * 65), "the context is 64", "context_exceeded")
+    full = await w.send("s", append("e", "x" * 4))
+    assert full["position"] == 64
+    await check_refused(w, "s", generate("f"), "would hold 64 tokens", "context_exceeded")
+    assert (await w.send("s", {"type": "rewind", "id": "g", "position": 40}))["position"] == 40
+    await check_goes_on(w, "s")
+
+
+async def test_an_answer_ends_where_the_context_ends(wire: Start) -> None:
+    w = await wire(max_context=64)
+    result = await w.send("s", generate("a", text="x" * 60, max_tokens=100))
+    assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
+
+
+async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: Start) -> None:
+    w = await wire(max_memory=40 * 512)
+    await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
+    await check_refused(
+        w, "s", generate("b", text="x" * 30, max_tokens=11), "room for 11 more", "memory_exceeded"
+    )
+    assert (await w.send("s", append("c", "x" * 30)))["position"] == 30
+    assert (await w.send("s", generate("d", max_tokens=10)))["type"] == "generated"
+    await check_goes_on(w)
+
+
+async def test_a_session_that_does_not_exist_is_told_so(wire: Start) -> None:
+    w = await wire()
+    await check_refused(
+        w, "s", {"type": "rewind", "id": "a", "position": 0}, "no such session", "unknown_session"
+    )
+    await check_refused(w, "s", {"type": "close", "id": "b"}, "no such session", "unknown_session")
+    info = await w.control("s", {"type": "info"})
+    assert (info["type"], info["code"]) == ("failed", "unknown_session")
+    cancel = await w.control("s", {"type": "cancel", "id": "x"})
+    assert (cancel["type"], cancel["code"]) == ("failed", "invalid_request")
+    assert "the session has no request with this id" in cancel["message"]
+    await check_goes_on(w, "s")
+
+
+async def test_a_rewind_beyond_the_end_is_refused(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    for request_id, position in (("b", 6), ("c", 2**53)):
+        body = {"type": "rewind", "id": request_id, "position": position}
+        await check_refused(w, "s", body, f"cannot rewind to {position}: the session is at position 5")
+    await check_refused(w, "s", {"type": "rewind", "id": "d", "position": 2**53 + 1}, "position must be")
+    assert (await w.send("s", {"type": "rewind", "id": "e", "position": 5}))["type"] == "rewound"
+    assert (await w.send("s", {"type": "rewind", "id": "f", "position": 0}))["position"] == 0
+    await check_goes_on(w, "s")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_repeated_id_is_answered_from_the_record(wire: Start, *, restart: bool) -> None:
+    """Each repeat has its own sequence and names the first one's; failures are repeated too."""
+    w = await wire()
+    first = await w.send("s", generate("a", text="once", temperature=1.0))
+    refused = await w.send("s", {"type": "rewind", "id": "b", "position": 99})
+    if restart:
+        await w.worker.stop()
+        w = await wire()
+    # The same in other words: order and spacing of a body say nothing.
+    body = b'{ "temperature": 1, "text": "once",\n "max_tokens": 4, "id": "a", "type": "generate" }'
+    for _ in range(2):
+        seq = await w.publish("s", body)
+        assert await w.result(seq) == first | {"seq": seq, "repeat_of": first["seq"]}
+    again = await w.send("s", {"type": "rewind", "id": "b", "position": 99})
+    assert again == refused | {"seq": again["seq"], "repeat_of": refused["seq"]}
+    assert await w.position("s") == first["position"]
+    await check_goes_on(w, "s")
+
+
+async def test_repeats_that_wait_together_run_once(wire: Start) -> None:
+    w = await wire()
+    seqs = [await w.publish("s", append("a")) for _ in range(5)]
+    results = [await w.result(seq) for seq in seqs]
+    assert [result.get("repeat_of") for result in results] == [None, *[seqs[0]] * 4]
+    assert await w.position("s") == 5
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_an_id_used_for_something_else_is_a_conflict_and_the_first_record_stands(
+    wire: Start, *, restart: bool
+) -> None:
+    w = await wire()
+    first = await w.send("s", append("a"))
+    if restart:
+        await w.worker.stop()
+        w = await wire()
+    for body in (append("a", "other"), generate("a"), {"type": "close", "id": "a"}):
+        refused = await check_refused(w, "s", body, "was used before for another request", "id_conflict")
+        assert refused["id"] == "a"
+    again = await w.send("s", append("a"))
+    assert again["repeat_of"] == first["seq"]
+    await check_goes_on(w, "s")
+
+
+async def test_a_request_at_another_position_than_it_expects_is_refused(wire: Start) -> None:
+    w = await wire()
+    await check_refused(w, "s", append("a", expect_position=1), "at position 0, not at", "position_conflict")
+    assert (await w.send("s", append("b", expect_position=0)))["position"] == 5
+    for request in (
+        append("c", expect_position=4),
+        generate("d", expect_position=6),
+        {"type": "rewind", "id": "e", "position": 0, "expect_position": 0},
+        {"type": "close", "id": "f", "expect_position": 2**53},
+    ):
+        await check_refused(w, "s", request, "is at position 5, not at the expected", "position_conflict")
+    assert (await w.send("s", append("g", expect_position=5)))["position"] == 10
+    await check_goes_on(w, "s")
+
+
+async def test_cancelling_what_is_not_there_says_why(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    for request_id, says in (
+        ("a", "it was answered already"),
+        ("b", "the session has no request with this id"),
+    ):
+        reply = await w.control("s", {"type": "cancel", "id": request_id})
+        assert (reply["type"], reply["code"], reply["id"]) == ("failed", "invalid_request", request_id)
+        assert says in reply["message"]
+    assert (await w.send("s", append("b")))["type"] == "appended"
+    await check_goes_on(w, "s")
+
+
+async def test_a_closed_session_refuses_everything_but_an_open(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    closing = [await w.publish("s", body) for body in ({"type": "close", "id": "b"}, append("c"))]
+    assert (await w.result(closing[0]))["type"] == "closed"
+    assert (await w.result(closing[1]))["code"] == "unknown_session"
+    for request in (
+        append("d"),
+        generate("e", text="x"),
+        {"type": "rewind", "id": "f", "position": 0},
+        {"type": "close", "id": "g"},
+    ):
+        result = await w.send("s", request)
+        assert (result["type"], result["code"]) == ("failed", "unknown_session")
+        assert "an open starts a new one" in result["message"]
+    info = await w.control("s", {"type": "info"})
+    assert (info["type"], info["code"]) == ("failed", "unknown_session")
+    assert (await w.send("s", {"type": "open", "id": "h"}))["position"] == 0
+    assert (await w.send("s", append("i")))["position"] == 5
+    await check_goes_on(w, "s")
+
+
+async def test_an_open_of_an_open_session_is_refused(wire: Start) -> None:
+    w = await wire()
+    assert (await w.send("s", {"type": "open", "id": "a"}))["type"] == "opened"
+    await check_refused(w, "s", {"type": "open", "id": "b"}, "the session is open already, at position 0")
+    await w.send("implicit", append("a"))
+    await check_refused(
+        w, "implicit", {"type": "open", "id": "b"}, "the session is open already, at position 5"
+    )
+    await check_goes_on(w, "s", "implicit")
+
+
+async def test_messages_that_the_chat_template_refuses_are_answered_with_its_words(
+    wire: Start, strict_model: Any
+) -> None:
+    w = await wire(model=str(strict_model))
+    await w.send("s", {"type": "append", "id": "a", "messages": [{"role": "user", "content": "hi"}]})
+    bad = {"messages": [{"role": "wizard", "content": "hi"}]}
+    await check_refused(w, "s", {"type": "append", "id": "b", **bad}, "only user and assistant may speak")
+    await check_refused(w, "s", generate("c", **bad), "only user and assistant may speak")
+    good = await w.send("s", generate("d", messages=[{"role": "user", "content": "hi"}]))
+    assert good["type"] == "generated"
+
+
+async def test_a_message_just_below_the_limit_is_answered(wire: Start) -> None:
+    w = await wire(max_message_bytes=64 * 1024)
+    request = json.dumps(append("a")).encode()
+    result = await w.send("s", request + b" " * (64 * 1024 - len(request)))
+    assert (result["type"], result["position"]) == ("appended", 5)
+    long = {"type": "append", "id": "b", "tokens": [7] * 20_000}
+    await check_refused(w, "s", long, "the context is 2048", "context_exceeded")
+    await check_goes_on(w, "s")
+
+
+async def test_a_message_beyond_the_limit_is_refused_by_the_server_and_stored_nowhere(wire: Start) -> None:
+    w = await wire(max_message_bytes=64 * 1024)
+    async with await connect(w.worker.settings.nats, prefix=w.prefix) as client:
+        for size in (130 * 1024, 2 * 2**20):  # beyond the stream's limit, and beyond the server's
+            with pytest.raises(InvalidMessageError, match="send it as several appends"):
+                await client.session("s").append(text="x" * size)
+            with pytest.raises(InvalidMessageError, match="send it as several appends"):
+                await client.session("s").generate(text="x" * size)
+    assert await w.entries() == []
+    await check_goes_on(w, "s")
+
+
+async def test_headers_of_the_publisher_are_not_taken_for_the_servers(wire: Start) -> None:
+    """A request may carry any headers: neither the delivery nor the reading of the log believes them."""
+    w = await wire()
+    for number, status in enumerate(("100", "204", "404", "408", "409", "503", "nonsense")):
+        result = await w.send("s", append(f"a{number}"), Status=status, Description="made up")
+        assert (result["type"], result["position"]) == ("appended", 5 * (number + 1))
+    for number, name in enumerate(("Sequence", "Subject", "Time_Stamp", "Num_Pending", "Stream")):
+        result = await w.send("t", append(f"b{number}"), **{f"Nats_{name}": "x.out"})
+        assert (result["type"], result["position"]) == ("appended", 5 * (number + 1))
+    await w.worker.stop()
+    again = await wire()
+    assert await again.position("s") == 35
+    assert await again.position("t") == 25
+    await check_goes_on(again, "s", "t")
+
+
+GARBAGE = [
+    b"",
+    b"hello",
+    b"\xff",
+    b"[]",
+    b'{"type":"appended"}',
+    b'{"type":"failed","id":null,"code":"no_such_code","message":"m","retryable":false,"seq":1}',
+    b"{" * 10_000,
+]
+
+
+async def test_garbage_among_the_results_is_passed_over(wire: Start) -> None:
+    """Before a session's first request, between its turns, and after a restart."""
+    w = await wire()
+    for session in ("s", "t"):
+        for garbage in GARBAGE:
+            await w.forge(session, garbage)
+    assert (await w.send("s", append("a")))["position"] == 5
+    for number, garbage in enumerate(GARBAGE):
+        await w.forge("s", garbage)
+        assert (await w.send("s", append(f"b{number}")))["position"] == 5 * (number + 2)
+    for garbage in GARBAGE:
+        await w.forge("s", garbage)
+    forged, position = w.forged, await w.position("s")
+    await w.worker.stop()
+    w = await wire()
+    w.forged |= forged
+    assert await w.position("s") == position == 40
+    await check_goes_on(w, "s", "t")
+
+
+async def test_garbage_among_the_results_does_not_stop_a_cancel_or_an_ask(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", {"type": "append", "id": "a", "text": ""})
+    await w.forge("s", b"garbage")
+    reply = await w.control("s", {"type": "cancel", "id": "a"})
+    assert "it was answered already" in reply["message"]
+    question = json.dumps(LONG | {"id": "b"}).encode()
+    asked = asyncio.create_task(w.nc.request(w.subject("s", "ask"), question, timeout=20))
+    await w.until("s", "running")
+    await w.forge("s", b"garbage")
+    answer = json.loads((await asked).data)
+    assert (answer["type"], answer["id"]) == ("generated", "b")
+    await w.until("s", "idle")
+    await check_goes_on(w, "s")
+
+
+async def test_a_cancel_reaches_a_request_whose_session_has_garbage_among_its_results(wire: Start) -> None:
+    w = await wire()
+    running = await w.publish("s", generate("a", **LONG))
+    waiting = await w.publish("s", append("b"))
+    await w.until("s", "running")
+    await w.forge("s", b"garbage")
+    for request_id in ("b", "a"):
+        async with asyncio.timeout(20):
+            while (await w.control("s", {"type": "cancel", "id": request_id}))["type"] != "cancelled":
+                pass
+    assert (await w.result(running))["finish_reason"] == "cancelled"
+    assert (await w.result(waiting))["code"] == "expired"
+    await check_goes_on(w, "s")
+
+
+async def test_a_forged_result_does_not_replace_the_recorded_one(wire: Start) -> None:
+    """The first result of a request stands, for the session and for a repeat of its id."""
+    w = await wire()
+    first = await w.send("s", append("a"))
+    forged = {"type": "failed", "id": "a", "code": "internal", "message": "m", "retryable": True}
+    await w.forge("s", json.dumps(forged | {"seq": first["seq"]}).encode())
+    await w.worker.stop()
+    forgeries = w.forged
+    w = await wire()
+    w.forged |= forgeries
+    assert await w.position("s") == 5
+    again = await w.send("s", append("a"))
+    assert (again["type"], again["repeat_of"]) == ("appended", first["seq"])
+    await check_goes_on(w, "s")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"garbage",
+        b'{"i":0,"tokens":[100000],"text":"x"}',
+        b'{"i":0,"tokens":[-1],"text":"x"}',
+        b'{"i":0,"tokens":[5,259,6],"text":"x"}',
+        b'{"i":-3,"tokens":[1,2,3],"text":"x"}',
+        b'{"i":7,"tokens":[5],"text":"x"}',
+    ],
+)
+async def test_garbage_among_the_tokens_does_not_become_a_part_of_an_answer(
+    wire: Start, garbage: bytes
+) -> None:
+    """Tokens that are read back to go on with an interrupted answer must be tokens of this model."""
+    w = await wire()
+    expected = await w.send("clean", generate("g", text="abc", max_tokens=8))
+    await w.js.publish(f"{w.prefix}.default.s.tok.g", garbage)
+    result = await w.send("s", generate("g", text="abc", max_tokens=8))
+    assert result["type"] == "generated"
+    assert all(0 <= token < 259 for token in result["tokens"])
+    if garbage[:12] != b'{"i":0,"toke':
+        assert result["tokens"] == expected["tokens"]
+    await check_goes_on(w, "s")
+
+
+async def test_a_control_request_that_is_none_is_answered_with_what_would_be_right(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    for body, says in (
+        (b"", "the body is empty"),
+        (b"info", "not JSON"),
+        (b"[]", "must be `object`"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 100_000, "must be `object`"),
+        (b"{}", "needs the field 'type'"),
+        (b'{"type":"infos"}', "did you mean 'info'?"),
+        (b'{"type":"info","x":1}', "has no field 'x'"),
+        (b'{"type":"cancel"}', "needs the field 'id'"),
+        (b'{"type":"cancel","id":3}', "id must be `str`"),
+    ):
+        reply = await w.control("s", body)
+        assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+        assert says in reply["message"], body
+    await w.nc.publish(w.subject("s", "ctl"), b'{"type":"info"}')  # without a reply subject
+    assert (await w.control("s", {"type": "info"}))["position"] == 5
+
+
+async def test_an_ask_that_is_none_is_answered_with_what_would_be_right(wire: Start) -> None:
+    """What is no generate does not reach the log."""
+    w = await wire()
+    for body, says in (
+        (b"", "the body is empty"),
+        (b"what?", "not JSON"),
+        (b"[]", "must be `object`"),
+        (b'{"type":"append","text":"a"}', "ask takes a generate, not append"),
+        (b'{"text":"a","id":"a b"}', "id must be"),
+        (b'{"text":"a","max_tokens":0}', "max_tokens must be"),
+        (b'{"text":"a","frob":0}', "no field 'frob'"),
+    ):
+        reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)
+        assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+        assert says in reply["message"], body
+    assert await w.entries() == []
+    empty = json.loads((await w.nc.request(w.subject("s", "ask"), b"{}", timeout=20)).data)
+    assert "the session is empty" in empty["message"]
+    await check_goes_on(w, "s")
+
+
+async def test_an_ask_beyond_the_limit_is_refused(wire: Start) -> None:
+    """What fits into a NATS message and not into the log is told, not left without an answer."""
+    w = await wire(max_message_bytes=64 * 1024)
+    body = json.dumps({"text": "x" * 200_000}).encode()
+    reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)
+    assert reply["type"] == "failed"
+    assert await w.entries() == []
+    await check_goes_on(w)
