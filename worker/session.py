@@ -134,6 +134,7 @@ class Session:
             await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
         except FencedError:
             if self.active is not None:
+                self._services.execution.cancel(self.key)  # its result has lost the fence already
                 raise
             self.forget()  # nothing is under way here, so nobody else would find out
             await self.catch_up(beyond_bell=True)
