@@ -90,7 +90,10 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A NATS server with JetStream for the whole run; tests keep apart by their subject prefix."""
     port = free_port()
     store = tmp_path_factory.mktemp("nats")
-    command = [nats_server_program(), "-js", "-sd", str(store), "-a", "127.0.0.1", "-p", str(port)]
+    # Streams reserve what they may grow to; every test makes some, and none grows.
+    config = {"listen": f"127.0.0.1:{port}", "jetstream": {"store_dir": str(store), "max_file_store": 2**60}}
+    (store / "server.conf").write_text(json.dumps(config))
+    command = [nats_server_program(), "-c", str(store / "server.conf")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 10
@@ -137,6 +140,7 @@ async def local_worker(
             "block_tokens": BLOCK,
             "metrics_interval_s": 0.2,
             "log_max_bytes": 64 * 2**20,
+            "token_max_bytes": 16 * 2**20,
             "max_message_bytes": 256 * 2**10,
             "min_free_disk": 0,
         }

@@ -264,6 +264,9 @@ class Settings:
     token_ttl_s: float = _setting(
         _duration(10, 7 * 86400), 900.0, "seconds that token chunks can be read back"
     )
+    token_max_bytes: int = _setting(
+        _size(_MIB), 256 * _MIB, "bytes of token chunks that can be read back; the oldest leave first"
+    )
     max_message_bytes: int = _setting(
         _size(_KIB, 32 * _MIB), _MIB, "bytes of one NATS message, headers included"
     )

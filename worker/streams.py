@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 #: The durable pull consumer of the log stream; every worker pulls from it.
 CONSUMER: Final = "worker"
 MAX_ACK_PENDING: Final = 4096
-TOKEN_MAX_BYTES: Final = 2**30
 
 #: Message ids are compared across the whole stream, so one tenant's could swallow another's message.
 #: A window of 0 means two minutes to the server; this is the shortest that it takes.
@@ -88,7 +87,7 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.OLD,
-        max_bytes=TOKEN_MAX_BYTES,
+        max_bytes=settings.token_max_bytes,
         max_age=settings.token_ttl_s,
         max_msg_size=settings.max_message_bytes,
         allow_direct=True,
@@ -192,7 +191,7 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
     if code in _NO_SPACE:
         return (
             f"the NATS server has no room for the stream {wanted.name} of up to {wanted.max_bytes} bytes;"
-            " raise its JetStream storage limit, or lower --log-max-bytes"
+            " raise its JetStream storage limit, or lower --log-max-bytes and --token-max-bytes"
         )
     return f"the NATS server refuses the stream {wanted.name}: {_reason(error)}"
 
