@@ -75,6 +75,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged model, converted once a run; once for all where TURNKEEP_TEST_DATA names a folder."""
+    from worker import model
+
+    shared = os.environ.get("TURNKEEP_TEST_DATA")
+    data_dir = Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")
+    return model.resolve(None, data_dir, dtype="float32")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

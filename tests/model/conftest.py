@@ -1,30 +1,20 @@
-"""The packaged model's folder and tokenizer, and tokenizers with templates of the tests' own."""
+"""The packaged model's tokenizer, and tokenizers with templates of the tests' own."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from worker import model
 from worker.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MakeTokenizer = Callable[[str], Tokenizer]
-
-
-@pytest.fixture(scope="session")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shared = os.environ.get("TURNKEEP_TEST_DATA")
-    return Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")
-
-
-@pytest.fixture(scope="session")
-def packaged_folder(data_dir: Path) -> Path:
-    return model.resolve(None, data_dir, dtype="float32")
 
 
 @pytest.fixture(scope="session")
