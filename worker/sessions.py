@@ -34,6 +34,8 @@ log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
+#: An idle timeout may be 0, but not the pause between two looks at who is idle.
+_LEAST_SWEEP_S = 0.1
 
 
 class Sessions:
@@ -82,7 +84,8 @@ class Sessions:
         session = self._hold(key)
         if isinstance(request, CancelRequest):
             try:
-                return await session.cancel(request.id)
+                with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
+                    return await session.cancel(request.id)
             except FencedError:
                 return _failed(request.id, "internal", "another worker went on with this session; ask again")
             finally:
@@ -98,7 +101,7 @@ class Sessions:
     async def sweep(self) -> None:
         """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
         while True:
-            await asyncio.sleep(min(self._idle_timeout_s / 4, 30.0))
+            await asyncio.sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
                 if session.used_s < horizon_s and key not in self._tasks:
@@ -130,13 +133,14 @@ class Sessions:
         pause_s = _RETRY_S
         try:
             while not self._stopping.is_set():
-                try:
-                    return await session.run()
-                except StoppingError:
-                    return None
-                except Exception:
-                    log.exception("a session failed; trying again from its log", session=str(session.key))
-                    session.forget()
+                with structlog.contextvars.bound_contextvars(session=str(session.key)):
+                    try:
+                        return await session.run()
+                    except StoppingError:
+                        return None
+                    except Exception:
+                        log.exception("a session failed; trying again from its log")
+                        session.forget()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause_s)
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
