@@ -1,0 +1,502 @@
+"""The protocol's good paths, against a real worker: what every kind of request promises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from raw_wire import LONG, Wire, append, generate
+
+from protocol.client import connect
+from protocol.errors import RequestFailedError
+from protocol.messages import Appended, Generated, Metrics
+from tests.conftest import BLOCK, TINY_KV_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from protocol.client import Client
+
+    Start = Callable[..., Awaitable[Wire]]
+
+EOS = 2
+
+
+@pytest.fixture
+async def client(wire: Start) -> Client:
+    """A client of a worker with the usual settings."""
+    started = await wire()
+    client: Client = started.worker.client
+    return client
+
+
+async def seen(client: Client, is_it: Callable[[Metrics], bool]) -> Metrics:
+    """Wait for a metrics message that `is_it`."""
+    async with asyncio.timeout(20):
+        async for metrics in client.metrics():
+            if is_it(metrics):
+                return metrics
+    raise AssertionError("the metrics ended")
+
+
+async def quiet(client: Client) -> Metrics:
+    """Wait until all snapshots are written."""
+    return await seen(client, lambda m: m.running == m.snapshots.in_flight == 0 < m.snapshots.durable)
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+# Cancelling
+
+
+async def test_a_cancelled_generate_keeps_what_it_has_said_and_the_session_goes_on(client: Client) -> None:
+    session = client.session("s")
+    generation = session.generate(text="eee", max_tokens=1900)
+    chunks = []
+    async for chunk in generation:
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            assert (await generation.cancel()).was == "running"
+    result = generation.result
+    assert result.finish_reason == "cancelled"
+    assert 3 <= len(result.tokens) < 1900
+    assert result.tokens == tuple(token for chunk in chunks for token in chunk.tokens)
+    assert result.text == "".join(chunk.text for chunk in chunks)
+    assert result.position == 3 + len(result.tokens)
+    alone = await client.session("whole").generate(text="eee", max_tokens=len(result.tokens) + 8)
+    assert alone.tokens[: len(result.tokens)] == result.tokens
+    # The same tokens as if nobody had interrupted: the last one of the cut-off answer has no KV yet.
+    assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
+
+
+async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Start) -> None:
+    """The answer to the waiting ones comes at once, before the one that they wait for."""
+    w = await wire()
+    running = await w.publish("s", generate("a", **LONG))
+    waiting = [await w.publish("s", body) for body in (generate("b", text="x"), append("c"), generate("d"))]
+    info = await w.until("s", "running")
+    assert info["active"] == "a"
+    for request_id in ("b", "c"):
+        cancelled = await w.control("s", {"type": "cancel", "id": request_id})
+        assert cancelled == {"type": "cancelled", "id": request_id, "was": "waiting"}
+    assert running not in w.results
+    first, second = [await w.result(seq) for seq in waiting[:2]]
+    assert (first["type"], first["finish_reason"], first["tokens"]) == ("generated", "cancelled", [])
+    assert (second["type"], second["code"], second["retryable"]) == ("failed", "expired", True)
+    answer = await w.result(running)
+    assert (answer["finish_reason"], len(answer["tokens"])) == ("length", 1900)
+    last = await w.result(waiting[2])
+    assert last["usage"]["prompt_tokens"] == answer["position"] == 1903
+
+
+async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
+    """What was prefilled until then is found again by the next try."""
+    w = await wire(block_tokens=8)
+    tokens = [3 + n % 250 for n in range(2000)]
+    seq = await w.publish("s", {"type": "append", "id": "a", "tokens": tokens})
+    while not ((await w.control("s", {"type": "info"})).get("progress") or {}).get("cached_tokens"):
+        pass
+    assert (await w.control("s", {"type": "cancel", "id": "a"}))["was"] == "running"
+    result = await w.result(seq)
+    assert (result["type"], result["code"], result["position"]) == ("failed", "expired", 0)
+    assert await w.position("s") == 0
+    again = await w.send("s", {"type": "append", "id": "b", "tokens": tokens})
+    assert again["position"] == again["cached_tokens"] + again["prefilled_tokens"] == 2000
+    assert 0 < again["cached_tokens"] < 2000
+
+
+async def test_a_request_may_be_cancelled_before_it_has_reached_the_worker(wire: Start) -> None:
+    """`cancel` reads the log: what was stored before it is known to it."""
+    w = await wire()
+    for number in range(10):
+        seq = await w.publish(f"s{number}", generate("a", **LONG))
+        assert (await w.control(f"s{number}", {"type": "cancel", "id": "a"}))["type"] == "cancelled"
+        assert (await w.result(seq))["finish_reason"] == "cancelled"
+
+
+# Many at once
+
+
+def turns_of(number: int) -> list[dict[str, Any]]:
+    """Three turns of a session: every session its own texts, lengths and way of sampling."""
+    sampled = {"temperature": 0.8, "seed": number, "top_k": 40} if number % 2 else {}
+    return [
+        generate("a", messages=chat(f"I am number {number}. " * (1 + number % 4)), max_tokens=12, **sampled),
+        append("b", "again, " * (number % 5)),
+        generate("c", text=f"and {number}", max_tokens=5 + number, **sampled),
+    ]
+
+
+async def converse(w: Wire, session: str, number: int) -> list[Any]:
+    results = [await w.send(session, turn) for turn in turns_of(number)]
+    return [(result["position"], result.get("tokens"), result.get("text")) for result in results]
+
+
+async def test_sessions_that_run_together_give_what_each_gives_alone(wire: Start) -> None:
+    """Twelve sessions of three turns; another dozen, one after the other, is the measure."""
+    w = await wire(max_batch=8)
+    together = await asyncio.gather(*(converse(w, f"together-{n}", n) for n in range(12)))
+    alone = [await converse(w, f"alone-{n}", n) for n in range(12)]
+    assert together == alone
+    metrics = await seen(w.worker.client, lambda m: m.batch_size.count > 0)
+    assert sum(metrics.batch_size.counts[1:]) > 0  # they did share steps
+
+
+async def test_requests_of_one_session_are_answered_in_their_order(wire: Start) -> None:
+    w = await wire()
+    seqs = [await w.publish("s", append(f"a{n}", "x" * (n % 3 + 1))) for n in range(30)]
+    results = [await w.result(seq) for seq in seqs]
+    expected = [sum(m % 3 + 1 for m in range(n + 1)) for n in range(30)]
+    assert [result["position"] for result in results] == expected
+    out = [json.loads(body)["seq"] for _, subject, body in await w.entries() if subject.endswith(".out")]
+    assert out == seqs
+
+
+async def test_a_seed_draws_the_same_alone_and_among_others(client: Client) -> None:
+    async def drawn(name: str, seed: int | None) -> tuple[int, ...]:
+        options: dict[str, Any] = {} if seed is None else {"seed": seed}
+        return (
+            await client.session(name).generate(text="go", max_tokens=16, temperature=1.0, **options)
+        ).tokens
+
+    first = await drawn("first", 7)
+    among = await asyncio.gather(*(drawn(f"s{n}", 7 if n == 4 else n) for n in range(7)))
+    assert among[4] == first
+    assert len({*among}) == 7
+    unseeded = [await drawn(f"u{n}", None) for n in range(3)]
+    assert len({*unseeded}) == 3
+
+
+# How answers end
+
+
+async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(client: Client) -> None:
+    whole = await client.session("whole").generate(text="aaa", max_tokens=40)
+    cut = next(i for i in range(5, 30) if "\ufffd" not in whole.text[i : i + 3])
+    stop = whole.text[cut : cut + 3]
+    generation = client.session("s").generate(text="aaa", max_tokens=40, stop=["no such", stop])
+    texts = [chunk.text async for chunk in generation]
+    result = generation.result
+    assert result.finish_reason == "stop"
+    assert result.text == whole.text.partition(stop)[0] == "".join(texts)
+    assert result.tokens == whole.tokens[: len(result.tokens)]
+    assert result.position == 3 + len(result.tokens)
+
+
+async def test_an_end_of_turn_token_ends_the_answer(client: Client) -> None:
+    for letter in "fglmn":
+        result = await client.session(letter).generate(text=3 * letter, max_tokens=120)
+        assert len(result.tokens) <= 120
+        assert EOS not in result.tokens[:-1]
+        assert (result.finish_reason == "stop") == (result.tokens[-1] == EOS)
+        assert "<|im_end|>" not in result.text
+        if result.finish_reason == "stop":
+            return
+    raise AssertionError("no answer ended by itself")
+
+
+async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None:
+    for most in (1, 2, 31, 32, 33):
+        result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
+        assert (result.finish_reason, len(result.tokens)) == ("length", most)
+
+
+# Counts
+
+
+async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
+    """`tokens = cached + prefilled`; the KV held is that of all tokens, but for the last one of an answer."""
+    session = client.session("s")
+    position, token_bytes = 0, TINY_KV_BYTES
+    for turn in range(6):
+        text = "word " * (1 + 7 * turn)
+        if turn % 2:
+            result: Appended | Generated = await session.append(text=text)
+            assert isinstance(result, Appended)
+            assert result.tokens == result.cached_tokens + result.prefilled_tokens == result.position
+            new = len(text)
+            assert result.kv_live_bytes == result.position * token_bytes
+            assert result.prefilled_tokens <= new + 1
+        else:
+            result = await session.generate(text=text, max_tokens=6 + turn)
+            usage = result.usage
+            assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == position + len(text)
+            assert usage.completion_tokens == len(result.tokens)
+            assert usage.prefilled_tokens <= len(text) + 1
+            new = len(text) + usage.completion_tokens
+            assert result.kv_live_bytes % token_bytes == 0
+            assert result.position - 1 <= result.kv_live_bytes // token_bytes <= result.position
+            seconds = result.seconds
+            assert 0 <= seconds.queued <= seconds.first_token <= seconds.total
+            assert seconds.prefill <= seconds.total
+        assert result.position == position + new
+        position = result.position
+        info = await session.info()
+        assert (info.position, info.kv_live_bytes) == (position, result.kv_live_bytes)
+
+
+async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(client: Client) -> None:
+    session = client.session("s")
+    await session.open()
+    assert (await session.info()).kv_live_bytes == 0
+    assert not (await session.info()).resident
+    assert (await session.append(text="")).kv_live_bytes == 0
+    assert (await session.append(text="abc")).kv_live_bytes == 3 * TINY_KV_BYTES
+    assert (await session.info()).resident
+    await session.close()
+    metrics = await seen(client, lambda m: m.requests.get("close", {}).get("ok", 0) == 1)
+    assert (metrics.resident_kv_bytes, metrics.resident_sessions) == (0, 0)
+
+
+async def test_a_rewound_session_goes_on_like_a_new_one_with_those_tokens(client: Client) -> None:
+    session = client.session("s")
+    await session.append(text="The beginning, ")
+    answer = await session.generate(text="a question?", max_tokens=20)
+    for position in (40, 32, 20, 3, 0):  # in the answer, on the grid, in the text
+        assert (await session.rewind(position)).position == position
+        assert (await session.info()).kv_live_bytes <= position * TINY_KV_BYTES
+        if position == 0:
+            break
+        tokens = (*b"The beginning, a question?",)[:position]
+        kept = [*(await tokens_of(client, bytes(tokens).decode())), *answer.tokens][:position]
+        fresh = client.session(f"fresh-{position}")
+        expected = await fresh.generate(tokens=kept, max_tokens=12)
+        result = await session.generate(max_tokens=12)
+        assert result.tokens == expected.tokens
+        assert result.text == expected.text
+        await session.rewind(position)
+    assert (await session.append(text="anew")).position == 4
+
+
+async def tokens_of(client: Client, text: str) -> list[int]:
+    """Give the tiny model's tokens of an ASCII text: its alphabet stands in the order of code points."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [3 + letters.index("Ġ" if char == " " else char) for char in text]
+
+
+async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(wire: Start) -> None:
+    w = await wire(idle_timeout_s=0.2)
+    client: Client = w.worker.client
+    await client.session("s").append(text="hello there")
+    first = await client.session("s").generate(max_tokens=8)
+    await seen(client, lambda m: m.sessions == 0)
+    info = await client.session("s").info()
+    assert (info.position, info.state, info.requests) == (first.position, "idle", 2)
+    await seen(client, lambda m: m.sessions == 0)
+    again = await client.session("s").generate(max_tokens=8)
+    whole = await client.session("whole").generate(text="hello there", max_tokens=16)
+    assert first.tokens + again.tokens == whole.tokens
+    assert again.usage.prefilled_tokens <= 1
+
+
+async def test_an_idle_timeout_of_zero_costs_no_idle_worker_its_sleep(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letting go of sessions must not spin: the loop sleeps between two looks."""
+    w = await wire(idle_timeout_s=0)
+    client: Client = w.worker.client
+    assert (await client.session("s").append(text="hello")).position == 5
+    await seen(client, lambda m: m.sessions == 0)
+    loop = asyncio.get_running_loop()
+    looks: list[None] = []
+    original = loop.call_soon
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        looks.append(None)
+        return original(*arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "call_soon", counted)
+        await asyncio.sleep(0.5)
+    assert len(looks) < 5000
+    assert (await client.session("s").append(text="hello")).position == 10
+
+
+# Questions
+
+
+async def test_info_tells_how_far_a_session_is(wire: Start) -> None:
+    w = await wire()
+    seqs = [await w.publish("s", generate("a", **LONG)), await w.publish("s", append("b"))]
+    info = await w.until("s", "running")
+    while not info.get("progress") or not info["progress"]["generated_tokens"] or not info["waiting"]:
+        info = await w.control("s", {"type": "info"})
+    assert (info["tenant"], info["session"], info["state"], info["active"]) == (
+        "default",
+        "s",
+        "running",
+        "a",
+    )
+    assert info["waiting"] == ["b"]
+    assert (info["position"], info["progress"]["context_tokens"]) == (0, 3)
+    assert 0 < info["progress"]["generated_tokens"] <= 1900
+    assert info["worker"]["running"] == 1
+    results = [await w.result(seq) for seq in seqs]
+    info = await w.until("s", "idle")
+    assert info["position"] == results[1]["position"] == 1908
+    assert (info["active"], info["waiting"], info["progress"], info["requests"]) == (None, [], None, 2)
+    assert info["resident"]
+    assert (info["policy"], info["model"]) == ("full", "tiny")
+
+
+async def test_metrics_add_up(wire: Start) -> None:
+    """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
+    w = await wire(metrics_interval_s=0.1)
+    client: Client = w.worker.client
+    messages: list[Metrics] = []
+
+    async def listen() -> None:
+        async for metrics in client.metrics():
+            messages.append(metrics)  # noqa: PERF401  # it is read while it grows
+
+    listener = asyncio.create_task(listen())
+    answers = await asyncio.gather(
+        *(client.session(f"s{n}").generate(text="abc " * 40, max_tokens=40) for n in range(4))
+    )
+    with pytest.raises(RequestFailedError):
+        await client.session("s1").rewind(10_000)
+    last = await quiet(client)
+    listener.cancel()
+    for metrics in [*messages, last]:
+        counts = metrics.snapshots
+        settled = counts.durable + sum(counts.dropped.values()) + counts.failed + counts.cancelled
+        assert counts.accepted == settled + counts.in_flight
+        for histogram in (
+            metrics.time_to_first_token,
+            metrics.time_per_output_token,
+            metrics.batch_size,
+            metrics.event_loop_lag,
+        ):
+            assert len(histogram.counts) == len(histogram.bounds) + 1
+            assert sum(histogram.counts) == histogram.count
+            assert list(histogram.bounds) == sorted(histogram.bounds)
+            assert histogram.sum >= 0
+    assert last.requests["generate"] == {"ok": 4}
+    assert last.requests["rewind"] == {"invalid_request": 1}
+    assert last.generated_tokens == sum(answer.usage.completion_tokens for answer in answers)
+    assert last.prefilled_tokens == sum(answer.usage.prefilled_tokens for answer in answers)
+    assert last.cached_tokens == sum(answer.usage.cached_tokens for answer in answers)
+    assert last.time_to_first_token.count == 4
+    assert last.time_per_output_token.count == last.generated_tokens
+    assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)
+    assert last.resident_kv_bytes == sum(answer.kv_live_bytes for answer in answers) <= last.max_memory_bytes
+    assert last.snapshots.stored > 0
+    assert last.snapshots.stored_bytes > last.snapshots.stored * TINY_KV_BYTES
+    assert 0 < last.mlx_active_bytes <= last.mlx_peak_bytes
+    assert last.process_bytes > 0
+
+
+@pytest.mark.parametrize("body", [{"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "x"}, {}])
+async def test_an_ask_is_a_generate_whose_reply_is_its_result(wire: Start, body: dict[str, str]) -> None:
+    w = await wire()
+    question = body | {"messages": chat("hi"), "max_tokens": 5}
+    reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
+    answer = json.loads(reply.data)
+    assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
+    assert await w.result(answer["seq"]) == answer
+    assert answer["id"] == body.get("id", answer["id"])
+    assert await w.position("s") == answer["position"]
+    asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
+    assert json.loads(asked)["id"] == answer["id"]
+
+
+async def test_asks_of_one_session_wait_for_each_other(client: Client) -> None:
+    answers = await asyncio.gather(*(client.ask("s", text="abc", max_tokens=4) for _ in range(5)))
+    assert max(answer.position for answer in answers) == 5 * 7
+    assert len({answer.seq for answer in answers}) == 5
+
+
+# Who sees what
+
+
+async def test_tenants_are_apart(wire: Start) -> None:
+    """The same session name is another session, and the same tokens are another's KV."""
+    w = await wire()
+    text = "A prompt that both of them send, long enough for some blocks. " * 3
+    async with await connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
+        mine = await w.worker.client.session("s").append(text=text)
+        await quiet(w.worker.client)
+        theirs = await other.session("s").append(text=text)
+        assert mine.position == theirs.position == len(text)
+        assert (theirs.cached_tokens, theirs.prefilled_tokens) == (0, len(text))
+        await other.session("s").rewind(1)
+        assert (await w.worker.client.session("s").info()).position == len(text)
+        assert (await other.session("s").info()).tenant == "other"
+        with pytest.raises(RequestFailedError, match="no such session"):
+            await other.session("unknown").info()
+
+
+async def test_a_prefix_that_two_sessions_of_a_tenant_share_is_computed_once(client: Client) -> None:
+    shared = "A system prompt that is the same for all. " * 5
+    await client.session("first").append(text=shared + "I am the first.")
+    await quiet(client)
+    second = await client.session("second").append(text=shared + "And this is the second one!")
+    assert len(shared) // BLOCK * BLOCK <= second.cached_tokens <= len(shared)
+    assert second.prefilled_tokens == second.position - second.cached_tokens
+    expected = await client.session("alone").generate(
+        text=shared + "And this is the second one!", max_tokens=12
+    )
+    assert (await client.session("second").generate(max_tokens=12)).tokens == expected.tokens
+
+
+REWRITING = (
+    "{% for m in messages %}{{ m['role'] }}:"
+    "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% else %}(said){% endif %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+async def test_a_template_that_rewrites_earlier_turns_is_followed_and_told(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    """The answer becomes what the template makes of it; what is before it is not computed again."""
+    w = await wire(model=str(model_with_template("rewriting", REWRITING)))
+    client: Client = w.worker.client
+    session = client.session("s")
+    first = await session.generate(messages=chat("one"), max_tokens=6)
+    header = len("user:one") + 1 + len("assistant:")
+    assert (first.position, first.rewritten_from) == (header + len(first.tokens), None)
+    second = await session.generate(messages=chat("two"), max_tokens=6)
+    assert second.rewritten_from == header
+    rendered = header + len("(said)") + 1 + len("user:two") + 1 + len("assistant:")
+    assert second.position == rendered + len(second.tokens)
+    assert second.usage.prompt_tokens == rendered
+    assert second.usage.cached_tokens >= header - 1
+    whole = [*chat("one"), {"role": "assistant", "content": "(said)"}, *chat("two")]
+    fresh = await client.session("fresh").generate(messages=whole, max_tokens=6)
+    assert second.tokens == fresh.tokens
+    await w.worker.stop()
+    again = await wire(model=str(model_with_template("rewriting", REWRITING)))
+    assert (await again.worker.client.session("s").info()).position == second.position
+
+
+async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: Start) -> None:
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as lines:
+        w = await wire()
+        started = len(lines)
+        await w.send("s", append("a"))
+        await w.send("s", generate("b"))
+        await w.send("s", {"type": "rewind", "id": "c", "position": 10_000})
+        await w.send("s", b"no request")
+        running = await w.publish("s", generate("d", **LONG))
+        await w.publish("s", append("e"))
+        await w.until("s", "running")
+        for request_id in ("e", "d"):
+            await w.control("s", {"type": "cancel", "id": request_id})
+        await w.result(running)
+        await w.until("s", "idle")
+        of_requests = lines[started:]
+        await w.worker.stop()
+    answered = [line for line in of_requests if line["event"] == "answered"]
+    assert [line.get("request") for line in answered] == ["a", "b", "c", None, "e", "d"]
+    for line in of_requests:
+        assert line.get("session") == "default/s", line
+        assert "request" in line, line
