@@ -149,8 +149,7 @@ class Execution:
         self._check_size(len(prompt), room=max_tokens)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(stream, max_tokens=max_tokens, end_tokens=self._tokenizer.eos_ids)
-        if pending.recovered:
-            await self._resume(key, request.id, answer)
+        await self._resume(key, request.id, answer)
         outcome = await self._sample(key, request, pending, prompt, answer)
         if answer.finish_reason is None:
             pending.held_text = answer.cancel()
@@ -160,7 +159,10 @@ class Execution:
         return self._generated(key, pending, answer, outcome, extended, after), after
 
     async def _resume(self, key: SessionKey, request_id: str, answer: Answer) -> None:
-        """Take up an answer that a dead worker had begun: what clients have seen is its beginning."""
+        """Take up an answer that a dead worker had begun: what clients have seen is its beginning.
+
+        Always asked, since a session that this worker has held all the time may have been served by another.
+        """
         for chunk in await self._journal.published(key, request_id):
             if not all(0 <= token < self._vocab_size for token in chunk.tokens):
                 log.warning("ignoring tokens that this model does not have", first=chunk.i)

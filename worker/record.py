@@ -37,14 +37,12 @@ log = structlog.get_logger()
 class Pending:
     """A request without a result. `request` is None where the body is no valid one; `error` says why.
 
-    A `recovered` one may have been begun by a worker that died: some of its tokens may be out. `held_text`
-    is what a cancelled answer still had to say.
+    `held_text` is what a cancelled answer still had to say.
     """
 
     seq: int
     request: Request | None
     error: str
-    recovered: bool
     received_s: float = field(default_factory=monotonic)
     cancelled: bool = False
     held_text: str = ""
@@ -101,7 +99,7 @@ class Record:
                 results.setdefault(result.seq, (result, entry))  # the first one is what clients have seen
         for entry in entries:
             if entry.kind == "in":
-                self._take_request(entry, results.get(entry.seq), recovered=fresh)
+                self._take_request(entry, results.get(entry.seq))
             self.read_seq = max(self.read_seq, entry.seq)
         if outs:
             self.out_seq = outs[-1].seq
@@ -115,10 +113,10 @@ class Record:
         if pending.request is not None:
             self._note(pending.request, pending.seq, out_seq)
 
-    def _take_request(self, entry: Entry, answer: tuple[Result, Entry] | None, *, recovered: bool) -> None:
+    def _take_request(self, entry: Entry, answer: tuple[Result, Entry] | None) -> None:
         request, error = _decode(entry.body)
         if answer is None:
-            self.pending.append(Pending(entry.seq, request, error, recovered))
+            self.pending.append(Pending(entry.seq, request, error))
             return
         result, out = answer
         if request is None:

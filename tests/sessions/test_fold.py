@@ -364,6 +364,19 @@ async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_b
     assert world.settled == [seq]
 
 
+async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_held_the_session(
+    world,
+) -> None:
+    """Its clients have seen the beginning, whoever goes on: it is in the token stream."""
+    await world.ask(Append(id="a", text="one"))
+    begun = tuple(world._tokenizer.encode("ba", at_start=False))
+    world.log.chunks = [Chunk(0, begun, "ba")]
+    result = await world.ask(Generate(id="g", max_tokens=5))
+    assert result.tokens[:2] == begun
+    assert result.text.startswith("ba")
+    world.assert_fold_is_life()
+
+
 async def test_a_session_starts_anew_when_it_is_opened_after_its_close(world) -> None:
     await world.ask(Append(id="a", text="one"))
     closed = await world.ask(Close(id="c"))
