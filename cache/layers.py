@@ -95,6 +95,23 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
         cache.trim(max(0, cache.offset - num_tokens))
 
 
+def shrink(caches: Sequence[Any]) -> None:
+    """Give back what plain caches have allocated but do not use, where that is more than they use.
+
+    They grow by 256 tokens at a time and never shrink: a short session, or one that was rewound, would hold
+    many times what it needs. The copy is smaller than what is freed.
+    """
+    kept: list[mx.array] = []
+    for cache in caches:
+        if type(cache) is not KVCache or cache.keys is None or cache.values is None:
+            continue
+        if cache.keys.shape[2] > 2 * cache.offset:
+            cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
+            cache.values = mx.contiguous(cache.values[..., : cache.offset, :])
+            kept += (cache.keys, cache.values)
+    mx.eval(kept)
+
+
 def live_bytes(caches: Sequence[Any]) -> int:
     """Count what a session's KV really holds, without what is allocated ahead.
 

@@ -285,6 +285,7 @@ class Device:
         caches, turn.caches = turn.caches, None
         live_bytes = 0
         if caches is not None and turn.num_cached:
+            layers.shrink(caches)
             self._resident[turn.key] = _Held(caches, turn.num_cached)
             live_bytes = layers.live_bytes(caches)
         self._events.append(Finished(turn, turn.num_cached, live_bytes))

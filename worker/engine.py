@@ -61,9 +61,12 @@ class Progress:
 class Outcome:
     """What a turn cost. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
 
+    `complete` says that the whole context got its KV: no cancel came before.
+
     `started_s` and `first_token_s` are readings of the monotonic clock.
     """
 
+    complete: bool
     num_cached: int
     num_prefilled: int
     live_bytes: int
@@ -154,7 +157,9 @@ class Engine:
         that, `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the
         worker stops before the turn is over.
         """
-        if not await self._admitted(key, self.size_bytes(len(context) + max_new)):
+        # A rewound session holds what it held until its turn is over: trimming frees nothing.
+        num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
+        if not await self._admitted(key, self.size_bytes(num_tokens)):
             return None
         turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
@@ -176,6 +181,7 @@ class Engine:
         self._telemetry.cached_tokens += num_cached
         self._telemetry.prefilled_tokens += turn.num_prefilled
         return Outcome(
+            complete=turn.num_cached >= turn.target,
             num_cached=num_cached,
             num_prefilled=turn.num_prefilled,
             live_bytes=live_bytes,

@@ -145,6 +145,16 @@ async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engin
     assert await running is not None
 
 
+async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over(make_engine) -> None:
+    engine = await make_engine(300)
+    await engine.run(key("rewound"), prompt(250), lambda: False)
+    turn = asyncio.create_task(engine.run(key("rewound"), prompt(10), lambda: False))
+    await asyncio.sleep(0)
+    assert engine.ledger.used_bytes == engine.size_bytes(250)
+    await turn
+    assert engine.ledger.used_bytes == engine.size_bytes(10)
+
+
 async def test_the_ledger_never_exceeds_its_limit_under_random_turns(make_engine) -> None:
     """Rewinds, cancellations before and on the device, and more sessions than fit."""
     engine = await make_engine(300)

@@ -257,6 +257,23 @@ def test_a_turn_with_restored_kv_that_does_not_fit_faults_and_the_device_goes_on
     assert isinstance(rig.end(again), Finished)
 
 
+@pytest.mark.parametrize("num_before", [5, 900], ids=["short", "rewound"])
+def test_idle_sessions_hold_little_more_than_what_they_are_counted_with(make_rig, model, num_before) -> None:
+    """Caches grow by 256 tokens at a time and do not shrink by themselves."""
+    rig = make_rig(model, block_tokens=256)
+    rig.run(append(prompt(5), name="first"))
+    before = mx.get_active_memory()
+    names = [f"s{i}" for i in range(20)]
+    rig.run(*(append(prompt(num_before), name=name) for name in names))
+    turns = [append(prompt(5), name=name, num_kept=5) for name in names]
+    rig.run(*turns)
+    live_bytes = sum(rig.end(turn).live_bytes for turn in turns)
+    assert mx.get_active_memory() - before < 4 * live_bytes
+    after = generate(prompt(5), 300, name="s3", num_kept=5)
+    rig.run(after)
+    assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
+
+
 def test_dropped_kv_is_run_again(make_rig, model) -> None:
     rig = make_rig(model)
     rig.run(append(prompt(20)))
