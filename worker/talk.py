@@ -149,8 +149,11 @@ async def _cancel(generation: Generation) -> None:
 async def _prefill_bar(session: Session) -> None:
     """Show how far the prompt of the running request is; nothing where it takes no time."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return  # elsewhere a bar that goes away leaves an empty line
     await asyncio.sleep(_POLL_S)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("waiting", total=None)
         while True:
             with contextlib.suppress(RequestFailedError, NoWorkerError):

@@ -1,0 +1,383 @@
+"""What is wrong around a worker is told in one line, with an exit code, and no acknowledged turn is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import nats
+import nats.errors
+import pytest
+
+from protocol.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from nats.js import JetStreamContext
+
+    from tests.conftest import WorkerProcess
+
+NOBODY = "nats://127.0.0.1:1"
+
+
+def turnkeep(*arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, `text` on its standard input."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
+    return subprocess.run(
+        [sys.executable, "-m", "worker", *map(str, arguments)],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+
+
+def check_one_line(done: subprocess.CompletedProcess[str], code: int, *says: str) -> None:
+    """Assert that a command failed with this exit code and one line, beside what it logged as JSON."""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert done.returncode == code, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("turnkeep: ")
+    assert "Traceback" not in done.stderr
+    for part in says:
+        assert part in lines[0]
+    assert done.stdout == ""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a tmpfs with these options; skips where that is not allowed."""
+    mounts = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("mounting a file system is not allowed here")
+        mounts.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounts:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+# Starting
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("breakage", "says"),
+    [
+        ("missing", "there is no model at"),
+        ("no config", "has no config.json"),
+        ("config", "cannot be read as JSON"),
+        ("architecture", "cannot be loaded"),
+        ("no weights", "has no model*.safetensors"),
+        ("weights", "is truncated or broken"),
+        ("other weights", "cannot be loaded"),
+        ("no tokenizer", "has no tokenizer that can be read"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_told(
+    tmp_path: Path, tiny_model: Path, nats_url: str, breakage: str, says: str
+) -> None:
+    folder = tmp_path / "model"
+    if breakage != "missing":
+        shutil.copytree(tiny_model, folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    match breakage:
+        case "no config":
+            config.unlink()
+        case "config":
+            config.write_text("{")
+        case "architecture":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "no_such"}))
+        case "no weights":
+            weights.unlink()
+        case "weights":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "other weights":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 128}))
+        case "no tokenizer":
+            (folder / "tokenizer.json").unlink()
+            (folder / "tokenizer_config.json").unlink()
+    options = ("--data-dir", tmp_path / "data", "--nats", nats_url, "--prefix", f"env{os.getpid()}")
+    check_one_line(turnkeep("serve", "--model", folder, *options), 1, says, str(folder))
+
+
+def test_a_data_directory_with_a_file_in_its_place_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
+    check_one_line(done, 1, "there is a file in its place", "--data-dir")
+
+
+def test_a_read_only_data_directory_is_told(disk: Callable[[str], Path]) -> None:
+    folder = disk("ro")
+    done = turnkeep("serve", "--data-dir", folder / "data", "--nats", NOBODY)
+    check_one_line(done, 1, "its file system is read-only", "--data-dir")
+
+
+def test_a_full_disk_at_the_start_is_told(disk: Callable[[str], Path]) -> None:
+    folder = disk("size=64k")
+    (folder / "filler").write_bytes(bytes(64 * 1024))
+    done = turnkeep("serve", "--data-dir", folder, "--nats", NOBODY)
+    check_one_line(done, 1, "the disk is full", "--data-dir")
+
+
+def test_a_port_of_another_program_is_told(tmp_path: Path, taken_port: int) -> None:
+    done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats-port", taken_port)
+    check_one_line(done, 1, f"port {taken_port} of 127.0.0.1 is taken", "--nats-port")
+
+
+@pytest.mark.process
+async def test_a_data_directory_in_use_is_told_and_its_worker_goes_on(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    process = worker_process()
+    process.start()
+    async with await process.client() as client:
+        assert (await client.session("s").append(text="hello")).position == 5
+        done = await asyncio.to_thread(turnkeep, "serve", "--data-dir", process.data_dir, "--nats", NOBODY)
+        check_one_line(done, 1, "is in use by", "(pid ", "--data-dir")
+        assert (await client.session("s").append(text="hello")).position == 10
+    assert process.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--no-such-setting", "1"), "No such option"),
+        (("--max-batch", "0"), "--max-batch: '0' is not valid: it must be a whole number from 1"),
+        (("--max-memory", "much"), "--max-memory: 'much' is not valid"),
+        (("--prefix", "a..b"), "--prefix: 'a..b' is not valid"),
+        (("--config", "/no/such/file.toml"), "there is no settings file"),
+        (("surplus",), "unexpected extra argument"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(arguments: tuple[str, ...], says: str) -> None:
+    done = turnkeep("serve", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_setting_in_the_file_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    config = tmp_path / "turnkeep.toml"
+    config.write_text("max_bach = 4\n")
+    check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch in")
+    config.write_text("max_batch = \n")
+    check_one_line(turnkeep("serve", "--config", config), 2, "is not valid TOML")
+
+
+# Running out of disk
+
+
+@pytest.mark.process
+async def test_a_worker_whose_snapshots_do_not_fit_goes_on_without_them(
+    disk: Callable[[str], Path], local_worker: Callable[..., Any]
+) -> None:
+    """The log is elsewhere: nothing but time is lost."""
+    folder = disk("size=1m")
+    worker = await local_worker(data_dir=folder, metrics_interval_s=0.1)
+    sessions = [worker.client.session(f"s{number}") for number in range(8)]
+    for number, session in enumerate(sessions):
+        assert (await session.append(text=f"{number} tokens " * 70)).position == 630
+    async with asyncio.timeout(20):
+        async for metrics in worker.client.metrics():
+            counts = metrics.snapshots
+            settled = counts.durable + sum(counts.dropped.values()) + counts.failed + counts.cancelled
+            assert counts.accepted == settled + counts.in_flight
+            if counts.in_flight == 0 and counts.durable < counts.accepted:
+                break
+    for number, session in enumerate(sessions):
+        answer = await session.generate(max_tokens=4)
+        whole = worker.client.session(f"whole{number}")
+        assert (await whole.generate(text=f"{number} tokens " * 70, max_tokens=4)).tokens == answer.tokens
+
+
+@pytest.mark.process
+async def test_what_is_acknowledged_outlives_a_log_that_cannot_be_written(
+    disk: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
+) -> None:
+    """With a full disk the log takes nothing, whether it says so or not; what it took gets its answer."""
+    folder = disk("size=24m")
+    options = ("--data-dir", str(folder / "data"), "--log-max-bytes", "16MiB", "--max-disk", "1MiB")
+    process = worker_process(*options, "--min-free-disk", "0")
+    process.start()
+    async with await process.client() as client:
+        session = client.session("s")
+        assert (await session.append(text="x")).position == 1
+        nc = await nats.connect(process.url)
+        js = nc.jetstream()
+        fill(folder / "filler")
+        taken = []
+        for number in range(4):
+            body = json.dumps({"type": "append", "id": f"r{number}", "text": "x"}).encode()
+            with contextlib.suppress(nats.errors.Error):
+                ack = await js.publish("turnkeep.default.s.in", body + b" " * 50_000, timeout=1)
+                taken.append(ack.seq)
+                continue
+            break
+        else:
+            raise AssertionError("the disk was not full")
+        (folder / "filler").unlink()
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(TurnkeepError):
+                    last = await session.append(text="x", timeout_s=3)
+                    break
+        requests, answered = await log_of(js)
+        assert set(taken) <= set(requests)
+        assert sorted(answered) == sorted(requests)
+        assert last.position >= 2 + len(taken)
+        await nc.close()
+    assert process.stop() == 0
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
+    """Read the sequences of all requests in the log, and those that its results answer."""
+    requests, answered = [], []
+    for seq in range(1, (await js.stream_info("turnkeep_log")).state.last_seq + 1):
+        message = await js.get_msg("turnkeep_log", seq)
+        if str(message.subject).endswith(".in"):
+            requests.append(seq)
+        else:
+            answered.append(json.loads(message.data or b"")["seq"])
+    return requests, answered
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--help",),
+        ("--version",),
+        ("serve", "--help"),
+        ("chat", "--help"),
+        ("ask", "--help"),
+        ("info", "--help"),
+        ("cancel", "--help"),
+        ("model", "--help"),
+        ("model", "list", "--help"),
+        ("model", "path", "--help"),
+        ("doctor", "--help"),
+    ],
+)
+def test_help_needs_nothing_but_the_program(command: tuple[str, ...]) -> None:
+    """Nothing heavy is imported for it."""
+    program = (
+        "import sys; from worker.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "turnkeep" in done.stdout.lower() or "Usage" in done.stdout
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
+
+
+async def test_without_a_nats_server_every_command_says_how_to_start_one(tmp_path: Path) -> None:
+    commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
+    serve = asyncio.to_thread(turnkeep, "serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
+    others = [asyncio.to_thread(turnkeep, *command, "--nats", NOBODY) for command in commands]
+    served, *done = await asyncio.gather(serve, *others)
+    check_one_line(served, 1, f"no NATS server answers at {NOBODY}", "nats-server -js")
+    for each in done:
+        check_one_line(each, 1, f"no NATS server at {NOBODY}", "turnkeep serve")
+
+
+def test_a_command_on_a_server_without_a_worker_says_so(nats_url: str) -> None:
+    options = ("--nats", nats_url, "--prefix", "nobody-here")
+    check_one_line(turnkeep("ask", "hello", *options), 1, "no worker", "turnkeep serve")
+    check_one_line(turnkeep("info", "s", *options), 1, "no worker serves nobody-here.default.s.ctl")
+    check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("ask", "hello", "--session", "a.b"), "session 'a.b' is not valid"),
+        (("info", "a b"), "session 'a b' is not valid"),
+        (("ask", "hello", "--tenant", "*"), "tenant '*' is not valid"),
+        (("cancel", "s", "r/1"), "request id 'r/1' is not valid"),
+        (("ask", "hello", "--max-tokens", "0"), "max_tokens must be"),
+        (("info", "never-made"), "there is no such session"),
+        (("cancel", "s", "never-made"), "the session has no request with this id"),
+    ],
+)
+async def test_a_command_that_is_refused_says_why(
+    local_worker: Callable[..., Any], command: tuple[str, ...], says: str
+) -> None:
+    worker = await local_worker()
+    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+    check_one_line(await asyncio.to_thread(turnkeep, *command, *options), 1, says)
+
+
+async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix, "--max-tokens", 5)
+    done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    info = await worker.client.session("chat").info()
+    assert info.requests == 2
+    assert len(done.stdout.splitlines()) >= 2
+    again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
+    assert again.returncode == 0
+    assert again.stderr == f"Going on with session 'chat' at position {info.position}.\n"
+    nothing = await asyncio.to_thread(turnkeep, "chat", *options)
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert (await worker.client.session("chat").info()).requests == 3
+
+
+async def test_ask_info_and_cancel_speak_with_a_worker(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+    once = await asyncio.to_thread(turnkeep, "ask", "hello", "--max-tokens", 5, *options)
+    assert (once.returncode, once.stderr) == (0, "")
+    kept = await asyncio.to_thread(turnkeep, "ask", "hello", "--max-tokens", 5, "--session", "s", *options)
+    assert (kept.returncode, kept.stdout) == (0, once.stdout)
+    shown = await asyncio.to_thread(turnkeep, "info", "s", "--json", *options)
+    assert (shown.returncode, json.loads(shown.stdout)["session"]) == (0, "s")
+    table = await asyncio.to_thread(turnkeep, "info", "s", *options)
+    assert (table.returncode, table.stderr) == (0, "")
+    assert "position" in table.stdout
+    of_worker = await asyncio.to_thread(turnkeep, "info", *options)
+    assert (of_worker.returncode, of_worker.stderr) == (0, "")
+    assert "2 ok" in of_worker.stdout
+    running = worker.client.session("s").generate(text="eee", max_tokens=1500, request_id="long")
+    async for _ in running:
+        break
+    done = await asyncio.to_thread(turnkeep, "cancel", "s", "long", *options)
+    assert done.stdout == "cancelled long, which was running\n" or "answered already" in done.stderr
