@@ -181,11 +181,11 @@ async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started
         "seeded": {"temperature": 0.8, "seed": 5},
     }
     answers = {
-        name: Followed(client.session(name).generate(text=f"{name}, begin: ", max_tokens=900, **given))
+        name: Followed(client.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given))
         for name, given in options.items()
     }
     tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
-    for num_tokens in (20, 300):  # a second life ends before its time too
+    for num_tokens in (20, 200):  # a second life ends before its time too
         await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
         assert not any(task.done() for task in tasks.values())
         restart(process)
@@ -194,12 +194,12 @@ async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started
 
     log = LogReader(process.url)
     for name, result in results.items():
-        assert len(result.tokens) == 900
+        assert len(result.tokens) == 600
         ((request, recorded),) = await log.answered(name)
         assert recorded == result
         await assert_stream_is_record(log, name, result)
         given = {**options[name], "seed": seed_of(name, request, result.seq)}
-        whole = await alone.session(name).generate(text=f"{name}, begin: ", max_tokens=900, **given)
+        whole = await alone.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given)
         assert (whole.tokens, whole.text) == (result.tokens, result.text)
 
 
@@ -231,7 +231,7 @@ async def test_a_kill_between_turns_costs_a_block_at_most(started: Any, alone: C
 async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started: Any, alone: Client) -> None:
     """The worker starts its server again; the answer under way completes, what waited is answered."""
     process, client = await started(*QUICK)
-    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1500))
+    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
     task = asyncio.create_task(answer.follow())
     await until(lambda: len(answer.tokens) >= 20)
     waiting = [
@@ -240,12 +240,12 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     state = json.loads((process.data_dir / "nats-server.json").read_text())
     os.kill(state["pid"], signal.SIGKILL)
     result = await asyncio.wait_for(task, 30)
-    assert len(result.tokens) == 1500
+    assert len(result.tokens) == 1000
     appended = [await asyncio.wait_for(pending.wait(), 30) for pending in waiting]
     assert [result.position for result in appended] == [result.position + 6 * n for n in (1, 2, 3)]
     assert len(await LogReader(process.url).answered("s")) == 4
     assert json.loads((process.data_dir / "nats-server.json").read_text())["pid"] != state["pid"]
-    whole = await alone.session("s").generate(text="Begin: ", max_tokens=1500)
+    whole = await alone.session("s").generate(text="Begin: ", max_tokens=1000)
     assert whole.tokens == result.tokens
 
 
@@ -254,14 +254,14 @@ async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(
 ) -> None:
     """SIGTERM: exit status 0 within seconds, no result for what was cut short, no contradiction later."""
     process, client = await started()
-    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1500, temperature=0.9))
+    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000, temperature=0.9))
     task = asyncio.create_task(answer.follow())
     await until(lambda: len(answer.tokens) >= 20)
     waiting = await client.submit(SessionKey("default", "s"), Append(id="waits", text="more. "))
     assert process.stop() == 0
     num_seen = len(answer.tokens)
     assert not task.done()
-    assert num_seen < 1500
+    assert num_seen < 1000
     process.start()
     result = await asyncio.wait_for(task, 30)
     appended = await asyncio.wait_for(waiting.wait(), 30)
@@ -273,7 +273,7 @@ async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(
     assert recorded == result
     await assert_stream_is_record(log, "s", result)
     whole = await alone.session("s").generate(
-        text="Begin: ", max_tokens=1500, temperature=0.9, seed=seed_of("s", request, result.seq)
+        text="Begin: ", max_tokens=1000, temperature=0.9, seed=seed_of("s", request, result.seq)
     )
     assert whole.tokens == result.tokens
 
