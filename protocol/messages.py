@@ -305,7 +305,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     tenant: str
     session: str
     position: int
-    state: Literal["idle", "waiting", "running", "closed"]
+    state: Literal["idle", "waiting", "running"]
     active: str | None
     waiting: tuple[str, ...]
     requests: int

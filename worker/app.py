@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import sqlite3
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import psutil
 import structlog
 
+from cache.format import CacheError
 from cache.identity import folder_identity
 from cache.store import Store
 from protocol.errors import TurnkeepError
@@ -37,6 +39,7 @@ from .journal import Journal
 from .outbox import Outbox
 from .session import Services
 from .sessions import Sessions
+from .tasks import end
 from .telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class App:
         self._stop = asyncio.Event()
         self._store: Store | None = None
         self._intake: Intake | None = None
-        self._nats_closed = asyncio.Event()
+        self._fatal = ""
         self.ready = asyncio.Event()
 
     def stop(self) -> None:
@@ -123,6 +126,7 @@ class App:
         self._device = Device(
             lambda: model.load(folder, dtype=dtype, progress=self._progress),
             self._hand_over,
+            self._device_died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
         )
@@ -130,14 +134,15 @@ class App:
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
         log.info("loaded the model", model=loaded.name, folder=str(folder), context=loaded.context_tokens)
         if self._device.unsupported_cache is None:
-            self._store = await self._open_store(directory, folder, dtype)
-            stack.push_async_callback(self._store.close)
-            self._device.cut_snapshots(self._store.room)
+            await self._open_store(directory, folder, dtype, stack)
         else:
             log.warning("this model's KV is not kept on SSD", cache_class=self._device.unsupported_cache)
         return loaded
 
-    async def _open_store(self, directory: DataDir, folder: Path, dtype: str) -> Store:
+    async def _open_store(
+        self, directory: DataDir, folder: Path, dtype: str, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Open the snapshots; a worker serves without them rather than not at all."""
         settings = self._settings
         identity = await asyncio.to_thread(
             folder_identity,
@@ -146,13 +151,19 @@ class App:
             block_tokens=settings.block_tokens,
             memo=directory.models / "digests.json",
         )
-        return await Store.open(
-            directory.snapshots,
-            identity=identity,
-            max_bytes=settings.max_disk,
-            queue_bytes=settings.writer_queue,
-            min_free_bytes=settings.min_free_disk,
-        )
+        try:
+            self._store = await Store.open(
+                directory.snapshots,
+                identity=identity,
+                max_bytes=settings.max_disk,
+                queue_bytes=settings.writer_queue,
+                min_free_bytes=settings.min_free_disk,
+            )
+        except (OSError, CacheError, sqlite3.Error) as error:
+            log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400
+            return
+        stack.push_async_callback(self._store.close)
+        self._device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
         """Take requests until told to stop; raises `WorkerError` if a part ends that must not."""
@@ -181,7 +192,9 @@ class App:
         )
         intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
         self._intake = intake
-        services = Services(journal, outbox, execution, folder, telemetry, intake.settle, loaded.name)
+        services = Services(
+            journal, outbox, self._engine, execution, folder, telemetry, intake.settle, loaded.name
+        )
         self._sessions = Sessions(
             services,
             self._engine,
@@ -197,41 +210,46 @@ class App:
             asyncio.create_task(self._sessions.sweep(), name="sweep"),
             asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
             asyncio.create_task(self._publish_metrics(outbox, intake), name="metrics"),
-            asyncio.create_task(self._watch_nats(), name="nats"),
         ]
         log.info("ready", worker=settings.worker, nats=nc.connected_url.netloc if nc.connected_url else None)
         self.ready.set()
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        done, _ = await asyncio.wait([stopped, pull, *others], return_when=asyncio.FIRST_COMPLETED)
-        log.info("stopping")
-        stopped.cancel()
-        await _cancel(pull)
-        self._engine.stop()
-        await self._sessions.stop(_STOP_S)
-        await desk.close()
-        await intake.give_back()
-        await _cancel(*others)  # the keep-alive among them: until here the deliveries were this worker's
+        try:
+            done, _ = await asyncio.wait([stopped, pull, *others], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            log.info("stopping")
+            await end([stopped, pull])
+            self._engine.stop()
+            await self._sessions.stop(_STOP_S)
+            await desk.close()
+            await intake.give_back()
+            await end(others)  # the keep-alive among them: until here the deliveries were this worker's
+        if self._fatal:
+            raise WorkerError(self._fatal)
         for task in done - {stopped}:
             error = task.exception()
-            if isinstance(error, WorkerError):
-                raise error
             raise WorkerError(f"the {task.get_name()} task ended: {error!r}") from error
 
     def _hand_over(self, report: Report) -> None:
         """Carry a step's report from the device thread to the event loop."""
         self._loop.call_soon_threadsafe(self._engine.handle, report)
 
+    def _device_died(self, error: BaseException) -> None:
+        """Hear, on the device thread, that it ends: without it nothing would ever be answered again."""
+        self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
+
     async def _reconnected(self) -> None:
         if self._intake is not None:
             await self._intake.pull_again()
 
     async def _closed(self) -> None:
-        """Take note that the server has closed the connection for good; it happens on the way down too."""
-        self._nats_closed.set()
+        """The server has closed the connection for good; it happens on the way down too."""
+        self._fail("the NATS server has closed the connection; its log says why")
 
-    async def _watch_nats(self) -> None:
-        await self._nats_closed.wait()
-        raise WorkerError("the NATS server has closed the connection; its log says why")
+    def _fail(self, why: str) -> None:
+        """Go down for a reason that cannot be mended here."""
+        self._fatal = self._fatal or why
+        self._stop.set()
 
     async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
@@ -270,12 +288,3 @@ class App:
 def default_memory_bytes() -> int:
     """Derive the limit for resident KV from what the machine has left once the weights are loaded."""
     return int(psutil.virtual_memory().available * _MEMORY_SHARE)
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks until they are over: on Python 3.11 `wait_for`, which nats-py uses, can lose a cancel."""
-    running = set(tasks)
-    while running:
-        for task in running:
-            task.cancel()
-        _, running = await asyncio.wait(running, timeout=1.0)

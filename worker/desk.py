@@ -9,9 +9,13 @@ from uuid import uuid4
 
 import nats.errors
 import structlog
+from nats.js.errors import APIError
 
-from protocol.errors import InvalidMessageError
+from protocol.errors import RETRYABLE, InvalidMessageError
 from protocol.messages import Failed, decode_ask, decode_result, encode
+
+from .journal import MESSAGE_TOO_LARGE
+from .tasks import end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from protocol.messages import Result
+    from protocol.errors import ErrorCode
+    from protocol.messages import Generate, Result
     from protocol.subjects import SessionKey, Subjects
 
     from .outbox import Outbox
@@ -32,6 +37,7 @@ log = structlog.get_logger()
 #: Workers share the asks and the control requests of their prefix.
 _QUEUE = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
+_TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
 class Desk:
@@ -59,17 +65,18 @@ class Desk:
 
     async def open(self) -> None:
         """Start to answer."""
-        for kind, handle in (("ctl", self._control), ("ask", self._ask)):
-            subject = self._subjects.every("ctl" if kind == "ctl" else "ask")
+        for subject, handle in (
+            (self._subjects.every("ctl"), self._control),
+            (self._subjects.every("ask"), self._ask),
+        ):
             self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._aside(handle)))
 
     async def close(self) -> None:
         """Stop to answer; who still waits runs into a time-out, and finds the result on `out`."""
         for subscription in self._subscriptions:
-            await subscription.unsubscribe()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
+                await subscription.unsubscribe()
+        await end(self._tasks)
 
     def _aside(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
         """Handle each message in a task of its own: one long answer must not hold up the next question."""
@@ -100,27 +107,46 @@ class Desk:
     async def _asked(self, message: Msg) -> Result:
         try:
             key, _, _ = self._subjects.parse(message.subject)
-            body = encode(decode_ask(message.data, uuid4().hex))
+            request = decode_ask(message.data, uuid4().hex)
         except InvalidMessageError as error:
-            return Failed(id=None, code="invalid_request", message=str(error), retryable=False)
-        try:
-            return await asyncio.wait_for(self._through_the_log(key, body), self._ask_timeout_s)
-        except TimeoutError:
-            text = f"no result within {self._ask_timeout_s:g} s; if the log has the request, it comes on out"
-        except nats.errors.MaxPayloadError:
-            text = "the request is larger than a message may be; append it in pieces first"
-        except (nats.errors.Error, OSError) as error:
-            text = f"the request could not be stored: {str(error) or type(error).__name__}"
-        return Failed(id=None, code="internal", message=text, retryable=True)
-
-    async def _through_the_log(self, key: SessionKey, body: bytes) -> Result:
+            return _failed(None, "invalid_request", str(error))
         results = await self._nc.subscribe(self._subjects.of(key, "out"))
         try:
-            ack = await self._js.publish(self._subjects.of(key, "in"), body, timeout=_PUBLISH_TIMEOUT_S)
-            while True:
-                body = (await results.next_msg(timeout=None)).data
-                with contextlib.suppress(InvalidMessageError):  # somebody else's
-                    if (result := decode_result(body)).seq == ack.seq:
-                        return result
+            seq = await self._store(key, request)
+            if isinstance(seq, Failed):
+                return seq
+            return await asyncio.wait_for(_result(results, seq), self._ask_timeout_s)
+        except TimeoutError:
+            text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
+            return _failed(request.id, "overloaded", text)
         finally:
             await results.unsubscribe()
+
+    async def _store(self, key: SessionKey, request: Generate) -> int | Failed:
+        """Put the request into the log; returns its sequence, or why it could not be stored."""
+        try:
+            ack = await self._js.publish(
+                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S
+            )
+        except nats.errors.MaxPayloadError:
+            return _failed(request.id, "invalid_request", _TOO_LARGE)
+        except APIError as error:
+            if error.err_code == MESSAGE_TOO_LARGE:
+                return _failed(request.id, "invalid_request", _TOO_LARGE)
+            return _failed(request.id, "overloaded", f"the log refused the request: {error.description}")
+        except (nats.errors.Error, OSError) as error:
+            reason = str(error) or type(error).__name__
+            return _failed(request.id, "overloaded", f"the log did not confirm the request: {reason}")
+        return ack.seq
+
+
+async def _result(results: Subscription, seq: int) -> Result:
+    while True:
+        body = (await results.next_msg(timeout=None)).data
+        with contextlib.suppress(InvalidMessageError):  # somebody else's
+            if (result := decode_result(body)).seq == seq:
+                return result
+
+
+def _failed(request_id: str | None, code: ErrorCode, message: str) -> Failed:
+    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE)

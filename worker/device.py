@@ -24,7 +24,7 @@ from .scheduler import Scheduler
 from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from protocol.subjects import SessionKey
 
@@ -66,13 +66,18 @@ class Device:
         self,
         load: Callable[[], LoadedModel],
         report: Callable[[Report], None],
+        died: Callable[[BaseException], None],
         *,
         block_tokens: int,
         max_batch: int,
     ) -> None:
-        """`load` runs on the thread; `report` is called there after each step and must only hand over."""
+        """`load` runs on the thread; `report` is called there after each step and must only hand over.
+
+        `died` is called there if the thread ends for another reason than `stop`.
+        """
         self._load = load
         self._report = report
+        self._died = died
         self._block = block_tokens
         self._room: Callable[[], int] | None = None
         self._commands: queue.SimpleQueue[Turn | _Cancel | _Drop | _Stop] = queue.SimpleQueue()
@@ -134,14 +139,20 @@ class Device:
             self._loaded.put(error)
             return
         self._loaded.put(loaded)
-        while self._take_commands():
-            started = time.perf_counter()
-            step = self._scheduler.next()
-            if step.decode:
-                self._decode(step.decode)
-            if step.prefill is not None:
-                self._prefill(step.prefill)
-            self._hand_over(len(step.decode), time.perf_counter() - started)
+        try:
+            while self._take_commands():
+                self._step()
+        except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
+            self._died(error)
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        step = self._scheduler.next()
+        if step.decode:
+            self._decode(step.decode)
+        if step.prefill is not None:
+            self._guarded(step.prefill, self._prefill_chunk)
+        self._hand_over(len(step.decode), time.perf_counter() - started)
 
     def _take_commands(self) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
@@ -154,7 +165,7 @@ class Device:
                 case Turn():
                     self._guarded(command, self._begin)
                 case _Cancel(turn) if turn in self._scheduler:
-                    self._guarded(turn, self._end)
+                    self._leave(turn)
                 case _Drop(key):
                     self._resident.pop(key, None)
                 case _Stop():
@@ -174,7 +185,7 @@ class Device:
             self._fault(turn, error)
 
     def _fault(self, turn: Turn, error: Exception) -> None:
-        log.error("turn failed on the device", session=str(turn.key), error=repr(error))
+        log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._resident.pop(turn.key, None)
         turn.caches = turn.row = None
@@ -206,9 +217,6 @@ class Device:
         if held.num_tokens != num_tokens:
             layers.trim(held.caches, num_tokens)
         return held.caches, num_tokens
-
-    def _prefill(self, turn: Turn) -> None:
-        self._guarded(turn, self._prefill_chunk)
 
     def _prefill_chunk(self, turn: Turn) -> None:
         """Run the prompt up to the next boundary of the grid: resuming there is bit-exact."""
@@ -247,12 +255,23 @@ class Device:
         try:
             ended = self._decode_step(turns)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            self._batch.clear()
-            for turn in turns:
-                self._fault(turn, error)
+            self._fault_all(turns, error)
             return
         for turn in ended:
-            self._guarded(turn, self._end)
+            if turn in self._scheduler:  # else it was lost with another one's leaving
+                self._leave(turn)
+
+    def _leave(self, turn: Turn) -> None:
+        """End a turn that may be in the batch. If that fails, the merged KV is half changed: all is lost."""
+        try:
+            self._end(turn)
+        except Exception as error:  # noqa: BLE001  # whatever MLX raises
+            self._fault_all((turn, *self._scheduler.decoding), error)
+
+    def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
+        self._batch.clear()
+        for turn in turns:
+            self._fault(turn, error)
 
     def _decode_step(self, turns: tuple[Turn, ...]) -> list[Turn]:
         self._batch.set_rows([turn.row for turn in turns if turn.row])
@@ -299,6 +318,10 @@ class Device:
         if self._room is None:
             return
         caches, index = (turn.caches or [], None) if turn.row is None else self._batch.place(turn.row)
-        fits = self._room() >= self._bytes_per_token * (span.end - span.start)
-        tensors = layers.cut(caches, span.start, span.end, row=index) if fits else None
+        tensors = None
+        if self._room() >= self._bytes_per_token * span.num_tokens:
+            try:
+                tensors = layers.cut(caches, span.start, span.end, row=index)
+            except Exception:
+                log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
         self._events.append(Cut(turn, span, tensors))

@@ -159,7 +159,7 @@ class Engine:
         """
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
         num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
-        if not await self._admitted(key, self.size_bytes(num_tokens)):
+        if cancelled() or not await self._admitted(key, self.size_bytes(num_tokens)):
             return None
         turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
@@ -231,7 +231,9 @@ class Engine:
         if isinstance(event, Cut):
             self._save(event)
             return
-        running = self._running[event.turn.key]
+        running = self._running.get(event.turn.key)
+        if running is None:  # its run was cancelled at the end of a stop
+            return
         match event:
             case Prefilled(_, num_cached):
                 running.progress.num_cached = num_cached

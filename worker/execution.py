@@ -77,14 +77,6 @@ class Execution:
         self._context_tokens = context_tokens
         self._vocab_size = vocab_size
 
-    def cancel(self, key: SessionKey) -> None:
-        """End what the session has on the device, within a step."""
-        self._engine.cancel(key)
-
-    def forget(self, key: SessionKey) -> None:
-        """Drop what the session holds on the device."""
-        self._engine.forget(key)
-
     async def carry_out(
         self, key: SessionKey, request: Request, pending: Pending, history: History
     ) -> tuple[Result, History]:
@@ -117,7 +109,7 @@ class Execution:
         live_bytes = self._engine.live_bytes(key, history.tokens)
         if tokens != history.tokens:
             outcome = await self._engine.run(key, tokens, lambda: pending.cancelled)
-            if outcome is None or outcome.num_cached + outcome.num_prefilled < len(tokens) - 1:
+            if outcome is None or not outcome.complete:
                 return withdrawn(pending, history), history
             live_bytes = outcome.live_bytes
             cached = outcome.num_cached
@@ -217,7 +209,7 @@ class Execution:
             finish_reason=answer.finish_reason or "cancelled",
             usage=Usage(
                 prompt_tokens=num_prompt,
-                cached_tokens=outcome.num_cached if outcome else num_prompt,
+                cached_tokens=outcome.num_cached if outcome else 0,
                 prefilled_tokens=outcome.num_prefilled if outcome else 0,
                 completion_tokens=len(answer.tokens),
             ),

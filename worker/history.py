@@ -132,13 +132,13 @@ class Folder:
         refuses.
         """
         kept = history.position
-        state = history
+        state = replace(history, exists=True)
         try:
             for step in self._steps(request):
                 conversation, addition = step(state)
                 kept = min(kept, addition.keep)
                 tokens = state.tokens[: addition.keep] + addition.tokens
-                state = replace(state, conversation=conversation, tokens=tokens, exists=True)
+                state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
         return Input(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ class Intake:
         self._freed = asyncio.Event()
         self._num_to_come = 0
         self._fault = ""
+        self._inbox = ""  # of the pull that is out; older ones may still be answered
         self._pull_over = asyncio.Event()
 
     @property
@@ -67,10 +69,10 @@ class Intake:
         while True:
             try:
                 inbox = self._nc.new_inbox()
-                subscription = await self._nc.subscribe(inbox, cb=self._arrival(inbox, ring))
+                subscription = await self._nc.subscribe(f"{inbox}.*", cb=self._arrival(ring))
                 try:
-                    while True:
-                        await self._pull_some(inbox)
+                    for number in itertools.count():
+                        await self._pull_some(f"{inbox}.{number}")
                 finally:
                     with contextlib.suppress(nats.errors.Error):
                         await subscription.unsubscribe()
@@ -84,6 +86,7 @@ class Intake:
             await self._freed.wait()
         self._num_to_come = min(_FETCH, self._max_held - len(self._held))
         self._fault = ""
+        self._inbox = inbox
         self._pull_over.clear()
         # The raw request, since nats-py's `fetch` takes any message with a header `Status` for the server's
         # word on the pull. That header is the publisher's to set: it would lose the request, or end the pull.
@@ -96,9 +99,11 @@ class Intake:
         if self._fault:
             raise nats.errors.Error(self._fault)
 
-    def _arrival(self, inbox: str, ring: Callable[[str, int], None]) -> Callable[[Msg], Awaitable[None]]:
+    def _arrival(self, ring: Callable[[str, int], None]) -> Callable[[Msg], Awaitable[None]]:
         async def arrived(message: Msg) -> None:
-            if message.subject == inbox:  # a request comes under its own subject
+            if message.subject.startswith("_INBOX."):  # a request comes under its own subject
+                if message.subject != self._inbox:
+                    return
                 headers = message.headers or {}
                 status = headers.get("Status", "")
                 if status not in _EMPTY:

@@ -38,7 +38,7 @@ MODEL_HEADER: Final = "Turnkeep-Model"
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
 #: The stream refuses the message for its size, now and always.
-_TOO_LARGE: Final = 10054
+MESSAGE_TOO_LARGE: Final = 10054
 _BATCH: Final = 256
 _BATCH_BYTES: Final = 8 * 2**20
 _TIMEOUT_S: Final = 5.0
@@ -79,8 +79,8 @@ class Journal:
     async def read(self, key: SessionKey, after: int, until: int) -> list[Entry]:
         """Read a session's entries with a stream sequence above `after`, in order.
 
-        `until` is the sequence of an entry that is known to be there: a replica that answers without it
-        lags, and is asked again.
+        `until` is the sequence of an entry that was delivered: a replica that answers without it lags, and
+        is asked again, unless the stream's leader says that the entry was removed.
         """
         pause_s = 0.01
         while True:
@@ -88,7 +88,11 @@ class Journal:
                 entry
                 async for entry in self._direct(self._subjects.log_stream, self._subjects.log(key), after)
             ]
-            if until <= after or any(entry.seq >= until for entry in entries):
+            if (
+                until <= after
+                or any(entry.seq >= until for entry in entries)
+                or await self.get(until) is None
+            ):
                 return entries
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
@@ -113,11 +117,13 @@ class Journal:
                 num_tokens += len(chunk.tokens)
         return chunks
 
-    async def get(self, seq: int) -> bytes:
-        """Read the body of an entry that is known to be there."""
+    async def get(self, seq: int) -> bytes | None:
+        """Read the body of an entry; None where it was removed from the log."""
         while True:
             try:
-                message = await self._js.get_msg(self._subjects.log_stream, seq, direct=True)
+                message = await self._js.get_msg(self._subjects.log_stream, seq)
+            except NotFoundError:
+                return None
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._wait_out("reading the log", error, 1.0)
                 continue
@@ -140,7 +146,7 @@ class Journal:
             except nats.errors.MaxPayloadError as error:
                 raise TooLargeError(f"{len(body)} bytes") from error
             except APIError as error:
-                if error.err_code == _TOO_LARGE:
+                if error.err_code == MESSAGE_TOO_LARGE:
                     raise TooLargeError(f"{len(body)} bytes") from error
                 if error.err_code == _WRONG_LAST_SEQUENCE:
                     return await self._ours(subject, body, after)
@@ -150,6 +156,13 @@ class Journal:
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def commit_unread(self, key: SessionKey, result: Result) -> None:
+        """Store a result under a name whose log cannot be read; after a crash it may be there twice."""
+        try:
+            await self._js.publish(self._subjects.of(key, "out"), encode(result), timeout=_TIMEOUT_S)
+        except (nats.errors.Error, APIError, OSError) as error:
+            log.warning("a refusal could not be stored", session=str(key), error=str(error))
 
     async def _ours(self, subject: str, body: bytes, after: int) -> int:
         """Tell a commit whose ack was lost from one that another worker won."""

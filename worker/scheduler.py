@@ -39,6 +39,11 @@ class Scheduler(Generic[T]):
     def __contains__(self, turn: object) -> bool:
         return turn in self._prefilling or turn in self._ready or turn in self._decoding
 
+    @property
+    def decoding(self) -> tuple[T, ...]:
+        """The turns that decode."""
+        return tuple(self._decoding)
+
     def add(self, turn: T) -> None:
         """Queue a turn whose prompt has to be prefilled."""
         self._prefilling.append(turn)

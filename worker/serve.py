@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -38,8 +39,9 @@ async def _serve(settings: Settings) -> None:
 
         def stop(number: signal.Signals) -> None:
             nonlocal told
+            if told:  # threads cannot be interrupted: a download, say
+                os._exit(128 + number)
             told = True
-            loop.remove_signal_handler(number)
             if app.ready.is_set():
                 app.stop()
             else:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from protocol.messages import Request, Result
     from protocol.subjects import SessionKey
 
+    from .engine import Engine
     from .execution import Execution
     from .history import Folder, History
     from .journal import Journal
@@ -47,6 +48,7 @@ class Services:
 
     journal: Journal
     outbox: Outbox
+    engine: Engine
     execution: Execution
     folder: Folder
     telemetry: Telemetry
@@ -57,11 +59,12 @@ class Services:
 class Session:
     """See the module. `ring` and `cancel` may be called at any time; `run` by one task at a time."""
 
-    def __init__(self, key: SessionKey, services: Services) -> None:
+    def __init__(self, key: SessionKey, services: Services, wake: Callable[[Session], None]) -> None:
+        """`wake` is to see to it that `run` runs."""
         self.key = key
         self._services = services
+        self._wake = wake
         self._record = Record(services.folder)
-        self._bell = 0
         self._rung: set[int] = set()  # deliveries that the record has not been asked about yet
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
@@ -91,15 +94,12 @@ class Session:
     @property
     def has_work(self) -> bool:
         """Whether `run` has something to do."""
-        return bool(self._record.pending or self._rung) or self._bell > self._record.read_seq
+        return bool(self._record.pending or self._rung)
 
-    def ring(self, seq: int) -> bool:
-        """Say that the log has an entry at `seq`; False if it was answered before."""
-        self._bell = max(self._bell, seq)
-        if seq > self._record.read_seq:
-            self._rung.add(seq)
-            return True
-        return any(pending.seq == seq for pending in self._record.pending)
+    def ring(self, seq: int) -> None:
+        """Take a delivery: the log has an entry at `seq`, which is to be settled once it has its result."""
+        self._rung.add(seq)
+        self._wake(self)
 
     async def run(self) -> None:
         """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
@@ -116,17 +116,19 @@ class Session:
                 self.forget()
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
-        """Read the log as far as the bell has told of it; the first time, or if asked to, all of it.
+        """Read the log as far as deliveries have told of it; the first time, or if asked to, all of it.
 
         Raises `FencedError` where another worker has gone on with the session.
         """
         async with self._log_lock:
-            if self._record.read_seq > 0 and self._bell <= self._record.read_seq and not beyond_bell:
-                return
             record = self._record  # the entries are its successors, and not those of one that replaces it
-            entries = await self._services.journal.read(self.key, record.read_seq, self._bell)
+            until = max(self._rung, default=0)
+            if 0 < record.read_seq >= until and not beyond_bell:
+                return
+            entries = await self._services.journal.read(self.key, record.read_seq, until)
             # A fold tokenises everything that was ever said; that is not for the event loop.
             await asyncio.to_thread(record.take, entries)
+            record.read_seq = max(record.read_seq, until)  # also where the entry itself is gone by now
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
@@ -134,7 +136,7 @@ class Session:
             await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
         except FencedError:
             if self.active is not None:
-                self._services.execution.cancel(self.key)  # its result has lost the fence already
+                self._services.engine.cancel(self.key)  # its result has lost the fence already
                 raise
             self.forget()  # nothing is under way here, so nobody else would find out
             await self.catch_up(beyond_bell=True)
@@ -145,47 +147,60 @@ class Session:
             message = f"nothing to cancel under {request_id!r}: {why}"
             return Failed(id=request_id, code="invalid_request", message=message, retryable=False)
         pending.cancelled = True
-        if pending is self.active:
-            self._services.execution.cancel(self.key)
-            await pending.done.wait()
-            return Cancelled(id=request_id, was="running")
-        await self._commit(pending, withdrawn(pending, self.history), None)
-        return Cancelled(id=request_id, was="waiting")
+        if pending is not self.active and not await self._begun(pending):
+            await self._commit(pending, withdrawn(pending, self.history), None)
+            return Cancelled(id=request_id, was="waiting")
+        self._services.engine.cancel(self.key)
+        self._wake(self)
+        await pending.done.wait()
+        if request_id not in self._record.answered:  # the record was given up meanwhile
+            return await self.cancel(request_id)
+        return Cancelled(id=request_id, was="running")
 
     def forget(self) -> None:
         """Drop everything that is in memory; the log is read anew when the session goes on."""
-        for pending in self._record.pending:
+        record, self._record = self._record, Record(self._services.folder)
+        self._rung.update(pending.seq for pending in record.pending)
+        self._services.engine.forget(self.key)
+        for pending in record.pending:
             pending.done.set()
-            self._rung.add(pending.seq)  # who has overtaken this worker may have answered it
-        self._services.execution.forget(self.key)
-        self._record = Record(self._services.folder)
+
+    async def _begun(self, pending: Pending) -> bool:
+        """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay."""
+        if pending is self.active or not isinstance(pending.request, Generate):
+            return pending is self.active
+        return bool(await self._services.journal.published(self.key, pending.request.id))
 
     async def _settle_answered(self) -> None:
-        """Settle deliveries of requests that had their result when the log was read.
+        """Settle deliveries of requests that had their result when they were read: somebody died before this.
 
-        Another worker has answered them, or this one before it died.
+        Those that are pending are settled with their result.
         """
-        waiting = {pending.seq for pending in self._record.pending}
-        for seq in sorted(self._rung):
-            if seq > self._record.read_seq:
-                return
-            self._rung.remove(seq)
-            if seq not in waiting:
-                await self._end_again(seq)
-                await self._services.settle(seq)
+        pending = {pending.seq for pending in self._record.pending}
+        read = {seq for seq in self._rung if seq <= self._record.read_seq}
+        self._rung -= read
+        for seq in sorted(read - pending):
+            await self._end_again(seq)
+            await self._services.settle(seq)
 
     async def _end_again(self, seq: int) -> None:
         """Close the token stream of an answered generate: who answered it may have died before it could."""
         journal = self._services.journal
-        answered = next((found for found in self._record.answered.values() if found.in_seq == seq), None)
-        if answered is None:
+        answered = next(
+            (found for found in list(self._record.answered.values()) if found.in_seq == seq), None
+        )
+        body, recorded = await journal.get(seq), await journal.get(answered.out_seq) if answered else None
+        if body is None or recorded is None:
             return
-        request = decode_request(await journal.get(seq))
+        request, result = decode_request(body), decode_result(recorded)
         if isinstance(request, Generate):
-            result = decode_result(await journal.get(answered.out_seq))
-            text, tokens = (result.text, result.tokens) if isinstance(result, Generated) else ("", ())
-            num_chars = sum(len(chunk.text) for chunk in await journal.published(self.key, request.id))
-            await self._end_tokens(request.id, len(tokens), text[num_chars:])
+            tokens = result.tokens if isinstance(result, Generated) else ()
+            chunks = await journal.published(self.key, request.id)
+            held_text = ""
+            # Only behind all the others: who has lost chunks reads the record.
+            if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
+                held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
+            await self._end_tokens(request.id, len(tokens), held_text)
 
     async def _answer(self, pending: Pending) -> None:
         self.active = pending
@@ -221,7 +236,7 @@ class Session:
         answered = self._record.answered.get(request.id)
         if answered is not None:
             return await self._repeated(request, pending, answered), history
-        if pending.cancelled:
+        if pending.cancelled and not isinstance(request, Generate):  # a generate may have tokens out
             return withdrawn(pending, history), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
@@ -236,7 +251,12 @@ class Session:
                 f"the id {request.id!r} was used before for another request (sequence {answered.in_seq}); "
                 "a new request needs a new id",
             )
-        first = decode_result(await self._services.journal.get(answered.out_seq))
+        body = await self._services.journal.get(answered.out_seq)
+        if body is None:
+            raise RefusedError(
+                "invalid_request", "this id was used before, and its result is gone from the log"
+            )
+        first = decode_result(body)
         return msgspec.structs.replace(first, seq=pending.seq, repeat_of=answered.in_seq)
 
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> None:
@@ -255,7 +275,7 @@ class Session:
             except TooLargeError as error:
                 history = self.history
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
-                result = failed(pending, history, "internal", message)
+                result = failed(pending, history, "invalid_request", message)
                 out_seq = await self._store(result, history)
             self._record.committed(pending, out_seq, history)
         outcome = result.code if isinstance(result, Failed) else "ok"

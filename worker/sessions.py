@@ -14,11 +14,12 @@ import structlog
 
 from protocol.errors import RETRYABLE, InvalidMessageError
 from protocol.messages import Cancelled, CancelRequest, Failed, Progress, SessionInfo, decode_control
-from protocol.subjects import SessionKey
+from protocol.subjects import ID_RULE, SessionKey
 
 from .engine import StoppingError
 from .journal import FencedError
 from .session import Session
+from .tasks import end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -65,14 +66,14 @@ class Sessions:
         return len(self._sessions)
 
     def ring(self, subject: str, seq: int) -> None:
-        """Take a delivery: wake its session, or settle what is answered already."""
+        """Take a delivery to its session."""
         # Not `Subjects.parse`: a request under a bad name is in the log, so it gets its answer there.
         _, tenant, name, _ = subject.rsplit(".", 3)
-        session = self._hold(SessionKey(tenant, name))
-        if session.ring(seq):
-            self._wake(session)
+        key = SessionKey(tenant, name)
+        if {tenant, name} & {"*", ">"}:
+            self._aside(self._refuse_pattern(key, seq))
         else:
-            self._aside(self._services.settle(seq))
+            self._hold(key).ring(seq)
 
     async def control(self, subject: str, body: bytes) -> SessionInfo | Cancelled | Failed:
         """Answer what came on a session's `ctl`."""
@@ -88,15 +89,18 @@ class Sessions:
                     return await session.cancel(request.id)
             except FencedError:
                 return _failed(request.id, "internal", "another worker went on with this session; ask again")
-            finally:
-                self._wake(session)
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
-            await session.catch_up()
+            await session.catch_up(beyond_bell=True)
         history = session.history
-        if not session.pending and (history.closed or not history.exists):
-            why = "the session was closed" if history.closed else "there is no such session"
-            return _failed(None, "unknown_session", f"{why}; an append or a generate starts one")
-        return self._info(session)
+        if session.pending or (history.exists and not history.closed):
+            return self._info(session)
+        if history.closed:
+            return _failed(None, "unknown_session", "the session was closed; an open starts it anew")
+        if not session.has_work and key not in self._tasks:
+            self._sessions.pop(key, None)
+        return _failed(
+            None, "unknown_session", "there is no such session; an append or a generate starts one"
+        )
 
     async def sweep(self) -> None:
         """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
@@ -104,7 +108,7 @@ class Sessions:
             await asyncio.sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
-                if session.used_s < horizon_s and key not in self._tasks:
+                if session.used_s < horizon_s and key not in self._tasks and not session.has_work:
                     del self._sessions[key]
 
     async def stop(self, timeout_s: float) -> None:
@@ -113,18 +117,17 @@ class Sessions:
         tasks = {*self._tasks.values(), *self._asides}
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
-            for task in late:
-                log.warning("a session did not end in time", task=task.get_name())
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end(late)
 
     def _hold(self, key: SessionKey) -> Session:
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = Session(key, self._services)
+            session = self._sessions[key] = Session(key, self._services, self._wake)
+        session.used_s = monotonic()
         return session
 
     def _wake(self, session: Session) -> None:
+        self._sessions[session.key] = session  # it may have been let go of while somebody waited for it
         if session.key not in self._tasks and session.has_work and not self._stopping.is_set():
             self._tasks[session.key] = asyncio.create_task(self._run(session), name=str(session.key))
 
@@ -146,6 +149,16 @@ class Sessions:
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
             del self._tasks[session.key]
+
+    async def _refuse_pattern(self, key: SessionKey, seq: int) -> None:
+        """Answer a request under a name that NATS takes for a pattern.
+
+        It must never become a session: reading its log would be reading everybody's.
+        """
+        message = f"session {key} is not valid: a tenant and a session must be {ID_RULE}"
+        result = Failed(id=None, seq=seq, code="invalid_request", message=message, retryable=False)
+        await self._services.journal.commit_unread(key, result)
+        await self._services.settle(seq)
 
     def _aside(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)

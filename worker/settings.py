@@ -273,11 +273,6 @@ class Settings:
     log_max_bytes: int = _setting(
         _size(16 * _MIB), 10 * _GIB, "bytes of the log; a full log refuses new requests"
     )
-    log_max_age_s: float = _setting(
-        _or("none", 0.0, _duration(0, 10 * 365 * 86400)),
-        0.0,
-        "seconds that log entries are kept; 0 keeps them",
-    )
     sync_interval: str = _setting(
         _or("always", "always", _SYNC),
         "always",

@@ -73,7 +73,6 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.NEW,  # the log is the truth: when it is full it refuses, it never forgets
         max_bytes=settings.log_max_bytes,
-        max_age=settings.log_max_age_s,
         max_msg_size=settings.max_message_bytes,
         allow_direct=True,
         duplicate_window=_DEDUPE_S,

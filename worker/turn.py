@@ -75,7 +75,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A snapshot as plain bytes; or None, where the writer had no room and nothing was cut."""
+    """A snapshot as plain bytes; or None, where the writer had no room, or cutting it failed."""
 
     turn: Turn
     span: Span

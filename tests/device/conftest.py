@@ -46,8 +46,13 @@ class Rig:
         self, model: Any, *, block_tokens: int, max_batch: int, room: Callable[[], int] | None
     ) -> None:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.deaths: list[BaseException] = []
         self.device = Device(
-            lambda: loaded(model), self._reports.put, block_tokens=block_tokens, max_batch=max_batch
+            lambda: loaded(model),
+            self._reports.put,
+            self.deaths.append,
+            block_tokens=block_tokens,
+            max_batch=max_batch,
         )
         self.device.start()
         if room is not None:

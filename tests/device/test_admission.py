@@ -93,6 +93,7 @@ async def make_engine(make_model):
         device = Device(
             lambda: model,
             lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
+            lambda error: None,
             block_tokens=8,
             max_batch=8,
         )
@@ -134,10 +135,12 @@ async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engin
     engine = await make_engine(600)
     running = asyncio.create_task(engine.run(key("running"), prompt(590), lambda: False))
     await asyncio.sleep(0)
-    large = asyncio.create_task(engine.run(key("large"), prompt(500), lambda: True))
+    cancelled = False
+    large = asyncio.create_task(engine.run(key("large"), prompt(500), lambda: cancelled))
     small = asyncio.create_task(engine.run(key("small"), prompt(10), lambda: False))
     await asyncio.sleep(0)
     assert engine.num_waiting == 2
+    cancelled = True
     engine.cancel(key("large"))
     assert await large is None
     assert engine.num_waiting == 0, "10 tokens had been free all the time"

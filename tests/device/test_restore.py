@@ -86,6 +86,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
         device = Device(
             lambda: loaded(recorded),
             lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
+            lambda error: None,
             block_tokens=BLOCK,
             max_batch=4,
         )

@@ -203,6 +203,12 @@ async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started
         assert (whole.tokens, whole.text) == (result.tokens, result.text)
 
 
+async def snapshots_are_durable(session: Any) -> None:
+    """Wait for the disk: a tiny model computes blocks faster than they are synced, a real one does not."""
+    while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110  # only the worker knows
+        await asyncio.sleep(0.02)
+
+
 async def test_a_kill_between_turns_costs_a_block_at_most(started: Any, alone: Client) -> None:
     """A session of 1,500 tokens; the next turn prefills what is new, and goes on with the same tokens."""
     process, client = await started(*QUICK)
@@ -221,6 +227,7 @@ async def test_a_kill_between_turns_costs_a_block_at_most(started: Any, alone: C
     before = await first_turn(session)
     assert before.position > 1500
     assert before.tokens == (await first_turn(uninterrupted)).tokens
+    await snapshots_are_durable(session)
     restart(process)
     after, expected = await next_turn(session), await next_turn(uninterrupted)
     assert after.tokens == expected.tokens

@@ -93,7 +93,15 @@ class Formula:
             digest = blake2b(str(tokens).encode(), digest_size=4).digest()
             tokens.append(self._choices[int.from_bytes(digest, "big") % len(self._choices)])
             answer.push(tokens[-1])
-        return Outcome(0, len(context), 0, 0.0, 0.0, 0.0)
+        return Outcome(
+            complete=True,
+            num_cached=0,
+            num_prefilled=len(context),
+            live_bytes=0,
+            prefill_s=0.0,
+            started_s=0.0,
+            first_token_s=0.0,
+        )
 
     def live_bytes(self, *_: Any) -> int:
         return 0
@@ -146,10 +154,10 @@ class World:
             "telemetry": Telemetry(),
             "folder": self.folder,
         }
-        execution = Execution(
-            engine=self.engine, tokenizer=self._tokenizer, context_tokens=10_000, vocab_size=2**20, **parts
-        )  # type: ignore[arg-type]
-        self.session = Session(KEY, Services(execution=execution, settle=self._settle, model="tiny", **parts))
+        parts["engine"] = self.engine
+        execution = Execution(tokenizer=self._tokenizer, context_tokens=10_000, vocab_size=2**20, **parts)  # type: ignore[arg-type]
+        services = Services(execution=execution, settle=self._settle, model="tiny", **parts)
+        self.session = Session(KEY, services, lambda _: None)
 
     async def _settle(self, seq: int) -> None:
         self.settled.append(seq)

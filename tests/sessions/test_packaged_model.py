@@ -79,8 +79,10 @@ async def test_the_packaged_model_answers_remembers_and_survives(process: Any, n
     before = await request(nc, begun, "long")
     assert_kv(before)
 
-    while (await ask(nc, "ctl", {"type": "info"}, "long"))["worker"]["snapshots"]["in_flight"]:
-        await asyncio.sleep(0.05)  # what the disk does not have yet is lost with the process
+    in_flight = 1
+    while in_flight:  # what the disk does not have yet is lost with the process
+        await asyncio.sleep(0.05)
+        in_flight = (await ask(nc, "ctl", {"type": "info"}, "long"))["worker"]["snapshots"]["in_flight"]
     process.kill()
     process.start()
     news = {"type": "generate", "id": "h", "max_tokens": 8, "text": " But in the end"}
