@@ -21,7 +21,7 @@ demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an a
 	$(BIN)/python -m bench.demo
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

@@ -253,8 +253,10 @@ class _NatsWire:
         while True:
             reply = await _cancellable(replies.next_msg(timeout=READ_S))
             headers = reply.headers or {}
-            if status := headers.get("Status"):
-                return status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
+            # A stored message brings its publisher's headers along, among which there may be a `Status`.
+            if "Nats-Sequence" not in headers:
+                more = int(headers.get("Nats-Num-Pending", "0")) > 0
+                return more and headers.get("Status") == _END_OF_BATCH
             found.append(Stored(int(headers["Nats-Sequence"]), reply.data))
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
