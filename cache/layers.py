@@ -31,20 +31,16 @@ def unsupported(caches: Sequence[Any]) -> str | None:
     return next((type(cache).__name__ for cache in caches if type(cache) is not KVCache), None)
 
 
-def cut(
-    caches: Sequence[Any], start: int, end: int, *, row: int | None = None, left_padding: int | None = None
-) -> tuple[Tensor, ...]:
+def cut(caches: Sequence[Any], start: int, end: int, *, row: int | None = None) -> tuple[Tensor, ...]:
     """Copy keys and values of the tokens `[start, end)` of every layer.
 
-    `caches` are a session's own, or a batch's, of which `row` is taken. `left_padding` is that row's, for a
-    caller that holds it as a plain integer; else a `BatchKVCache` is asked, which waits for the device.
+    `caches` are a session's own, or a batch's, of which `row` is taken.
 
     The copies are contiguous and evaluated in one go, so that another thread may read their bytes while
     the caches change: assigning to a slice of a cache mutates the very array that a view would look at.
     Raises `ValueError` where the caches do not hold these tokens.
     """
-    if left_padding is None:
-        left_padding = 0 if row is None else padding(caches, row)
+    left_padding = 0 if row is None else _padding(caches, row)
     first, last = left_padding + start, left_padding + end
     here = slice(row or 0, (row or 0) + 1)
     names: list[str] = []
@@ -61,7 +57,7 @@ def cut(
     )
 
 
-def padding(caches: Sequence[Any], row: int) -> int:
+def _padding(caches: Sequence[Any], row: int) -> int:
     """Read a row's left padding; waits for the device. Zero for caches without any."""
     if caches and isinstance(caches[0], BatchKVCache):
         return int(np.array(caches[0].left_padding)[row])

@@ -264,7 +264,11 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
 
 
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
-    """A worker's state, published every few seconds. Times are in seconds, sizes in bytes."""
+    """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
+
+    `waiting` are the requests that the worker has taken up and that are not on the device, of which
+    `waiting_for_memory` only want room there.
+    """
 
     worker: str
     version: str
@@ -273,6 +277,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     uptime_s: float
     requests: dict[str, dict[str, int]]
     waiting: int
+    waiting_for_memory: int
     running: int
     sessions: int
     resident_sessions: int

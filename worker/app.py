@@ -266,6 +266,7 @@ class App:
             uptime_s=telemetry.uptime_s,
             requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
             waiting=max(intake.num_held - engine.num_running, 0),
+            waiting_for_memory=engine.num_waiting,
             running=engine.num_running,
             sessions=len(self._sessions),
             resident_sessions=engine.ledger.num_resident,

@@ -124,8 +124,7 @@ def test_a_cut_holds_exactly_its_tokens(model) -> None:
             assert bytes(tensor.data) == expected.tobytes()
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["padding given", "padding read"])
-def test_a_row_of_a_padded_batch_is_cut_as_if_it_were_alone(model, given) -> None:
+def test_a_row_of_a_padded_batch_is_cut_as_if_it_were_alone(model) -> None:
     alone = []
     for length in (5, 12, 9):
         caches = make_prompt_cache(model)
@@ -135,9 +134,7 @@ def test_a_row_of_a_padded_batch_is_cut_as_if_it_were_alone(model, given) -> Non
     model(mx.array([[1], [2], [3]]), cache=batch)  # one token more for every row
     mx.eval([cache.state for cache in batch])
     for row, (length, caches) in enumerate(zip((5, 12, 9), alone, strict=True)):
-        padding = layers.padding(batch, row)
-        assert padding == 12 - length
-        tensors = layers.cut(batch, 1, length, row=row, left_padding=padding if given else None)
+        tensors = layers.cut(batch, 1, length, row=row)
         assert [bytes(t.data) for t in tensors] == [bytes(t.data) for t in layers.cut(caches, 1, length)]
         layers.cut(batch, 0, length + 1, row=row)
         with pytest.raises(ValueError, match="does not hold"):

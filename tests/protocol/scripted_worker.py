@@ -223,6 +223,7 @@ def metrics(worker: str) -> Metrics:
         uptime_s=1.5,
         requests={"default": {"appended": 2}},
         waiting=1,
+        waiting_for_memory=0,
         running=2,
         sessions=3,
         resident_sessions=2,
