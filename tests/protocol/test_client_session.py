@@ -325,6 +325,6 @@ async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
             with pytest.raises(NotPermittedError, match=r"may not publish on turnkeep\.bob\.s1\.in"):
                 await client.session("s1").append(text="a")
         with pytest.raises(NoWorkerError, match=r"(?i)authorization"):
-            await connect(server.url, user="alice", password="wrong", connect_timeout_s=1)
+            await connect(server.url, user="alice", password="wrong", connect_timeout_s=4)
     finally:
         server.kill()
