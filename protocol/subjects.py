@@ -2,6 +2,9 @@
 
 Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`; metrics go to
 `<prefix>._metrics.<worker>`, which no tenant can name, since a tenant starts with a letter or digit.
+
+Workers publish results on `commit`; the log stores them under `out` and publishes them there once they are
+stored. So nobody hears a result that the log then refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ DEFAULT_TENANT: Final = "default"
 ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?![\s\S])"
 ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
 
-Kind = Literal["in", "out", "tok", "ctl", "ask"]
+Kind = Literal["in", "commit", "out", "tok", "ctl", "ask"]
+SessionKind = Literal["in", "commit", "out", "ctl", "ask"]
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
@@ -67,7 +71,7 @@ class Subjects:
     def __post_init__(self) -> None:
         check_prefix(self.prefix)
 
-    def of(self, key: SessionKey, kind: Literal["in", "out", "ctl", "ask"]) -> str:
+    def of(self, key: SessionKey, kind: SessionKind) -> str:
         """Name the subject of a session for `kind`."""
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}"
 
@@ -79,9 +83,13 @@ class Subjects:
         """Match a session's `in` and `out` among the subjects of the log stream."""
         return f"{self.prefix}.{key.tenant}.{key.session}.*"
 
-    def every(self, kind: Literal["in", "out", "ctl", "ask"]) -> str:
+    def every(self, kind: SessionKind) -> str:
         """Match the subject of `kind` of every session."""
         return f"{self.prefix}.*.*.{kind}"
+
+    def same(self, kind: SessionKind) -> str:
+        """Name the subject of `kind` of the session that `every` has matched, for a mapping in NATS."""
+        return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     @property
     def every_token(self) -> str:

@@ -135,7 +135,7 @@ class Journal:
         Returns its sequence. Raises `FencedError` where another result came first, `TooLargeError` where
         the stream will never take it.
         """
-        subject = self._subjects.of(key, "out")
+        subject = self._subjects.of(key, "commit")
         body = encode(result)
         pause_s = 0.1
         while True:
@@ -149,7 +149,7 @@ class Journal:
                 if error.err_code == MESSAGE_TOO_LARGE:
                     raise TooLargeError(f"{len(body)} bytes") from error
                 if error.err_code == _WRONG_LAST_SEQUENCE:
-                    return await self._ours(subject, body, after)
+                    return await self._ours(self._subjects.of(key, "out"), body, after)
                 await self._wait_out("committing a result", error, pause_s)
             except (nats.errors.Error, OSError) as error:
                 await self._wait_out("committing a result", error, pause_s)
@@ -160,7 +160,7 @@ class Journal:
     async def commit_unread(self, key: SessionKey, result: Result) -> None:
         """Store a result under a name whose log cannot be read; after a crash it may be there twice."""
         try:
-            await self._js.publish(self._subjects.of(key, "out"), encode(result), timeout=_TIMEOUT_S)
+            await self._js.publish(self._subjects.of(key, "commit"), encode(result), timeout=_TIMEOUT_S)
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a refusal could not be stored", session=str(key), error=str(error))
 

@@ -68,7 +68,11 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[subjects.every("in"), subjects.every("out")],
+        subjects=[subjects.every("in"), subjects.every("commit")],
+        # A result is stored under `out`, and is heard there only then: what is published on a subject of a
+        # stream reaches its subscribers at once, even where the stream refuses it for a lost fence.
+        subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),
+        republish=api.RePublish(src=subjects.every("out"), dest=subjects.same("out")),
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.NEW,  # the log is the truth: when it is full it refuses, it never forgets

@@ -43,19 +43,39 @@ async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
     await ensure(js, SUBJECTS, settings)
     for subject, stream in (
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
-        (SUBJECTS.of(KEY, "out"), "turnkeep_log"),
+        (SUBJECTS.of(KEY, "commit"), "turnkeep_log"),
         (SUBJECTS.tokens(KEY, "r1"), "turnkeep_tok"),
     ):
         assert (await js.publish(subject, b"x")).stream == stream
-    for subject in (SUBJECTS.of(KEY, "ctl"), SUBJECTS.of(KEY, "ask"), SUBJECTS.metrics("w")):
+    others = [
+        SUBJECTS.of(KEY, "out"),
+        SUBJECTS.of(KEY, "ctl"),
+        SUBJECTS.of(KEY, "ask"),
+        SUBJECTS.metrics("w"),
+    ]
+    for subject in others:
         with pytest.raises(nats.errors.Error):
             await js.publish(subject, b"x", timeout=0.5)
+
+
+async def test_a_result_is_heard_once_it_is_stored_and_never_if_it_is_refused(client, js, settings):
+    await ensure(js, SUBJECTS, settings)
+    heard = await client.subscribe(SUBJECTS.of(KEY, "out"))
+    fence = {"Nats-Expected-Last-Subject-Sequence": "0"}
+    ack = await js.publish(SUBJECTS.of(KEY, "commit"), b"first", headers=fence)
+    with pytest.raises(APIError, match="wrong last sequence"):
+        await js.publish(SUBJECTS.of(KEY, "commit"), b"second", headers=fence)
+    message = await heard.next_msg(timeout=5)
+    assert (message.data, message.headers["Nats-Sequence"]) == (b"first", str(ack.seq))
+    with pytest.raises(nats.errors.TimeoutError):
+        await heard.next_msg(timeout=0.3)
+    assert (await js.get_last_msg("turnkeep_log", SUBJECTS.of(KEY, "out"))).data == b"first"
 
 
 async def test_the_consumer_delivers_requests_from_the_first_one_and_again_without_an_ack(js, settings):
     settings = dataclasses.replace(settings, ack_wait_s=0.5)
     await ensure(js, SUBJECTS, settings)
-    await js.publish(SUBJECTS.of(KEY, "out"), b"result")
+    await js.publish(SUBJECTS.of(KEY, "commit"), b"result")
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
     pull = await js.pull_subscribe_bind(CONSUMER, stream="turnkeep_log")
     (first,) = await pull.fetch(1, timeout=5)
@@ -147,7 +167,7 @@ async def test_two_prefixes_that_share_a_stream_name_do_not_steal_from_each_othe
 
 async def test_a_stream_of_another_kind_is_named(js, settings):
     await js.add_stream(
-        name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("out")], storage="memory"
+        name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("commit")], storage="memory"
     )
     with pytest.raises(BrokerError, match="exists with storage memory instead of file"):
         await ensure(js, SUBJECTS, settings)

@@ -75,7 +75,7 @@ class Wire:
 
     async def forge(self, session: str, body: bytes, tenant: str = "default") -> int:
         """Put something on a session's `out` that no worker has put there."""
-        ack = await self.js.publish(self.subject(session, "out", tenant), body)
+        ack = await self.js.publish(self.subject(session, "commit", tenant), body)
         self.forged.add(ack.seq)
         return int(ack.seq)
 

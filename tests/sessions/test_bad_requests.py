@@ -476,9 +476,6 @@ async def test_garbage_among_the_results_does_not_stop_a_cancel_or_an_ask(wire: 
     await check_goes_on(w, "s")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="core subscribers of out hear a result that JetStream refuses for its lost fence"
-)
 async def test_what_is_heard_on_out_is_what_the_log_holds(wire: Start) -> None:
     """A result that loses its fence must not be heard: whoever took it for the answer would be wrong."""
     w = await wire()
