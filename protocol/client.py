@@ -307,6 +307,8 @@ class _NatsWire:
             watcher.set()
 
     async def _on_error(self, error: Exception) -> None:
+        if "authorization" in self._last_error.lower() and not self._connected.is_set():
+            return  # what comes of trying again says less
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error.lower():
             self._denial = self._last_error.lower()
