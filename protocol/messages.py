@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from .errors import ErrorCode, InvalidMessageError
+from .errors import RETRYABLE, ErrorCode, InvalidMessageError
 from .explain import explain
 from .subjects import ID_PATTERN, ID_RULE
 
@@ -203,6 +203,19 @@ class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", 
     seq: int | None = None
     position: int | None = None
     repeat_of: int | None = None
+
+
+def failure(
+    request_id: str | None,
+    code: ErrorCode,
+    message: str,
+    *,
+    seq: int | None = None,
+    position: int | None = None,
+) -> Failed:
+    """Build a `failed`; whether a retry can help follows from the code."""
+    retryable = code in RETRYABLE
+    return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
 
 
 Result = Opened | Appended | Generated | Rewound | Closed | Failed

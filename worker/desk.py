@@ -11,8 +11,8 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
-from protocol.errors import RETRYABLE, InvalidMessageError
-from protocol.messages import Failed, decode_ask, decode_result, encode
+from protocol.errors import InvalidMessageError
+from protocol.messages import Failed, decode_ask, decode_result, encode, failure
 
 from .journal import MESSAGE_TOO_LARGE
 from .tasks import end
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from protocol.errors import ErrorCode
     from protocol.messages import Generate, Result
     from protocol.subjects import SessionKey, Subjects
 
@@ -109,7 +108,7 @@ class Desk:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, uuid4().hex)
         except InvalidMessageError as error:
-            return _failed(None, "invalid_request", str(error))
+            return failure(None, "invalid_request", str(error))
         results = await self._nc.subscribe(self._subjects.of(key, "out"))
         try:
             seq = await self._store(key, request)
@@ -118,7 +117,7 @@ class Desk:
             return await asyncio.wait_for(_result(results, seq), self._ask_timeout_s)
         except TimeoutError:
             text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
-            return _failed(request.id, "overloaded", text)
+            return failure(request.id, "overloaded", text)
         finally:
             await results.unsubscribe()
 
@@ -129,14 +128,14 @@ class Desk:
                 self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S
             )
         except nats.errors.MaxPayloadError:
-            return _failed(request.id, "invalid_request", _TOO_LARGE)
+            return failure(request.id, "invalid_request", _TOO_LARGE)
         except APIError as error:
             if error.err_code == MESSAGE_TOO_LARGE:
-                return _failed(request.id, "invalid_request", _TOO_LARGE)
-            return _failed(request.id, "overloaded", f"the log refused the request: {error.description}")
+                return failure(request.id, "invalid_request", _TOO_LARGE)
+            return failure(request.id, "overloaded", f"the log refused the request: {error.description}")
         except (nats.errors.Error, OSError) as error:
             reason = str(error) or type(error).__name__
-            return _failed(request.id, "overloaded", f"the log did not confirm the request: {reason}")
+            return failure(request.id, "overloaded", f"the log did not confirm the request: {reason}")
         return ack.seq
 
 
@@ -146,7 +145,3 @@ async def _result(results: Subscription, seq: int) -> Result:
         with contextlib.suppress(InvalidMessageError):  # somebody else's
             if (result := decode_result(body)).seq == seq:
                 return result
-
-
-def _failed(request_id: str | None, code: ErrorCode, message: str) -> Failed:
-    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE)

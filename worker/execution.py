@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from protocol.errors import RETRYABLE
 from protocol.messages import (
     Append,
     Appended,
@@ -29,6 +28,7 @@ from protocol.messages import (
     Rewound,
     Seconds,
     Usage,
+    failure,
 )
 
 from .answer import Answer
@@ -243,14 +243,7 @@ class Execution:
 
 def failed(pending: Pending, history: History, code: ErrorCode, message: str) -> Failed:
     """Build the answer to a request that changed nothing."""
-    return Failed(
-        id=pending.id,
-        seq=pending.seq,
-        position=history.position,
-        code=code,
-        message=message,
-        retryable=code in RETRYABLE,
-    )
+    return failure(pending.id, code, message, seq=pending.seq, position=history.position)
 
 
 def withdrawn(pending: Pending, history: History) -> Result:

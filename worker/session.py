@@ -15,7 +15,16 @@ import msgspec
 import structlog
 
 from protocol.errors import InvalidMessageError
-from protocol.messages import Cancelled, Chunk, Failed, Generate, Generated, decode_request, decode_result
+from protocol.messages import (
+    Cancelled,
+    Chunk,
+    Failed,
+    Generate,
+    Generated,
+    decode_request,
+    decode_result,
+    failure,
+)
 from protocol.subjects import session_key
 
 from .engine import DeviceFaultError, StoppingError
@@ -144,8 +153,7 @@ class Session:
         pending = next((pending for pending in self.pending if pending.id == request_id), None)
         if pending is None or known:
             why = "it was answered already" if known else "the session has no request with this id"
-            message = f"nothing to cancel under {request_id!r}: {why}"
-            return Failed(id=request_id, code="invalid_request", message=message, retryable=False)
+            return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
         if pending is not self.active and not await self._begun(pending):
             await self._commit(pending, withdrawn(pending, self.history), None)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from protocol.errors import RETRYABLE, InvalidMessageError
-from protocol.messages import Cancelled, CancelRequest, Failed, Progress, SessionInfo, decode_control
+from protocol.errors import InvalidMessageError
+from protocol.messages import Cancelled, CancelRequest, Failed, Progress, SessionInfo, decode_control, failure
 from protocol.subjects import ID_RULE, SessionKey
 
 from .engine import StoppingError
@@ -24,7 +24,6 @@ from .tasks import end
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from protocol.errors import ErrorCode
     from protocol.messages import Metrics
     from protocol.subjects import Subjects
 
@@ -81,24 +80,24 @@ class Sessions:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return _failed(None, "invalid_request", str(error))
+            return failure(None, "invalid_request", str(error))
         session = self._hold(key)
         if isinstance(request, CancelRequest):
             try:
                 with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
                     return await session.cancel(request.id)
             except FencedError:
-                return _failed(request.id, "internal", "another worker went on with this session; ask again")
+                return failure(request.id, "internal", "another worker went on with this session; ask again")
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
             await session.catch_up(beyond_bell=True)
         history = session.history
         if session.pending or (history.exists and not history.closed):
             return self._info(session)
         if history.closed:
-            return _failed(None, "unknown_session", "the session was closed; an open starts it anew")
+            return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         if not session.has_work and key not in self._tasks:
             self._sessions.pop(key, None)
-        return _failed(
+        return failure(
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
 
@@ -156,7 +155,7 @@ class Sessions:
         It must never become a session: reading its log would be reading everybody's.
         """
         message = f"session {key} is not valid: a tenant and a session must be {ID_RULE}"
-        result = Failed(id=None, seq=seq, code="invalid_request", message=message, retryable=False)
+        result = failure(None, "invalid_request", message, seq=seq)
         await self._services.journal.commit_unread(key, result)
         await self._services.settle(seq)
 
@@ -191,7 +190,3 @@ class Sessions:
             model=self._services.model,
             worker=self._metrics(),
         )
-
-
-def _failed(request_id: str | None, code: ErrorCode, message: str) -> Failed:
-    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE)
