@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Final
+
+import psutil
 
 from protocol.client import connect
 from protocol.errors import NoWorkerError, RequestFailedError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from protocol.client import Client
 
 READY_TIMEOUT_S: Final = 180.0
+STOP_TIMEOUT_S: Final = 30.0
 
 
 class LocalWorker:
@@ -35,8 +37,12 @@ class LocalWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it. Its progress bars and warnings go to this terminal."""
-        self._process = subprocess.Popen(self._command)
+        """Start it. Its progress bars and warnings go to this terminal.
+
+        In a session of its own: a Ctrl-C at the terminal would reach it too, and `stop` would then be the
+        second signal, which ends a worker at once and leaves its NATS server behind.
+        """
+        self._process = subprocess.Popen(self._command, start_new_session=True)
 
     async def ready(self, tenant: str) -> Client:
         """Wait until it answers and return a connection; raises `NoWorkerError` if it never does."""
@@ -54,17 +60,28 @@ class LocalWorker:
 
     def kill(self) -> None:
         """`kill -9`. Its NATS server goes on."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Stop it as Ctrl-C does; it takes its NATS server down with it."""
-        self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.kill()
             self._process.wait()
             self._process = None
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C does; it takes its NATS server down with it. One that hangs is killed with it."""
+        if self._process is None:
+            return
+        family = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            for child in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self._process = None
 
 
 async def _answers(client: Client) -> bool:

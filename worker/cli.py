@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bench.cli import bench
 from protocol.errors import NoWorkerError, TurnkeepError
 
 from . import settings as settings_module
@@ -205,22 +206,7 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
     _talk(_settings(config, flags), tenant, run)
 
 
-@main.group()
-def bench() -> None:
-    """Measure a worker from outside."""
-
-
-@bench.command("session")
-@click.option("--turns", default=50, show_default=True, help="Turns of the session.")
-@click.option("--max-tokens", default=64, show_default=True, help="Most tokens of one answer.")
-@click.option("--smoke", is_flag=True, help="A few turns only, to see that it works.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for a JSON report.")
-@click.option("--nats", "url", metavar="URL", help="Measure the worker there. [default: one made for it]")
-def bench_session(url: str | None, turns: int, max_tokens: int, smoke: bool, out: Path | None) -> None:
-    """One session, many turns: what each turn costs as the session grows."""
-    from bench.session import run
-
-    asyncio.run(run(url, turns=turns, max_tokens=max_tokens, smoke=smoke, out=out))
+main.add_command(bench)
 
 
 def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:

@@ -1,0 +1,128 @@
+"""One self-contained HTML page per report: tables as text, plots as inline SVG drawn by matplotlib.
+
+Knows how a page looks, not what it is about: a bench hands it a `Page`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jinja2
+
+from .report import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .report import Check
+
+TEMPLATE: Final = Path(__file__).with_name("page.html")
+#: Okabe and Ito's colours, which the colour-blind can tell apart.
+BLUE: Final = "#0072b2"
+ORANGE: Final = "#d55e00"
+GREEN: Final = "#009e73"
+GREY: Final = "#6b7280"
+#: More points than this are drawn as a picture within the SVG: thousands of shapes make a page slow.
+MAX_SHAPES: Final = 2000
+
+_STYLE: Final[dict[str, Any]] = {
+    "svg.fonttype": "path",  # the same letters in every browser
+    "svg.hashsalt": "turnkeep",  # the same run gives the same page
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#9ca3af",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure: `draw` gets matplotlib's axes, `caption` says how to read it."""
+
+    title: str
+    caption: str
+    draw: Callable[[Any], None]
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table. The first column is text, the others are right-aligned where `numbers` is set."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page shows, from top to bottom."""
+
+    title: str
+    subtitle: str
+    notes: Sequence[str]
+    checks: Sequence[Check]
+    tables: Sequence[Rows]
+    plots: Sequence[Plot]
+    details: Sequence[Rows]
+
+
+def render(page: Page, *, warn: Callable[[str], None]) -> str | None:
+    """Return the page as HTML; None, after a warning, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        warn("no page is made of the report: matplotlib is not installed (pip install matplotlib)")
+        return None
+    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    figures = [(plot, svg(plot)) for plot in page.plots]
+    return templates.from_string(TEMPLATE.read_text("utf-8")).render(
+        page=page, figures=figures, version=VERSION
+    )
+
+
+def svg(plot: Plot) -> str:
+    """Draw one plot as an SVG element."""
+    # The ignores are for checkouts whose environment does not have it yet.
+    import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11.0 if plot.wide else 5.4, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        plot.draw(axes)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    text = drawn.getvalue()
+    text = text[text.index("<svg") :]
+    # The page sets the width; the view box keeps the proportions.
+    return re.sub(r' (?:width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
+
+
+def duration(seconds: float) -> tuple[float, str]:
+    """Choose the unit of a time axis for a run of so many seconds: the divisor and the unit's name."""
+    if seconds >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if seconds >= 300 else (1.0, "s")
+
+
+def byte_unit(size_bytes: float) -> tuple[float, str]:
+    """Choose the unit of an axis of sizes: the divisor and the unit's name."""
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes >= 1024**power:
+            return float(1024**power), name
+    return 1.0, "B"

@@ -1,0 +1,384 @@
+"""What `bench session` measures, turn by turn, and what follows from it: pure, from turns to a report.
+
+The formulas are in `stats`; here is which turns they are taken over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from . import stats
+from .report import Check, Report, Series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from protocol.messages import Generated
+
+#: A process fills its caches first; growth is looked for in what comes after this share of the run.
+WARM_UP: Final = 0.25
+#: Below this many readings after the warm-up a slope says nothing.
+MIN_READINGS: Final = 10
+MAX_NAMED: Final = 20
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """A turn that was answered. `first_chunk_s` is the client's clock, the rest the worker's account.
+
+    `position_before` is the session's position as the turn was sent, None where it was not known.
+    """
+
+    first_chunk_s: float
+    queued_s: float
+    prefill_s: float
+    first_token_s: float
+    position_before: int | None
+    position: int
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    kv_live_bytes: int
+    rewritten_from: int | None
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """A worker's memory and disk, read right after a turn."""
+
+    at_s: float
+    worker: str
+    uptime_s: float
+    process_bytes: int
+    resident_kv_bytes: int
+    written_bytes: int
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """One turn: when it was sent, how long it took by the client's clock, and how it ended."""
+
+    turn: int
+    started_s: float
+    latency_s: float
+    answer: Answer | None = None
+    error: str | None = None
+    memory: Memory | None = None
+
+
+class Rewind(Struct, frozen=True, kw_only=True):
+    """The session was full and began anew: before which turn, from which position, and why."""
+
+    turn: int
+    position: int
+    reason: str
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """A measure in seconds over all answered turns; drift is that of the last five against the first."""
+
+    count: int
+    min: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+    drift: float | None
+    drift_share: float | None
+
+
+class Bucket(Struct, frozen=True, kw_only=True):
+    """The turns that were sent within the same ten minutes."""
+
+    start_s: float
+    turns: int
+    errors: int
+    p50_s: float | None
+    p95_s: float | None
+
+
+class Slope(Struct, frozen=True, kw_only=True):
+    """Growth in bytes per hour with its 95% confidence interval."""
+
+    bytes_per_hour: float
+    low: float
+    high: float
+    readings: int
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """The aggregates. `process` is all of the worker's memory, `beyond_kv` what of it is not KV."""
+
+    turns: int
+    answered: int
+    errors: dict[str, int]
+    latency: Spread | None
+    first_chunk: Spread | None
+    per_token: Spread | None
+    kv_bounded: bool | None
+    prefill_bounded: bool | None
+    kv_bytes_per_token: int | None
+    kv_formula_broken_at: tuple[int, ...]
+    prefilled_tokens_max: int
+    excess_prefilled_max: int
+    excess_prefilled_at: tuple[int, ...]
+    process: Slope | None
+    beyond_kv: Slope | None
+    written_bytes: int | None
+    buckets: tuple[Bucket, ...]
+
+
+class SessionReport(Report, frozen=True, kw_only=True):
+    """The report of `bench session`. `messages` has the first message of every kind of error."""
+
+    summary: Summary
+    rewinds: tuple[Rewind, ...]
+    messages: dict[str, str]
+    turns: tuple[Turn, ...]
+
+
+def answer_of(result: Generated, first_chunk_s: float, position_before: int | None) -> Answer:
+    """Take from a result what is measured."""
+    usage, seconds = result.usage, result.seconds
+    return Answer(
+        first_chunk_s=first_chunk_s,
+        queued_s=seconds.queued,
+        prefill_s=seconds.prefill,
+        first_token_s=seconds.first_token,
+        position_before=position_before,
+        position=result.position,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        prefilled_tokens=usage.prefilled_tokens,
+        completion_tokens=usage.completion_tokens,
+        finish_reason=result.finish_reason,
+        kv_live_bytes=result.kv_live_bytes,
+        rewritten_from=result.rewritten_from,
+    )
+
+
+def per_token_s(turn: Turn) -> float | None:
+    """Return the seconds per token after the first, None for an answer of fewer than two tokens."""
+    answer = turn.answer
+    if answer is None or answer.completion_tokens < 2:
+        return None
+    return (turn.latency_s - answer.first_chunk_s) / (answer.completion_tokens - 1)
+
+
+def excess_prefilled(answer: Answer) -> int:
+    """Return how many tokens were prefilled beyond the turn's own.
+
+    A turn's own tokens are those that it added to the session, those that the chat template rewrote, and
+    the one whose forward pass the turn before left waiting.
+    """
+    if answer.position_before is None:
+        return 0
+    kept = answer.position_before if answer.rewritten_from is None else answer.rewritten_from
+    own = answer.prompt_tokens - kept + (1 if kept else 0)
+    return max(0, answer.prefilled_tokens - own)
+
+
+def series(turns: Sequence[Turn]) -> dict[str, Series]:
+    """Return the measures that two reports are compared by."""
+    answers = [turn.answer for turn in turns if turn.answer is not None]
+    paces = [pace for turn in turns if (pace := per_token_s(turn)) is not None]
+    return {
+        "turn latency": _lower("s", [turn.latency_s for turn in turns if turn.answer is not None]),
+        "time to first chunk": _lower("s", [answer.first_chunk_s for answer in answers]),
+        "time per token": _lower("s", paces),
+        "prefilled tokens": _lower("tokens", [answer.prefilled_tokens for answer in answers]),
+        "process memory": _lower("bytes", [turn.memory.process_bytes for turn in turns if turn.memory]),
+    }
+
+
+def summarise(turns: Sequence[Turn]) -> Summary:
+    """Aggregate all turns so far."""
+    answered = [(turn, turn.answer) for turn in turns if turn.answer is not None]
+    latency = spread([turn.latency_s for turn, _ in answered])
+    paces = [pace for turn, _ in answered if (pace := per_token_s(turn)) is not None]
+    sizes = [answer.kv_live_bytes for _, answer in answered]
+    per_token = stats.kv_bytes_per_token([answer.position for _, answer in answered], sizes)
+    broken = [
+        turn.turn
+        for turn, answer in answered
+        if per_token is None or not stats.keeps_kv_formula(answer.position, answer.kv_live_bytes, per_token)
+    ]
+    excess = {turn.turn: over for turn, answer in answered if (over := excess_prefilled(answer))}
+    memories = [turn.memory for turn in turns if turn.memory is not None]
+    return Summary(
+        turns=len(turns),
+        answered=len(answered),
+        errors=dict(Counter(turn.error for turn in turns if turn.error is not None)),
+        latency=latency,
+        first_chunk=spread([answer.first_chunk_s for _, answer in answered]),
+        per_token=spread(paces),
+        kv_bounded=stats.kv_bounded(sizes),
+        prefill_bounded=stats.prefill_bounded(latency.drift if latency else None),
+        kv_bytes_per_token=per_token,
+        kv_formula_broken_at=tuple(broken[:MAX_NAMED]),
+        prefilled_tokens_max=max((answer.prefilled_tokens for _, answer in answered), default=0),
+        excess_prefilled_max=max(excess.values(), default=0),
+        excess_prefilled_at=tuple(excess)[:MAX_NAMED],
+        process=growth(memories, lambda memory: memory.process_bytes),
+        beyond_kv=growth(memories, lambda memory: memory.process_bytes - memory.resident_kv_bytes),
+        written_bytes=written(memories),
+        buckets=buckets(turns),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Describe the values; None where there are none."""
+    if not values:
+        return None
+    middle = stats.percentile(values, 0.5)
+    drift = stats.drift(values)
+    return Spread(
+        count=len(values),
+        min=min(values),
+        p50=middle,
+        p95=stats.percentile(values, 0.95),
+        p99=stats.percentile(values, 0.99),
+        max=max(values),
+        drift=drift,
+        drift_share=drift / middle if drift is not None and middle > 0 else None,
+    )
+
+
+def growth(memories: Sequence[Memory], size: Callable[[Memory], int]) -> Slope | None:
+    """Fit the growth of one process after its warm-up; None where there is too little to fit.
+
+    Where the worker was restarted or another one took the session over, the last process counts.
+    """
+    if not memories:
+        return None
+    first = _first_of_last_process(memories)
+    run = memories[first:]
+    kept = [m for m in run if m.at_s >= run[0].at_s + WARM_UP * (run[-1].at_s - run[0].at_s)]
+    line = stats.fit_line([m.at_s for m in kept], [size(m) for m in kept])
+    if line is None or len(kept) < MIN_READINGS:
+        return None
+    return Slope(
+        bytes_per_hour=line.slope * 3600, low=line.low * 3600, high=line.high * 3600, readings=len(kept)
+    )
+
+
+def written(memories: Sequence[Memory]) -> int | None:
+    """Return the bytes written to SSD since the first reading, over restarts of the worker."""
+    points = written_over_time(memories)
+    return round(points[-1][1]) if points else None
+
+
+def written_over_time(memories: Sequence[Memory]) -> list[tuple[float, float]]:
+    """Return points (seconds, bytes written to SSD since the first reading)."""
+    points: list[tuple[float, float]] = []
+    total, before = 0, None
+    for memory in memories:
+        if before is not None:
+            since = 0 if _restarted(before, memory) else before.written_bytes
+            total += max(0, memory.written_bytes - since)
+        points.append((memory.at_s, total))
+        before = memory
+    return points
+
+
+def buckets(turns: Sequence[Turn]) -> tuple[Bucket, ...]:
+    """Aggregate by ten minutes of the run."""
+    indices = stats.bucket([turn.started_s for turn in turns], list(range(len(turns))))
+    found = []
+    for number, members in indices.items():
+        some = [turns[int(i)] for i in members]
+        latencies = [turn.latency_s for turn in some if turn.answer is not None]
+        found.append(
+            Bucket(
+                start_s=number * stats.BUCKET_S,
+                turns=len(some),
+                errors=sum(turn.error is not None for turn in some),
+                p50_s=stats.percentile(latencies, 0.5) if latencies else None,
+                p95_s=stats.percentile(latencies, 0.95) if latencies else None,
+            )
+        )
+    return tuple(found)
+
+
+def checks(summary: Summary) -> tuple[Check, ...]:
+    """Hold the aggregates against what is promised."""
+    answered = summary.answered > 0
+    errors = ", ".join(f"{count} {name}" for name, count in summary.errors.items())
+    formula = None if summary.answered < 2 else summary.kv_bytes_per_token is not None
+    if formula and summary.kv_formula_broken_at:
+        formula = False
+    drift = summary.latency.drift_share if summary.latency else None
+    return (
+        Check(
+            name="every turn was answered",
+            passed=answered and not errors,
+            detail=errors or f"{summary.answered} of {summary.turns}",
+            exact=True,
+        ),
+        Check(
+            name="KV is not empty and follows its formula at every turn",
+            passed=formula,
+            detail=_formula(summary),
+            exact=True,
+        ),
+        Check(
+            name="only a turn's own tokens are prefilled",
+            passed=not summary.excess_prefilled_max if answered else None,
+            detail=_excess(summary),
+            exact=True,
+        ),
+        Check(
+            name="the latency's drift is at most 5 s",
+            passed=summary.prefill_bounded,
+            detail="fewer than 10 answers" if drift is None else f"{drift:+.1%} of the median",
+            exact=False,
+        ),
+        Check(
+            name="the process does not grow, its KV left out",
+            passed=None if summary.beyond_kv is None else summary.beyond_kv.low <= 0,
+            detail=_growth(summary.beyond_kv),
+            exact=False,
+        ),
+    )
+
+
+def _formula(summary: Summary) -> str:
+    if summary.kv_bytes_per_token is None:
+        return "no two turns agree on the bytes per token"
+    if summary.kv_formula_broken_at:
+        return f"broken at turns {', '.join(map(str, summary.kv_formula_broken_at))}"
+    return f"{summary.kv_bytes_per_token:,} bytes per token"
+
+
+def _excess(summary: Summary) -> str:
+    if not summary.excess_prefilled_max:
+        return f"at most {summary.prefilled_tokens_max:,} tokens a turn"
+    turns = ", ".join(map(str, summary.excess_prefilled_at))
+    return f"up to {summary.excess_prefilled_max:,} tokens too many, at turns {turns}"
+
+
+def _growth(slope: Slope | None) -> str:
+    if slope is None:
+        return f"fewer than {MIN_READINGS} readings after the warm-up"
+    mib = 2**20
+    return (
+        f"{slope.bytes_per_hour / mib:+.1f} MiB an hour"
+        f" (95%: {slope.low / mib:+.1f} to {slope.high / mib:+.1f})"
+    )
+
+
+def _lower(unit: str, values: Sequence[float]) -> Series:
+    return Series(unit=unit, better="lower", values=tuple(values))
+
+
+def _restarted(before: Memory, after: Memory) -> bool:
+    return after.worker != before.worker or after.uptime_s < before.uptime_s
+
+
+def _first_of_last_process(memories: Sequence[Memory]) -> int:
+    for i in range(len(memories) - 1, 0, -1):
+        if _restarted(memories[i - 1], memories[i]):
+            return i
+    return 0
