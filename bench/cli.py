@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from .corpus import CORPORA
-from .report import BenchError
+from .report import CHECKPOINT_S, BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -70,6 +70,14 @@ def bench() -> None:
     help="A turn that takes longer counts as failed.",
 )
 @click.option(
+    "--checkpoint",
+    type=click.FloatRange(min=0, min_open=True),
+    default=CHECKPOINT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often the report is written while the bench runs.",
+)
+@click.option(
     "--corpus",
     type=click.Choice(tuple(CORPORA)),
     help="What is asked. [default: mt-bench; built-in with --smoke]",
@@ -83,6 +91,7 @@ def session(
     turns: int | None,
     max_tokens: int,
     turn_timeout: float,
+    checkpoint: float,
     corpus: str | None,
 ) -> None:
     """One session, many turns: what each turn costs as the session grows.
@@ -102,7 +111,7 @@ def session(
         turns=turns, duration_s=duration, every_s=every, max_tokens=max_tokens, turn_timeout_s=turn_timeout
     )
     found = load(corpus or ("built-in" if smoke else "mt-bench"))
-    report = _run(run(plan, found, url=url, out=out))
+    report = _run(run(plan, found, url=url, out=out, checkpoint_s=checkpoint))
     if any(check.exact and check.passed is False for check in report.checks):
         raise _Fault("a check failed that does not fail by chance")
 

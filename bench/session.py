@@ -42,12 +42,14 @@ OWN_WORKER: Final = "a worker of its own"
 class Run:
     """One run of the bench. `out` is a folder for the report and its page; None writes nothing."""
 
-    def __init__(self, plan: Plan, corpus: Corpus, *, url: str | None, out: Path | None) -> None:
+    def __init__(
+        self, plan: Plan, corpus: Corpus, *, url: str | None, out: Path | None, checkpoint_s: float
+    ) -> None:
         self._plan = plan
         self._corpus = corpus
         self._url = url
         self._console = Console(stderr=True, highlight=False)
-        self._recorder = Recorder(out, "session", warn=self._warn)
+        self._recorder = Recorder(out, "session", every_s=checkpoint_s, warn=self._warn)
         self._environment = environment.look()
         self._started_at = now_iso()
         self._conversation: Conversation | None = None
@@ -146,9 +148,11 @@ class Run:
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
 
 
-async def run(plan: Plan, corpus: Corpus, *, url: str | None, out: Path | None) -> SessionReport:
+async def run(
+    plan: Plan, corpus: Corpus, *, url: str | None, out: Path | None, checkpoint_s: float
+) -> SessionReport:
     """Measure the worker at `url`, or one made for it; see `Run.run`."""
-    return await Run(plan, corpus, url=url, out=out).run()
+    return await Run(plan, corpus, url=url, out=out, checkpoint_s=checkpoint_s).run()
 
 
 def show(report: SessionReport) -> None:

@@ -23,6 +23,8 @@ WARM_UP: Final = 0.25
 #: Below this many readings after the warm-up a slope says nothing.
 MIN_READINGS: Final = 10
 MAX_NAMED: Final = 20
+#: Where a position adds more than this share of a prefilled token's time to the wait, it is prefilled too.
+PREFILL_SHARE: Final = 0.1
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -108,6 +110,20 @@ class Slope(Struct, frozen=True, kw_only=True):
     readings: int
 
 
+class Wait(Struct, frozen=True, kw_only=True):
+    """What the client sees of prefill, whatever the worker says of it.
+
+    `per_position` is how much longer the first chunk takes for every token that the session held before,
+    with its 95% confidence interval; `per_prefilled` is the time of one token that was prefilled, from turns
+    that found nothing in any cache.
+    """
+
+    per_position_s: float
+    low_s: float
+    high_s: float
+    per_prefilled_s: float
+
+
 class Summary(Struct, frozen=True, kw_only=True):
     """The aggregates. `process` is all of the worker's memory, `beyond_kv` what of it is not KV."""
 
@@ -124,6 +140,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     prefilled_tokens_max: int
     excess_prefilled_max: int
     excess_prefilled_at: tuple[int, ...]
+    wait: Wait | None
     process: Slope | None
     beyond_kv: Slope | None
     written_bytes: int | None
@@ -221,6 +238,7 @@ def summarise(turns: Sequence[Turn]) -> Summary:
         prefilled_tokens_max=max((answer.prefilled_tokens for _, answer in answered), default=0),
         excess_prefilled_max=max(excess.values(), default=0),
         excess_prefilled_at=tuple(excess)[:MAX_NAMED],
+        wait=wait([answer for _, answer in answered]),
         process=growth(memories, lambda memory: memory.process_bytes),
         beyond_kv=growth(memories, lambda memory: memory.process_bytes - memory.resident_kv_bytes),
         written_bytes=written(memories),
@@ -244,6 +262,18 @@ def spread(values: Sequence[float]) -> Spread | None:
         drift=drift,
         drift_share=drift / middle if drift is not None and middle > 0 else None,
     )
+
+
+def wait(answers: Sequence[Answer]) -> Wait | None:
+    """Fit the wait for the first chunk to the session's length; None where there is too little to fit."""
+    rates = [
+        a.first_chunk_s / a.prompt_tokens for a in answers if a.position_before == 0 and not a.cached_tokens
+    ]
+    known = [(a.position_before, a.first_chunk_s) for a in answers if a.position_before is not None]
+    line = stats.fit_line([length for length, _ in known], [first_s for _, first_s in known])
+    if line is None or not rates or len(known) < MIN_READINGS:
+        return None
+    return Wait(per_position_s=line.slope, low_s=line.low, high_s=line.high, per_prefilled_s=min(rates))
 
 
 def growth(memories: Sequence[Memory], size: Callable[[Memory], int]) -> Slope | None:
@@ -310,6 +340,7 @@ def checks(summary: Summary) -> tuple[Check, ...]:
     if formula and summary.kv_formula_broken_at:
         formula = False
     drift = summary.latency.drift_share if summary.latency else None
+    waits = summary.wait
     return (
         Check(
             name="every turn was answered",
@@ -328,6 +359,12 @@ def checks(summary: Summary) -> tuple[Check, ...]:
             passed=not summary.excess_prefilled_max if answered else None,
             detail=_excess(summary),
             exact=True,
+        ),
+        Check(
+            name="the wait for the first chunk bears out what is said to be cached",
+            passed=None if waits is None else waits.low_s <= PREFILL_SHARE * waits.per_prefilled_s,
+            detail=_wait(waits),
+            exact=False,
         ),
         Check(
             name="the latency's drift is at most 5 s",
@@ -357,6 +394,16 @@ def _excess(summary: Summary) -> str:
         return f"at most {summary.prefilled_tokens_max:,} tokens a turn"
     turns = ", ".join(map(str, summary.excess_prefilled_at))
     return f"up to {summary.excess_prefilled_max:,} tokens too many, at turns {turns}"
+
+
+def _wait(waits: Wait | None) -> str:
+    if waits is None:
+        return f"fewer than {MIN_READINGS} answers, or no turn that found an empty cache"
+    return (
+        f"{waits.per_position_s * 1e6:+.1f} us for a token of the session"
+        f" (95%: {waits.low_s * 1e6:+.1f} to {waits.high_s * 1e6:+.1f}),"
+        f" {waits.per_prefilled_s * 1e6:.0f} us for a prefilled one"
+    )
 
 
 def _growth(slope: Slope | None) -> str:
