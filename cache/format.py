@@ -198,6 +198,16 @@ def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
     return layout
 
 
+def leave_thread() -> None:
+    """Give up what the calling thread holds of MLX, before it ends; it must not load any more.
+
+    Streams that outlive their thread now and then abort the process at its exit.
+    """
+    import mlx.core as mx
+
+    mx.clear_streams()
+
+
 def load(
     path: Path, digest: bytes, start: int, identity: bytes, *, like: Layout | None = None
 ) -> tuple[Layout, Arrays]:

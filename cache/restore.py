@@ -5,7 +5,9 @@ Decides what a doubt costs: the file goes to quarantine, the prefix before it is
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,13 @@ class Outcome:
     num_read: int
     doubt: str | None
     quarantined_bytes: int
+
+
+def leave(together: threading.Barrier) -> None:
+    """Prepare an I/O thread for its end; waits for the others, so that each of them gets its turn."""
+    with suppress(threading.BrokenBarrierError):
+        together.wait(timeout=5.0)
+    snapshot_format.leave_thread()
 
 
 def restore(folder: Folder, pieces: Sequence[Piece], identity: bytes) -> Outcome:

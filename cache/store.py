@@ -8,6 +8,7 @@ beginning.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from .catalog import Catalog, reconcile
 from .folder import Folder
 from .format import Name
 from .index import Entry, Index, Row
-from .restore import Piece, Restored, restore
+from .restore import Piece, Restored, leave, restore
 from .writer import DropReason, State, Write, Writer
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ class Store:
             outcome = await asyncio.get_running_loop().run_in_executor(
                 self._io, restore, self._folder, pieces, self._identity_digest
             )
+        except RuntimeError as error:  # MLX's, which has no memory, say: a miss, and no fault of the files
+            _log.error("restore_failed", error=str(error))
+            return None
         finally:
             self.release(match)
         if outcome.doubt is not None:
@@ -329,13 +333,20 @@ class Store:
         self._closing = True
         drained = await self.barrier(timeout_s / 2)
         stopped = await self._writer.stop(timeout_s / 2)
-        self._io.shutdown(wait=False, cancel_futures=True)
+        self._end_io()
         if stopped:
             self._catalog.close()
             self._folder.close()
         if not (drained and stopped):
             _log.warning("cache_closed_in_haste", drained=drained, stopped=stopped)
         return drained and stopped
+
+    def _end_io(self) -> None:
+        """End the I/O threads. Each of those that have started gives up what it holds of MLX first."""
+        together = threading.Barrier(_IO_THREADS)
+        for _ in range(_IO_THREADS):
+            self._io.submit(leave, together)
+        self._io.shutdown(wait=False)
 
     @property
     def _block(self) -> int:
