@@ -85,7 +85,7 @@ def rows(first: Report, second: Report) -> list[Row]:
 def show(first: Report, second: Report, console: Console) -> None:
     """Print the comparison."""
     table = Table(box=None, header_style="bold")
-    table.add_column("median of")
+    table.add_column("median of", no_wrap=True)
     for name in ("A", "B", "B / A", "95% interval"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -111,7 +111,7 @@ def _reading(ratio: Ratio | None, better: str) -> str:
     if ratio is None:
         return "cannot tell"
     if ratio.low <= 1 <= ratio.high:
-        return "no difference seen"
+        return "no difference"
     return "B is better" if (ratio.ratio < 1) == (better == "lower") else "B is worse"
 
 

@@ -202,9 +202,9 @@ def series(turns: Sequence[Turn]) -> dict[str, Series]:
     answers = [turn.answer for turn in turns if turn.answer is not None]
     paces = [pace for turn in turns if (pace := per_token_s(turn)) is not None]
     return {
-        "turn latency": _lower("s", [turn.latency_s for turn in turns if turn.answer is not None]),
-        "time to first chunk": _lower("s", [answer.first_chunk_s for answer in answers]),
-        "time per token": _lower("s", paces),
+        "whole turn": _lower("s", [turn.latency_s for turn in turns if turn.answer is not None]),
+        "first chunk": _lower("s", [answer.first_chunk_s for answer in answers]),
+        "per token": _lower("s", paces),
         "prefilled tokens": _lower("tokens", [answer.prefilled_tokens for answer in answers]),
         "process memory": _lower("bytes", [turn.memory.process_bytes for turn in turns if turn.memory]),
     }

