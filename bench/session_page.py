@@ -227,7 +227,7 @@ def _percent(axes: Any) -> None:
 
 def _legend(axes: Any) -> None:
     """Above the plot, where it hides no point."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
 
 
 def _about(report: SessionReport) -> Rows:

@@ -163,6 +163,7 @@ def turnkeep(*arguments: object, model: Path | None = None) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        start_new_session=True,
     )
 
 
@@ -223,7 +224,7 @@ def test_a_run_that_is_ended_keeps_its_report_and_leaves_no_process(
     path = wait_for_turns(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the worker, and its NATS server
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err

