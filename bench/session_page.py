@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from .session_report import Answer, Memory, SessionReport, Slope, Spread, Turn
 
+#: Rewinds that are drawn; more would hide the turns.
+MAX_LINES: Final = 40
 MS: Final = 1000.0
 MIB: Final = 2.0**20
 
@@ -117,7 +119,8 @@ def _plots(report: SessionReport) -> tuple[Plot, ...]:
 def _latency(axes: Any, report: SessionReport) -> None:
     answered = [(turn, turn.answer) for turn in report.turns if turn.answer is not None]
     numbers = [turn.turn for turn, _ in answered]
-    style = {"linewidth": 0.8, "marker": "o", "markersize": 3, "rasterized": len(numbers) > MAX_SHAPES}
+    style = {"linewidth": 0.8, "marker": "o", "markersize": 3 if len(numbers) <= MAX_SHAPES else 1}
+    style["rasterized"] = len(numbers) > MAX_SHAPES
     axes.plot(numbers, [turn.latency_s for turn, _ in answered], color=BLUE, label="whole turn", **style)
     firsts = [answer.first_chunk_s for _, answer in answered]
     axes.plot(numbers, firsts, color=ORANGE, label="first chunk", **style)
@@ -131,7 +134,7 @@ def _latency(axes: Any, report: SessionReport) -> None:
             marker="x",
             label="failed",
         )
-    for i, rewind in enumerate(report.rewinds):
+    for i, rewind in enumerate(report.rewinds[:MAX_LINES]):
         label = None if i else "rewound to the beginning"
         axes.axvline(rewind.turn, color=GREY, linewidth=0.8, linestyle=":", label=label)
     axes.set(xlabel="turn", ylabel="time (s)")

@@ -103,6 +103,12 @@ def test_a_process_that_leaks_beside_its_kv_is_seen():
     assert summarise(turns).beyond_kv.bytes_per_hour == pytest.approx(20_000 * 120, rel=0.2)
 
 
+def test_a_short_run_does_not_tell_a_leak_from_a_cache_that_fills():
+    turns = make_turns(40, every_s=1.0)
+    assert summarise(turns).beyond_kv is not None
+    assert verdicts(turns)[GROWTH] is None
+
+
 def test_what_was_written_is_added_up_over_a_restart_of_the_worker():
     memories = [turn.memory for turn in make_turns(4)]
     memories[2] = msgspec.structs.replace(memories[2], uptime_s=1.0, written_bytes=7)
