@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from protocol.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
 
-from .session_report import Memory, Rewind, Turn, answer_of
+from .session_turns import Memory, Rewind, Turn, answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from protocol.client import Client
     from protocol.messages import Generated, Metrics
 
-    from .session_report import Answer
+    from .session_turns import Answer
 
 #: What a worker says to a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
@@ -62,13 +62,14 @@ class Conversation:
         self._texts = texts
         self._on_turn = on_turn
         self._started_s = time.monotonic()
+        self._ended_s: float | None = None
         self._position: int | None = 0
         self._full = False
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the conversation began."""
-        return time.monotonic() - self._started_s
+        """Seconds since the conversation began, or that it lasted."""
+        return (self._ended_s or time.monotonic()) - self._started_s
 
     async def run(self) -> None:
         """Hold it to its end. A turn that fails is counted; only a missing worker at the start raises.
@@ -88,6 +89,7 @@ class Conversation:
                 if self._wants_more():
                     await asyncio.sleep(self._until(due_s))
         finally:
+            self._ended_s = time.monotonic()
             with contextlib.suppress(TurnkeepError):
                 await self._session.close(timeout_s=CLOSE_TIMEOUT_S)
 

@@ -21,8 +21,9 @@ from .conversation import Conversation, Plan
 from .local import LocalWorker
 from .page import render
 from .report import Recorder, now_iso, schema_of
+from .session_checks import checks
 from .session_page import page_of
-from .session_report import SessionReport, checks, series, summarise
+from .session_report import SessionReport, series, summarise
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from protocol.client import Client
 
     from .corpus import Corpus
-    from .session_report import Spread, Turn
+    from .session_report import Spread
+    from .session_turns import Turn
 
 SCHEMA: Final = schema_of("session")
 #: Enough turns for two windows of five, and short enough for a minute on two slow cores.

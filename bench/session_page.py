@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import stats
 from .page import BLUE, GREEN, GREY, MAX_SHAPES, ORANGE, Page, Plot, Rows, byte_unit, duration
-from .session_report import per_token_s, written_over_time
+from .session_report import written_over_time
+from .session_turns import per_token_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .session_report import Answer, Memory, SessionReport, Slope, Spread, Turn
+    from .session_report import SessionReport, Slope, Spread
+    from .session_turns import Answer, Memory, Turn
 
 #: Rewinds that are drawn; more would hide the turns.
 MAX_LINES: Final = 40

@@ -1,4 +1,4 @@
-"""What `bench session` measures, turn by turn, and what follows from it: pure, from turns to a report.
+"""What follows from the turns of `bench session`: pure, from turns to a report.
 
 The formulas are in `stats`; here is which turns they are taken over.
 """
@@ -11,74 +11,19 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from . import stats
-from .report import Check, Report, Series
+from .report import Report, Series
+from .session_turns import Memory, Rewind, Turn, excess_prefilled, per_token_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from protocol.messages import Generated
+    from .session_turns import Answer
 
 #: A process fills its caches first; growth is looked for in what comes after this share of the run.
 WARM_UP: Final = 0.25
-#: A shorter run sees only how the process fills its caches, whatever the slope.
-MIN_GROWTH_S: Final = 600.0
 #: Below this many readings after the warm-up a slope says nothing.
 MIN_READINGS: Final = 10
 MAX_NAMED: Final = 20
-#: A session prefilled anew each turn waits about one prefilled token's time for every token that it holds;
-#: attention to them alone costs a few percent of it. In between lies this share.
-PREFILL_SHARE: Final = 0.25
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    """A turn that was answered. `first_chunk_s` is the client's clock, the rest the worker's account.
-
-    `position_before` is the session's position as the turn was sent, None where it was not known.
-    """
-
-    first_chunk_s: float
-    queued_s: float
-    prefill_s: float
-    first_token_s: float
-    position_before: int | None
-    position: int
-    prompt_tokens: int
-    cached_tokens: int
-    prefilled_tokens: int
-    completion_tokens: int
-    finish_reason: str
-    kv_live_bytes: int
-    rewritten_from: int | None
-
-
-class Memory(Struct, frozen=True, kw_only=True):
-    """A worker's memory and disk, read right after a turn."""
-
-    at_s: float
-    worker: str
-    uptime_s: float
-    process_bytes: int
-    resident_kv_bytes: int
-    written_bytes: int
-
-
-class Turn(Struct, frozen=True, kw_only=True):
-    """One turn: when it was sent, how long it took by the client's clock, and how it ended."""
-
-    turn: int
-    started_s: float
-    latency_s: float
-    answer: Answer | None = None
-    error: str | None = None
-    memory: Memory | None = None
-
-
-class Rewind(Struct, frozen=True, kw_only=True):
-    """The session was full and began anew: before which turn, from which position, and why."""
-
-    turn: int
-    position: int
-    reason: str
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -158,47 +103,6 @@ class SessionReport(Report, frozen=True, kw_only=True):
     rewinds: tuple[Rewind, ...]
     messages: dict[str, str]
     turns: tuple[Turn, ...]
-
-
-def answer_of(result: Generated, first_chunk_s: float, position_before: int | None) -> Answer:
-    """Take from a result what is measured."""
-    usage, seconds = result.usage, result.seconds
-    return Answer(
-        first_chunk_s=first_chunk_s,
-        queued_s=seconds.queued,
-        prefill_s=seconds.prefill,
-        first_token_s=seconds.first_token,
-        position_before=position_before,
-        position=result.position,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        prefilled_tokens=usage.prefilled_tokens,
-        completion_tokens=usage.completion_tokens,
-        finish_reason=result.finish_reason,
-        kv_live_bytes=result.kv_live_bytes,
-        rewritten_from=result.rewritten_from,
-    )
-
-
-def per_token_s(turn: Turn) -> float | None:
-    """Return the seconds per token after the first, None for an answer of fewer than two tokens."""
-    answer = turn.answer
-    if answer is None or answer.completion_tokens < 2:
-        return None
-    return (turn.latency_s - answer.first_chunk_s) / (answer.completion_tokens - 1)
-
-
-def excess_prefilled(answer: Answer) -> int:
-    """Return how many tokens were prefilled beyond the turn's own.
-
-    A turn's own tokens are those that it added to the session, those that the chat template rewrote, and
-    the one whose forward pass the turn before left waiting.
-    """
-    if answer.position_before is None:
-        return 0
-    kept = answer.position_before if answer.rewritten_from is None else answer.rewritten_from
-    own = answer.prompt_tokens - kept + (1 if kept else 0)
-    return max(0, answer.prefilled_tokens - own)
 
 
 def series(turns: Sequence[Turn]) -> dict[str, Series]:
@@ -338,97 +242,6 @@ def buckets(turns: Sequence[Turn]) -> tuple[Bucket, ...]:
             )
         )
     return tuple(found)
-
-
-def checks(summary: Summary) -> tuple[Check, ...]:
-    """Hold the aggregates against what is promised."""
-    answered = summary.answered > 0
-    errors = ", ".join(f"{count} {name}" for name, count in summary.errors.items())
-    formula = None if summary.answered < 2 else summary.kv_bytes_per_token is not None
-    if formula and summary.kv_formula_broken_at:
-        formula = False
-    drift = summary.latency.drift_share if summary.latency else None
-    waits = summary.wait
-    return (
-        Check(
-            name="every turn was answered",
-            passed=answered and not errors,
-            detail=errors or f"{summary.answered} of {summary.turns}",
-            exact=True,
-        ),
-        Check(
-            name="KV is not empty and follows its formula at every turn",
-            passed=formula,
-            detail=_formula(summary),
-            exact=True,
-        ),
-        Check(
-            name="only a turn's own tokens are prefilled",
-            passed=not summary.excess_prefilled_max if answered else None,
-            detail=_excess(summary),
-            exact=True,
-        ),
-        Check(
-            name="the wait for the first chunk bears out the cache",
-            passed=None if waits is None else not _prefills_all(waits),
-            detail=_wait(waits),
-            exact=False,
-        ),
-        Check(
-            name="the latency's drift is at most 5 s",
-            passed=summary.prefill_bounded,
-            detail="fewer than 10 answers" if drift is None else f"{drift:+.1%} of the median",
-            exact=False,
-        ),
-        Check(
-            name="the process does not grow, its KV left out",
-            passed=_level(summary.beyond_kv),
-            detail=_growth(summary.beyond_kv),
-            exact=False,
-        ),
-    )
-
-
-def _formula(summary: Summary) -> str:
-    if summary.kv_bytes_per_token is None:
-        return "no two turns agree on the bytes per token"
-    if summary.kv_formula_broken_at:
-        return f"broken at turns {', '.join(map(str, summary.kv_formula_broken_at))}"
-    return f"{summary.kv_bytes_per_token:,} bytes per token"
-
-
-def _excess(summary: Summary) -> str:
-    if not summary.excess_prefilled_max:
-        return f"at most {summary.prefilled_tokens_max:,} tokens a turn"
-    turns = ", ".join(map(str, summary.excess_prefilled_at))
-    return f"up to {summary.excess_prefilled_max:,} tokens too many, at turns {turns}"
-
-
-def _prefills_all(waits: Wait) -> bool:
-    return waits.low_s > 0 and waits.per_position_s > PREFILL_SHARE * waits.per_prefilled_s
-
-
-def _wait(waits: Wait | None) -> str:
-    if waits is None:
-        return f"fewer than {MIN_READINGS} answers, or no turn that found an empty cache"
-    return (
-        f"{waits.per_position_s * 1e6:+.1f} us for a token of the session"
-        f" (95%: {waits.low_s * 1e6:+.1f} to {waits.high_s * 1e6:+.1f}),"
-        f" {waits.per_prefilled_s * 1e6:.0f} us for a prefilled one"
-    )
-
-
-def _level(slope: Slope | None) -> bool | None:
-    return None if slope is None or slope.seconds < MIN_GROWTH_S else slope.low <= 0
-
-
-def _growth(slope: Slope | None) -> str:
-    if slope is None:
-        return f"fewer than {MIN_READINGS} readings after the warm-up"
-    mib = 2**20
-    rate = f"{slope.bytes_per_hour / mib:+.1f} MiB an hour"
-    interval = f"(95%: {slope.low / mib:+.1f} to {slope.high / mib:+.1f})"
-    return f"{rate} {interval}" + ("" if slope.seconds >= MIN_GROWTH_S else ", within minutes of the start")
 
 
 def _lower(unit: str, values: Sequence[float]) -> Series:

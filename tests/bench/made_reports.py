@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from made_turns import make_turns
 
 from bench import environment
 from bench.report import schema_of
-from bench.session_report import SessionReport, Turn, checks, series, summarise
+from bench.session_checks import checks
+from bench.session_report import SessionReport, series, summarise
+
+if TYPE_CHECKING:
+    from bench.session_turns import Turn
 
 ENVIRONMENT = environment.look()
 

@@ -14,7 +14,8 @@ from bench import environment, report
 from bench.page import Page, Plot, Rows, byte_unit, duration, render
 from bench.report import Check, Recorder, Report, ReportError
 from bench.session_page import page_of
-from bench.session_report import Rewind, SessionReport
+from bench.session_report import SessionReport
+from bench.session_turns import Rewind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

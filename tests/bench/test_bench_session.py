@@ -17,7 +17,8 @@ from bench import report, stats
 from bench.conversation import Conversation, Plan
 from bench.corpus import built_in
 from bench.report import Report
-from bench.session_report import SessionReport, checks, series, summarise
+from bench.session_checks import checks
+from bench.session_report import SessionReport, series, summarise
 from protocol.errors import NoWorkerError
 from worker import batch, device, execution
 
