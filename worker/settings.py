@@ -259,7 +259,7 @@ class Settings:
         _duration(0, 30 * 86400), 300.0, "seconds until an idle session leaves memory"
     )
     ack_wait_s: float = _setting(
-        _duration(0.5, 3600), 5.0, "seconds without a sign of life until another worker takes a request over"
+        _duration(0.5, 3600), 3.0, "seconds without a sign of life until another worker takes a request over"
     )
     token_ttl_s: float = _setting(
         _duration(10, 7 * 86400), 900.0, "seconds that token chunks can be read back"
