@@ -457,7 +457,7 @@ def _open(directory: Path) -> _Opened:
     try:
         leftovers = folder.clear_tmp()
         if leftovers:
-            _log.warning("unfinished_snapshots_removed", files=leftovers)
+            _log.info("unfinished_snapshots_removed", files=leftovers)
         catalog = Catalog(folder)
         rows, rejected = reconcile(folder, catalog)
         return _Opened(folder, catalog, rows, rejected, folder.quarantined_bytes())
