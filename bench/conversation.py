@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: What a worker says to a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
-CLOSE_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 2.0
 REWIND_TIMEOUT_S: Final = 60.0
 #: A pause after a turn that failed at once, so that a broken worker is not asked as fast as it refuses.
 FAULT_PAUSE_S: Final = 0.5

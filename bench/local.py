@@ -35,6 +35,7 @@ class LocalWorker:
         self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
         self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
+        self._family: list[psutil.Process] = []  # its NATS server, which outlives a worker that was killed
 
     def start(self) -> None:
         """Start it. Its progress bars and warnings go to this terminal.
@@ -53,10 +54,16 @@ class LocalWorker:
             with contextlib.suppress(NoWorkerError):
                 client = await connect(self.url, tenant=tenant)
                 if await _answers(client):
+                    self._meet_family()
                     return client
                 await client.close()
             await asyncio.sleep(0.1)
         raise NoWorkerError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s")
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended by itself; None while it runs."""
+        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         """`kill -9`. Its NATS server goes on."""
@@ -66,22 +73,26 @@ class LocalWorker:
             self._process = None
 
     def stop(self) -> None:
-        """Stop it as Ctrl-C does; it takes its NATS server down with it. One that hangs is killed with it."""
-        if self._process is None:
-            return
-        family = []
+        """Stop it as Ctrl-C does; it takes its NATS server down with it. What hangs or is left is killed."""
+        if self._process is not None:
+            self._meet_family()
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        for child in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._family = []
+
+    def _meet_family(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            for child in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-        self._process = None
+            if self._process is not None:
+                found = psutil.Process(self._process.pid).children(recursive=True)
+                self._family += [child for child in found if child not in self._family]
 
 
 async def _answers(client: Client) -> bool:

@@ -5,6 +5,7 @@ Owns the run: which worker, the progress bar, checkpoints, and what is kept when
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from . import environment
 from .conversation import Conversation, Plan
 from .local import LocalWorker
 from .page import render
-from .report import Recorder, now_iso, schema_of
+from .report import BenchError, Recorder, now_iso, schema_of
 from .session_checks import checks
 from .session_page import page_of
 from .session_report import SessionReport, series, summarise
@@ -55,6 +56,7 @@ class Run:
         self._environment = environment.look()
         self._started_at = now_iso()
         self._conversation: Conversation | None = None
+        self._worker: LocalWorker | None = None
 
     async def run(self) -> SessionReport:
         """Hold the conversation and return its report, which is on disk by then.
@@ -89,6 +91,8 @@ class Run:
                 bars.update(bar, completed=done, description=f"turn {turn.turn}: {took}")
                 if self._recorder.due:
                     self._recorder.checkpoint(self._report("running"))
+                if self._worker is not None and self._worker.exit_code is not None:
+                    raise BenchError(f"the bench's worker ended with exit code {self._worker.exit_code}")
 
             texts = self._corpus.texts()
             self._conversation = Conversation(client, self._plan, texts, on_turn=count)
@@ -97,17 +101,17 @@ class Run:
     @asynccontextmanager
     async def _target(self) -> AsyncIterator[Client]:
         if self._url is not None:
-            async with await connect(self._url) as client:
+            async with _closing(await connect(self._url)) as client:
                 yield client
             return
         with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
-            worker = LocalWorker(Path(folder))
-            worker.start()
+            self._worker = LocalWorker(Path(folder))
+            self._worker.start()
             try:
-                async with await worker.ready("bench") as client:
+                async with _closing(await self._worker.ready("bench")) as client:
                     yield client
             finally:
-                worker.stop()
+                self._worker.stop()
 
     def _report(self, ending: str) -> SessionReport:
         conversation = self._conversation
@@ -148,6 +152,15 @@ class Run:
 
     def _warn(self, message: str) -> None:
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
+
+
+@asynccontextmanager
+async def _closing(client: Client) -> AsyncIterator[Client]:
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(OSError):  # of a server that is gone
+            await client.close()
 
 
 async def run(

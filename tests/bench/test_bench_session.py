@@ -95,8 +95,8 @@ async def test_a_turn_that_fails_is_counted_and_the_run_goes_on(local_worker):
 async def test_a_worker_that_hangs_costs_a_turn_its_time_and_no_more(local_worker, monkeypatch):
     worker = await local_worker()
     held = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self: time.sleep(0.4) or held(self))
-    conversation = await converse(worker.client, plan(2, turn_timeout_s=0.3))
+    monkeypatch.setattr(batch.Batch, "step", lambda self: time.sleep(0.5) or held(self))
+    conversation = await converse(worker.client, plan(2, turn_timeout_s=0.3, max_tokens=2))
     assert [turn.error for turn in conversation.turns] == ["timeout", "timeout"]
 
 
@@ -234,6 +234,26 @@ def test_a_run_that_is_ended_keeps_its_report_and_leaves_no_process(
     assert not found.complete
     assert found.ending == "interrupted"
     assert len(found.turns) >= 2
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@pytest.mark.process
+def test_a_worker_that_dies_ends_the_run_with_a_partial_report_and_no_process(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    options = ("--corpus", "built-in", "--duration", 600, "--every", 0.1, "--checkpoint", 0.3)
+    process = turnkeep("session", *options, "--turn-timeout", 1, "--out", tmp_path, model=tiny_model)
+    path = wait_for_turns(tmp_path, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    workers = psutil.Process(process.pid).children()
+    for worker in workers:
+        worker.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "turnkeep: the bench's worker ended with exit code -9"
+    found = report.read(path, SessionReport)
+    assert not found.complete
+    assert found.ending.startswith("fault: the bench's worker ended")
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
