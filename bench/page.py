@@ -30,7 +30,7 @@ GREY: Final = "#6b7280"
 #: More points than this are drawn as a picture within the SVG: thousands of shapes make a page slow.
 MAX_SHAPES: Final = 2000
 
-_STYLE: Final[dict[str, Any]] = {
+_STYLE: Final[Any] = {
     "svg.fonttype": "path",  # the same letters in every browser
     "svg.hashsalt": "turnkeep",  # the same run gives the same page
     "font.family": "DejaVu Sans",
@@ -97,9 +97,8 @@ def render(page: Page, *, warn: Callable[[str], None]) -> str | None:
 
 def svg(plot: Plot) -> str:
     """Draw one plot as an SVG element."""
-    # The ignores are for checkouts whose environment does not have it yet.
-    import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11.0 if plot.wide else 5.4, 3.4), layout="constrained")
