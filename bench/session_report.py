@@ -173,12 +173,15 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def wait(answers: Sequence[Answer]) -> Wait | None:
-    """Fit the wait for the first chunk to the session's length; None where there is too little to fit."""
+    """Fit the wait for the first chunk to the session's length; None where there is too little to fit.
+
+    Robustly: a few slow turns on a busy machine must neither hide a growing wait nor look like one.
+    """
     rates = [
         a.first_chunk_s / a.prompt_tokens for a in answers if a.position_before == 0 and not a.cached_tokens
     ]
     known = [(a.position_before, a.first_chunk_s) for a in answers if a.position_before is not None]
-    line = stats.fit_line([length for length, _ in known], [first_s for _, first_s in known])
+    line = stats.robust_line([length for length, _ in known], [first_s for _, first_s in known])
     if line is None or not rates or len(known) < MIN_READINGS:
         return None
     return Wait(per_position_s=line.slope, low_s=line.low, high_s=line.high, per_prefilled_s=min(rates))

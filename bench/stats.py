@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -136,6 +136,31 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line | None:
         degrees = math.floor(n * (1 - correlation) / (1 + correlation)) - 2
         margin = math.inf if degrees < 1 else student_t(degrees) * math.sqrt(squares / degrees / spread)
     return Line(slope, mean_y - slope * mean_x, slope - margin, slope + margin)
+
+
+def robust_line(xs: Sequence[float], ys: Sequence[float], max_points: int = 400) -> Line | None:
+    """Fit a line that a burst of outliers does not bend; None below three points or two different `xs`.
+
+    The slope is the median of the slopes between any two points, its 95% interval that of Sen, "Estimates
+    of the regression coefficient based on Kendall's tau" (1968). Long series are thinned evenly to about
+    `max_points`, since the pairs grow with the square.
+    """
+    step = max(1, math.ceil(len(xs) / max_points))
+    points = sorted(zip(xs[::step], ys[::step], strict=True))
+    slopes = sorted((d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if c > a)
+    n = len(points)
+    if n < 3 or not slopes:
+        return None
+    slope = statistics.median(slopes)
+    z = statistics.NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2)
+    half = z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2
+    low, high = math.floor(len(slopes) / 2 - half), math.ceil(len(slopes) / 2 + half)
+    return Line(
+        slope,
+        statistics.median(y - slope * x for x, y in points),
+        slopes[low] if low >= 0 else -math.inf,
+        slopes[high] if high < len(slopes) else math.inf,
+    )
 
 
 def student_t(degrees: int) -> float:

@@ -133,6 +133,26 @@ def test_the_interval_covers_a_slope_of_zero_about_95_times_in_100():
     assert 360 <= covered <= 395
 
 
+def test_a_robust_line_is_not_bent_by_a_burst_of_outliers():
+    noise = random.Random(9)
+    xs = list(range(0, 1200, 30))
+    ys = [5 + 0.1 * x + noise.gauss(0, 2) for x in xs]
+    ys[12:17] = [900, 800, 700, 600, 500]
+    line = stats.robust_line(xs, ys)
+    assert line.low < 0.1 < line.high
+    assert line.low > 0.08
+    assert stats.fit_line(xs, ys).low < 0
+    level = stats.robust_line(xs, [y - 0.1 * x for x, y in zip(xs, ys, strict=True)])
+    assert level.low < 0 < level.high
+    assert stats.robust_line([1, 1, 1], [1, 2, 3]) is None
+    assert stats.robust_line([1, 2], [1, 2]) is None
+
+
+def test_a_robust_line_of_a_long_series_is_thinned():
+    line = stats.robust_line(list(range(20_000)), [3.0 * x for x in range(20_000)])
+    assert (line.slope, line.low, line.high, line.intercept) == (3, 3, 3, 0)
+
+
 @pytest.mark.parametrize(
     ("degrees", "t"),
     [(1, 12.7062), (2, 4.30265), (3, 3.18245), (8, 2.30600), (30, 2.04227), (200, 1.97190), (1000, 1.96234)],
