@@ -113,7 +113,10 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
 
 
 async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
-    """It prefills the whole session every turn, and reports what an honest one would."""
+    """It prefills the whole session every turn, and reports what an honest one would.
+
+    That an honest one passes is tested on made turns: here it depends on what else the machine does.
+    """
     begin = device.Device._begin
 
     def lie(self: device.Device, turn: Any) -> None:
@@ -122,14 +125,11 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
         turn.num_reused = kept
         turn.num_prefilled -= kept
 
-    worker = await local_worker()
-    honest = await converse(worker.client, plan(30))
     monkeypatch.setattr(device.Device, "_begin", lie)
-    others = (f"Once more: {text}" for text in built_in().texts())  # of which nothing is on SSD yet
-    lying = await converse(worker.client, plan(30), others)
-    told, found = checks(summarise(honest.turns)), checks(summarise(lying.turns))
+    worker = await local_worker()
+    conversation = await converse(worker.client, plan(30))
+    found = checks(summarise(conversation.turns))
     assert [check.passed for check in found if check.exact] == [True] * 3
-    assert told[3].passed is True
     assert found[3].passed is False, found[3].detail
 
 
