@@ -86,7 +86,7 @@ class Page:
 def render(page: Page, *, warn: Callable[[str], None]) -> str | None:
     """Return the page as HTML; None, after a warning, where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        warn("no page is made of the report: matplotlib is not installed (pip install matplotlib)")
+        warn("no page is made of the report: matplotlib is not installed (pip install 'turnkeep[bench]')")
         return None
     templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     figures = [(plot, svg(plot)) for plot in page.plots]

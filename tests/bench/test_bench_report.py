@@ -128,7 +128,6 @@ def test_the_environment_says_what_ran_where() -> None:
 
 
 def test_a_page_stands_alone_and_says_what_the_report_says() -> None:
-    pytest.importorskip("matplotlib")
     turns = make_turns(50)
     warned: list[str] = []
     html = render(
@@ -147,14 +146,12 @@ def test_a_page_stands_alone_and_says_what_the_report_says() -> None:
 
 
 def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
-    pytest.importorskip("matplotlib")
     html = render(page_of(make_report([])), warn=ignore)
     assert html is not None
     assert "<svg" not in html
 
 
 def test_what_comes_from_outside_is_text_on_the_page() -> None:
-    pytest.importorskip("matplotlib")
     evil = "<img onerror=x>"
     page = Page(
         title=evil,
