@@ -183,7 +183,8 @@ class _NatsWire:
         self._connected.set()
 
     async def close(self) -> None:
-        await self._nats.close()
+        with contextlib.suppress(*_NATS_ERRORS):  # the server may be gone
+            await self._nats.close()
 
     async def publish(self, subject: str, body: bytes) -> int:
         patience_s, num_refusals = FIRST_ACK_S, 0
