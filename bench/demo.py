@@ -152,7 +152,7 @@ class Demo:
 
     def _summary(self) -> None:
         table = Table(title="What each turn cost", box=None, header_style="bold", title_justify="left")
-        table.add_column("turn", no_wrap=True, max_width=27)
+        table.add_column("turn", no_wrap=True, max_width=20)
         for name in ("KV from", "new", "cached", "prefilled", "1st token", "tokens/s"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
