@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -245,3 +247,28 @@ def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., W
                 process.start()  # it adopts its NATS server, and then takes it down
         if process.running:
             process.stop()
+
+
+@pytest.fixture
+def mounted() -> Iterator[Callable[[str], Path]]:
+    """Mount a tmpfs with given options (`size=1m`, `ro`); skips where that is not allowed."""
+    mounts: list[Path] = []
+
+    def mount(options: str) -> Path:
+        # Not below pytest's own folder: a run that is killed leaves the mount behind, and the next run's
+        # clean-up would stumble over it.
+        folder = Path(tempfile.mkdtemp(prefix="turnkeep-disk-"))
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if (
+            shutil.which("mount") is None
+            or subprocess.run(command, check=False, capture_output=True).returncode
+        ):
+            folder.rmdir()
+            pytest.skip("mounting a file system is not allowed here")
+        mounts.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounts:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        folder.rmdir()

@@ -8,7 +8,6 @@ import os
 import shutil
 import sqlite3
 import stat
-import subprocess
 import threading
 
 import pytest
@@ -31,17 +30,9 @@ class Clock:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mounted):
     """A file system of 4 MiB of its own."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root and mount, to make a small file system")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
-    if mounted.returncode:
-        pytest.skip("mount is not permitted here")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+    return mounted("size=4m")
 
 
 def fill(path) -> None:

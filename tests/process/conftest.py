@@ -81,24 +81,3 @@ async def foreign_server(tmp_path, free_port):
     for process in processes:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def mounted(tmp_path):
-    """Mount a tmpfs with given options; skips where that is not allowed."""
-    mounts = []
-
-    def mount(options: str):
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
-        )
-        if done.returncode:
-            pytest.skip("mounting a file system is not allowed here")
-        mounts.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounts:
-        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -56,25 +56,6 @@ def check_one_line(done: subprocess.CompletedProcess[str], code: int, *says: str
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount a tmpfs with these options; skips where that is not allowed."""
-    mounts = []
-
-    def mount(options: str) -> Path:
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("mounting a file system is not allowed here")
-        mounts.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounts:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -132,14 +113,14 @@ def test_a_data_directory_with_a_file_in_its_place_is_told(tmp_path: Path) -> No
     check_one_line(done, 1, "there is a file in its place", "--data-dir")
 
 
-def test_a_read_only_data_directory_is_told(disk: Callable[[str], Path]) -> None:
-    folder = disk("ro")
+def test_a_read_only_data_directory_is_told(mounted: Callable[[str], Path]) -> None:
+    folder = mounted("ro")
     done = turnkeep("serve", "--data-dir", folder / "data", "--nats", NOBODY)
     check_one_line(done, 1, "its file system is read-only", "--data-dir")
 
 
-def test_a_full_disk_at_the_start_is_told(disk: Callable[[str], Path]) -> None:
-    folder = disk("size=64k")
+def test_a_full_disk_at_the_start_is_told(mounted: Callable[[str], Path]) -> None:
+    folder = mounted("size=64k")
     (folder / "filler").write_bytes(bytes(64 * 1024))
     done = turnkeep("serve", "--data-dir", folder, "--nats", NOBODY)
     check_one_line(done, 1, "the disk is full", "--data-dir")
@@ -195,10 +176,10 @@ def test_an_unknown_setting_in_the_file_is_told_with_the_nearest_one(tmp_path: P
 
 @pytest.mark.process
 async def test_a_worker_whose_snapshots_do_not_fit_goes_on_without_them(
-    disk: Callable[[str], Path], local_worker: Callable[..., Any]
+    mounted: Callable[[str], Path], local_worker: Callable[..., Any]
 ) -> None:
     """The log is elsewhere: nothing but time is lost."""
-    folder = disk("size=1m")
+    folder = mounted("size=1m")
     worker = await local_worker(data_dir=folder, metrics_interval_s=0.1)
     sessions = [worker.client.session(f"s{number}") for number in range(8)]
     for number, session in enumerate(sessions):
@@ -218,10 +199,10 @@ async def test_a_worker_whose_snapshots_do_not_fit_goes_on_without_them(
 
 @pytest.mark.process
 async def test_what_is_acknowledged_outlives_a_log_that_cannot_be_written(
-    disk: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
+    mounted: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
 ) -> None:
     """With a full disk the log takes nothing, whether it says so or not; what it took gets its answer."""
-    folder = disk("size=24m")
+    folder = mounted("size=24m")
     options = ("--data-dir", str(folder / "data"), "--log-max-bytes", "16MiB", "--max-disk", "1MiB")
     process = worker_process(*options, "--min-free-disk", "0")
     process.start()
