@@ -57,7 +57,8 @@ def _with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings_module.describe()):
             if not names or setting.name in names:
-                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. [default: {setting.default}]"
+                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
+                help_text += f"[{setting.variable}; default: {setting.default}]"
                 command = click.option(setting.flag, setting.name, metavar="VALUE", help=help_text)(command)
         return click.option(
             "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
