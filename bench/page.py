@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from .report import Check
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
-#: Okabe and Ito's colours, which the colour-blind can tell apart.
-BLUE: Final = "#0072b2"
-ORANGE: Final = "#d55e00"
-GREEN: Final = "#009e73"
-GREY: Final = "#6b7280"
-#: More points than this are drawn as a picture within the SVG: thousands of shapes make a page slow.
-MAX_SHAPES: Final = 2000
-
 _STYLE: Final[Any] = {
     "svg.fonttype": "path",  # the same letters in every browser
     "svg.hashsalt": "turnkeep",  # the same run gives the same page
@@ -110,18 +102,3 @@ def svg(plot: Plot) -> str:
     text = text[text.index("<svg") :]
     # The page sets the width; the view box keeps the proportions.
     return re.sub(r' (?:width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
-
-
-def duration(seconds: float) -> tuple[float, str]:
-    """Choose the unit of a time axis for a run of so many seconds: the divisor and the unit's name."""
-    if seconds >= 2 * 3600:
-        return 3600.0, "h"
-    return (60.0, "min") if seconds >= 300 else (1.0, "s")
-
-
-def byte_unit(size_bytes: float) -> tuple[float, str]:
-    """Choose the unit of an axis of sizes: the divisor and the unit's name."""
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size_bytes >= 1024**power:
-            return float(1024**power), name
-    return 1.0, "B"

@@ -13,6 +13,7 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,37 @@ def drift(values: Sequence[float], window: int = DRIFT_WINDOW) -> float | None:
     if len(values) < 2 * window:
         return None
     return statistics.median(values[-window:]) - statistics.median(values[:window])
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """A measure in seconds, its values in the order of time; drift is that of the last five to the first."""
+
+    count: int
+    min: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+    drift: float | None
+    drift_share: float | None
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Describe the values; None where there are none."""
+    if not values:
+        return None
+    middle = percentile(values, 0.5)
+    change = drift(values)
+    return Spread(
+        count=len(values),
+        min=min(values),
+        p50=middle,
+        p95=percentile(values, 0.95),
+        p99=percentile(values, 0.99),
+        max=max(values),
+        drift=change,
+        drift_share=change / middle if change is not None and middle > 0 else None,
+    )
 
 
 def kv_bounded(sizes: Sequence[float]) -> bool | None:

@@ -43,8 +43,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(ROOT).parts[0]
-            base = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+            package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            base = ".".join((*package, *filter(None, [node.module])))
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
     return found

@@ -8,11 +8,11 @@ from made_turns import make_turns
 
 from bench import environment
 from bench.report import schema_of
-from bench.session_checks import checks
-from bench.session_report import SessionReport, series, summarise
+from bench.session.checks import checks
+from bench.session.summary import SessionReport, series, summarise
 
 if TYPE_CHECKING:
-    from bench.session_turns import Turn
+    from bench.session.turns import Turn
 
 ENVIRONMENT = environment.look()
 

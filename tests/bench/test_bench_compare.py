@@ -16,7 +16,7 @@ from worker.cli import main
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.session_report import SessionReport
+    from bench.session.summary import SessionReport
 
 
 def compare(folder: Path, first: SessionReport, second: SessionReport) -> tuple[int, str, str]:

@@ -10,11 +10,12 @@ from made_reports import make_report
 from made_turns import make_turns
 
 from bench import environment, report
-from bench.page import Page, Plot, Rows, byte_unit, duration, render
+from bench.figures import byte_unit, duration
+from bench.page import Page, Plot, Rows, render
 from bench.report import Check, Recorder, Report, ReportError
-from bench.session_page import page_of
-from bench.session_report import SessionReport
-from bench.session_turns import Rewind
+from bench.session.page import page_of
+from bench.session.summary import SessionReport
+from bench.session.turns import Rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from bench import report, stats
-from bench.conversation import Conversation, Plan
 from bench.corpus import built_in
 from bench.report import Report
-from bench.session_checks import checks
-from bench.session_report import SessionReport, series, summarise
+from bench.run import Run, Where
+from bench.session.checks import checks
+from bench.session.conversation import Conversation, Plan
+from bench.session.summary import SessionReport, series, summarise
 from protocol.errors import NoWorkerError
 from worker import batch, device, execution
 
@@ -149,8 +150,10 @@ async def test_streams_without_a_worker_are_told_before_the_first_turn(local_wor
     worker = await local_worker()
     worker.app.stop()
     await worker.task
+    settings = worker.settings
     with pytest.raises(NoWorkerError):
-        await converse(worker.client, plan())
+        async with Run().target(Where(settings.nats, settings.prefix)):
+            raise AssertionError("nobody is there")
     await worker.client.close()
 
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from made_turns import PER_TOKEN, make_turns, with_answer
 
-from bench.session_checks import checks
-from bench.session_report import series, summarise, written
-from bench.session_turns import excess_prefilled
+from bench.session.checks import checks
+from bench.session.summary import series, summarise, written
+from bench.session.turns import excess_prefilled
 
 ANSWERED, FORMULA, PREFILL, WAIT, DRIFT, GROWTH = range(6)
 

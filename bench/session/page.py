@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from . import stats
-from .page import BLUE, GREEN, GREY, MAX_SHAPES, ORANGE, Page, Plot, Rows, byte_unit, duration
-from .session_report import written_over_time
-from .session_turns import per_token_s
+from bench.about import about, endings, subject
+from bench.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    MAX_SHAPES,
+    ORANGE,
+    byte_unit,
+    cdf,
+    duration,
+    legend,
+    percent,
+    steps,
+)
+from bench.page import Page, Plot, Rows
+
+from .summary import written_over_time
+from .turns import per_token_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .session_report import SessionReport, Slope, Spread
-    from .session_turns import Answer, Memory, Turn
+    from bench.stats import Spread
+
+    from .summary import SessionReport, Slope
+    from .turns import Answer, Memory, Turn
 
 #: Rewinds that are drawn; more would hide the turns.
 MAX_LINES: Final = 40
@@ -24,25 +40,21 @@ MIB: Final = 2.0**20
 def page_of(report: SessionReport) -> Page:
     """Lay out a report."""
     summary = report.summary
-    model = report.worker.model if report.worker else "no model"
-    device = report.worker.device if report.worker else "no device"
     span, unit = duration(report.elapsed_s)
     return Page(
         title="One session, many turns",
-        subtitle=f"{model} on {device}, {summary.turns} turns in {report.elapsed_s / span:.1f} {unit},"
+        subtitle=f"{subject(report)}, {summary.turns} turns in {report.elapsed_s / span:.1f} {unit},"
         f" {report.started_at}",
         notes=_notes(report),
         checks=report.checks,
         tables=(_spreads(report),),
         plots=_plots(report),
-        details=(_about(report), *_errors(report), *_buckets(report)),
+        details=(about(report, _more(report)), *_errors(report), *_buckets(report)),
     )
 
 
 def _notes(report: SessionReport) -> list[str]:
-    notes = []
-    if not report.complete:
-        notes.append(f"This report is not complete: {report.ending}.")
+    notes = endings(report)
     if report.rewinds:
         first = report.rewinds[0]
         notes.append(
@@ -92,7 +104,7 @@ def _plots(report: SessionReport) -> tuple[Plot, ...]:
         Plot(
             "How often a turn took how long",
             "Share of turns that were at most this long. Steep is steady; a long shoulder is a tail.",
-            lambda axes: _cdf(axes, [turn.latency_s for turn in turns], "whole turn (s)", BLUE),
+            lambda axes: cdf(axes, [turn.latency_s for turn in turns], "whole turn (s)", BLUE),
         ),
         Plot(
             "First chunk and time per token",
@@ -142,30 +154,18 @@ def _latency(axes: Any, report: SessionReport) -> None:
     axes.set(xlabel="turn", ylabel="time (s)")
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)
-    _legend(axes)
-
-
-def _cdf(axes: Any, values: Sequence[float], name: str, colour: str) -> None:
-    _steps(axes, values, None, colour)
-    for share, style in ((0.5, "--"), (0.95, ":")):
-        value = stats.percentile(values, share)
-        axes.axvline(
-            value, color=GREY, linewidth=1, linestyle=style, label=f"p{share * 100:.0f}: {value:.2f}"
-        )
-    axes.set(xlabel=name, ylabel="share of turns")
-    _percent(axes)
-    _legend(axes)
+    legend(axes)
 
 
 def _cdfs(axes: Any, firsts: Sequence[float], paces: Sequence[float]) -> None:
-    _steps(axes, firsts, "first chunk", ORANGE)
+    steps(axes, firsts, "first chunk", ORANGE)
     if paces:
-        _steps(axes, paces, "per token after it", GREEN)
+        steps(axes, paces, "per token after it", GREEN)
     axes.set(xlabel="time (ms)", ylabel="share of turns")
     if max(firsts) > 20 * max(min([*firsts, *paces]), 0.001):
         axes.set_xscale("log")
-    _percent(axes)
-    _legend(axes)
+    percent(axes)
+    legend(axes)
 
 
 def _prefilled(axes: Any, answered: Sequence[tuple[Turn, Answer]]) -> None:
@@ -187,7 +187,7 @@ def _prefilled(axes: Any, answered: Sequence[tuple[Turn, Answer]]) -> None:
     axes.set(xlabel="turn", ylabel="tokens", yscale="log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.locator_params(axis="x", integer=True)
-    _legend(axes)
+    legend(axes)
 
 
 def _memory(
@@ -204,7 +204,7 @@ def _memory(
     axes.plot(ends, [size / scale for size in sizes], color=BLUE, linewidth=1.2, label="KV of the session")
     axes.set(xlabel=f"time ({unit})", ylabel=f"memory ({name})")
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    legend(axes)
 
 
 def _written(axes: Any, memories: Sequence[Memory], elapsed_s: float) -> None:
@@ -215,55 +215,19 @@ def _written(axes: Any, memories: Sequence[Memory], elapsed_s: float) -> None:
     axes.plot(times, sizes, color=GREEN, linewidth=1.2, label="written since the first turn")
     axes.set(xlabel=f"time ({unit})", ylabel=f"written ({name})")
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    legend(axes)
 
 
-def _steps(axes: Any, values: Sequence[float], label: str | None, colour: str) -> None:
-    points = stats.cdf(values)
-    # From the axis up, so that the first value's share is seen as a step too.
-    xs = [points[0][0], *(value for value, _ in points)]
-    axes.step(xs, [0.0, *(share for _, share in points)], where="post", color=colour, label=label)
-
-
-def _percent(axes: Any) -> None:
-    axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _legend(axes: Any) -> None:
-    """Above the plot, where it hides no point."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
-
-
-def _about(report: SessionReport) -> Rows:
-    machine, worker, source = report.environment, report.worker, report.source
-    load = "-" if machine.load_average is None else " ".join(f"{load:.2f}" for load in machine.load_average)
+def _more(report: SessionReport) -> list[tuple[str, str]]:
     rows = [
-        ("measured", report.target),
-        ("platform", machine.platform),
-        ("processor", f"{machine.processor}, {machine.cpus} CPUs, {machine.memory_bytes / 2**30:.1f} GiB"),
-        ("load average at the start", load),
-        ("Python", machine.python),
-        ("packages", ", ".join(f"{name} {version}" for name, version in machine.packages.items())),
-        ("commit", machine.commit or "not a checkout"),
-        *(
-            (f"setting {name}", "-" if value is None else f"{value}")
-            for name, value in report.settings.items()
-        ),
+        (f"growth of the {name}", _growth(slope))
+        for name, slope in (
+            ("process", report.summary.process),
+            ("process without KV", report.summary.beyond_kv),
+        )
+        if slope is not None
     ]
-    if worker is not None:
-        limit = f"{worker.max_memory_bytes / MIB:,.0f} MiB for KV"
-        rows.append(("worker", f"{worker.worker}, version {worker.version}, {limit}"))
-    if source is not None:
-        rows.append(("input", f"{source.description}; {source.name} {source.version}, {source.licence}"))
-    for name, slope in (
-        ("process", report.summary.process),
-        ("process without KV", report.summary.beyond_kv),
-    ):
-        if slope is not None:
-            rows.append((f"growth of the {name}", _growth(slope)))
-    rows.append(("KV on one level (within 10%)", _word(report.summary.kv_bounded)))
-    return Rows("The run", ("", ""), rows, numbers=False)
+    return [*rows, ("KV on one level (within 10%)", _word(report.summary.kv_bounded))]
 
 
 def _growth(slope: Slope) -> str:

@@ -1,6 +1,6 @@
 """A scripted conversation with one session, measured turn by turn.
 
-Owns the session and its clock. What is made of the turns is in `session_report`.
+Owns the session and its clock. What is made of the turns is in `summary`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
-from protocol.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
+from bench.ask import ask
+from protocol.errors import TurnkeepError
 
-from .session_turns import Memory, Rewind, Turn, answer_of
+from .turns import Memory, Rewind, Turn, answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from protocol.client import Client
-    from protocol.messages import Generated, Metrics
+    from protocol.messages import Metrics
 
-    from .session_turns import Answer
+    from .turns import Answer
 
 #: What a worker says to a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
@@ -72,11 +73,10 @@ class Conversation:
         return (self._ended_s or time.monotonic()) - self._started_s
 
     async def run(self) -> None:
-        """Hold it to its end. A turn that fails is counted; only a missing worker at the start raises.
+        """Hold it to its end. A turn that fails is counted.
 
-        Raises `NoWorkerError`. The session is closed on the way out, whatever ends the run.
+        The session is closed on the way out, whatever ends the run.
         """
-        await self._expect_worker()
         self._started_s = time.monotonic()
         try:
             while self._wants_more():
@@ -104,12 +104,6 @@ class Conversation:
             due_s = min(due_s, self._plan.duration_s)
         return max(0.0, due_s - self.elapsed_s)
 
-    async def _expect_worker(self) -> None:
-        try:
-            await self._session.info()
-        except RequestFailedError:
-            return  # it knows that there is no such session
-
     async def _turn(self, number: int, text: str) -> Turn:
         """Send one turn; where the session is full, rewind it and send the turn again."""
         if self._full:
@@ -123,36 +117,31 @@ class Conversation:
     async def _try(self, number: int, text: str) -> tuple[Turn, str | None]:
         before = self._position
         sent_s = self.elapsed_s
-        answer: Answer | None = None
-        error: str | None = None
-        try:
-            result, first_chunk_s = await self._generate(text)
-        except TurnkeepError as fault:
-            error = _class_of(fault)
-            self.messages.setdefault(error, str(fault))
-        else:
-            answer = answer_of(result, first_chunk_s, before)
-            self._full = result.finish_reason == "length" and answer.completion_tokens < self._plan.max_tokens
-        latency_s = self.elapsed_s - sent_s
-        memory = await self._look(answer)
-        turn = Turn(
-            turn=number, started_s=sent_s, latency_s=latency_s, answer=answer, error=error, memory=memory
-        )
-        return turn, error
-
-    async def _generate(self, text: str) -> tuple[Generated, float]:
-        started_s = time.monotonic()
-        first_chunk_s: float | None = None
-        generation = self._session.generate(
+        asked = await ask(
+            self._session,
             messages=[{"role": "user", "content": text}],
             max_tokens=self._plan.max_tokens,
             timeout_s=self._plan.turn_timeout_s,
         )
-        async for _ in generation:
-            if first_chunk_s is None:
-                first_chunk_s = time.monotonic() - started_s
-        # An answer without text, its end-of-turn token alone, has no chunk before its result.
-        return generation.result, time.monotonic() - started_s if first_chunk_s is None else first_chunk_s
+        answer: Answer | None = None
+        error = asked.error
+        if asked.result is not None:
+            answer = answer_of(asked.result, asked.first_chunk_s, before)
+            self._full = (
+                asked.result.finish_reason == "length" and answer.completion_tokens < self._plan.max_tokens
+            )
+        elif error is not None:
+            self.messages.setdefault(error, str(asked.fault))
+        memory = await self._look(answer)
+        turn = Turn(
+            turn=number,
+            started_s=sent_s,
+            latency_s=asked.latency_s,
+            answer=answer,
+            error=error,
+            memory=memory,
+        )
+        return turn, error
 
     async def _look(self, answer: Answer | None) -> Memory | None:
         """Ask the worker that holds the session for its memory, outside of the time that is measured."""
@@ -180,15 +169,3 @@ class Conversation:
             await self._session.rewind(0, timeout_s=REWIND_TIMEOUT_S)
             self.rewinds.append(Rewind(turn=number, position=self._position or 0, reason=reason))
             self._position = 0
-
-
-def _class_of(fault: TurnkeepError) -> str:
-    match fault:
-        case RequestFailedError():
-            return fault.code
-        case ResultTimeoutError():
-            return "timeout"
-        case NoWorkerError():
-            return "no_worker"
-        case _:
-            return type(fault).__name__

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from .report import Check
-from .session_report import MIN_READINGS
+from bench.report import Check
+
+from .summary import MIN_READINGS
 
 if TYPE_CHECKING:
-    from .session_report import Slope, Summary, Wait
+    from .summary import Slope, Summary, Wait
 
 #: A session prefilled anew each turn waits about one prefilled token's time for every token that it holds;
 #: attention to them alone costs a few percent of it. In between lies this share.

@@ -10,33 +10,22 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from . import stats
-from .report import Report, Series
-from .session_turns import Memory, Rewind, Turn, excess_prefilled, per_token_s
+from bench import stats
+from bench.report import Report, Series
+from bench.stats import Spread, spread
+
+from .turns import Memory, Rewind, Turn, excess_prefilled, per_token_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .session_turns import Answer
+    from .turns import Answer
 
 #: A process fills its caches first; growth is looked for in what comes after this share of the run.
 WARM_UP: Final = 0.25
 #: Below this many readings after the warm-up a slope says nothing.
 MIN_READINGS: Final = 10
 MAX_NAMED: Final = 20
-
-
-class Spread(Struct, frozen=True, kw_only=True):
-    """A measure in seconds over all answered turns; drift is that of the last five against the first."""
-
-    count: int
-    min: float
-    p50: float
-    p95: float
-    p99: float
-    max: float
-    drift: float | None
-    drift_share: float | None
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
@@ -151,24 +140,6 @@ def summarise(turns: Sequence[Turn]) -> Summary:
         beyond_kv=growth(memories, lambda memory: memory.process_bytes - memory.resident_kv_bytes),
         written_bytes=written(memories),
         buckets=buckets(turns),
-    )
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Describe the values; None where there are none."""
-    if not values:
-        return None
-    middle = stats.percentile(values, 0.5)
-    drift = stats.drift(values)
-    return Spread(
-        count=len(values),
-        min=min(values),
-        p50=middle,
-        p95=stats.percentile(values, 0.95),
-        p99=stats.percentile(values, 0.99),
-        max=max(values),
-        drift=drift,
-        drift_share=drift / middle if drift is not None and middle > 0 else None,
     )
 
 

@@ -1,0 +1,65 @@
+"""How the plots of all benches look: colours, units, distributions. Draws on matplotlib's axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from . import stats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Okabe and Ito's colours, which the colour-blind can tell apart.
+BLUE: Final = "#0072b2"
+ORANGE: Final = "#d55e00"
+GREEN: Final = "#009e73"
+GREY: Final = "#6b7280"
+#: More points than this are drawn as a picture within the SVG: thousands of shapes make a page slow.
+MAX_SHAPES: Final = 2000
+
+
+def steps(axes: Any, values: Sequence[float], label: str | None, colour: str) -> None:
+    """Draw the share of values at or below each value."""
+    points = stats.cdf(values)
+    # From the axis up, so that the first value's share is seen as a step too.
+    xs = [points[0][0], *(value for value, _ in points)]
+    axes.step(xs, [0.0, *(share for _, share in points)], where="post", color=colour, label=label)
+
+
+def percent(axes: Any) -> None:
+    """Count the vertical axis in percent."""
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def legend(axes: Any) -> None:
+    """Name the lines above the plot, where that hides no point."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
+
+
+def cdf(axes: Any, values: Sequence[float], name: str, colour: str, of: str = "turns") -> None:
+    """Draw the distribution of one measure, with its median and its 95th percentile."""
+    steps(axes, values, None, colour)
+    for share, style in ((0.5, "--"), (0.95, ":")):
+        value = stats.percentile(values, share)
+        axes.axvline(
+            value, color=GREY, linewidth=1, linestyle=style, label=f"p{share * 100:.0f}: {value:.2f}"
+        )
+    axes.set(xlabel=name, ylabel=f"share of {of}")
+    percent(axes)
+    legend(axes)
+
+
+def duration(seconds: float) -> tuple[float, str]:
+    """Choose the unit of a time axis for a run of so many seconds: the divisor and the unit's name."""
+    if seconds >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if seconds >= 300 else (1.0, "s")
+
+
+def byte_unit(size_bytes: float) -> tuple[float, str]:
+    """Choose the unit of an axis of sizes: the divisor and the unit's name."""
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes >= 1024**power:
+            return float(1024**power), name
+    return 1.0, "B"

@@ -1,0 +1,1 @@
+"""`turnkeep bench session`: one session, many turns."""
