@@ -1,7 +1,7 @@
 """Take mlx-lm's caches apart into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. Knows `KVCache` and its batched form, whose
-state can be cut at any token; other classes are named by `unsupported`, and only sized here.
+Runs on the device thread, which owns every live cache. Knows `KVCache`, whose state can be cut at any
+token; other classes are named by `unsupported`, and only sized here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import BatchKVCache, CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from .format import Tensor
 
@@ -31,37 +30,25 @@ def unsupported(caches: Sequence[Any]) -> str | None:
     return next((type(cache).__name__ for cache in caches if type(cache) is not KVCache), None)
 
 
-def cut(caches: Sequence[Any], start: int, end: int, *, row: int | None = None) -> tuple[Tensor, ...]:
+def cut(caches: Sequence[Any], start: int, end: int) -> tuple[Tensor, ...]:
     """Copy keys and values of the tokens `[start, end)` of every layer.
-
-    `caches` are a session's own, or a batch's, of which `row` is taken.
 
     The copies are contiguous and evaluated in one go, so that another thread may read their bytes while
     the caches change: assigning to a slice of a cache mutates the very array that a view would look at.
     Raises `ValueError` where the caches do not hold these tokens.
     """
-    left_padding = 0 if row is None else _padding(caches, row)
-    first, last = left_padding + start, left_padding + end
-    here = slice(row or 0, (row or 0) + 1)
     names: list[str] = []
     copies: list[mx.array] = []
     for i, cache in enumerate(caches):
-        if not 0 <= start < end or cache.keys is None or last > _num_held(cache):
+        if not 0 <= start < end or cache.keys is None or end > _num_held(cache):
             raise ValueError(f"layer {i} does not hold the tokens [{start}, {end})")
         names += (f"{i}.keys", f"{i}.values")
-        copies += (mx.contiguous(part[here, :, first:last, :]) for part in (cache.keys, cache.values))
+        copies += (mx.contiguous(part[..., start:end, :]) for part in (cache.keys, cache.values))
     mx.eval(copies)
     return tuple(
         Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy))
         for name, copy in zip(names, copies, strict=True)
     )
-
-
-def _padding(caches: Sequence[Any], row: int) -> int:
-    """Read a row's left padding; waits for the device. Zero for caches without any."""
-    if caches and isinstance(caches[0], BatchKVCache):
-        return int(np.array(caches[0].left_padding)[row])
-    return 0
 
 
 def rebuild(tensors: Mapping[str, mx.array]) -> list[Any]:
@@ -139,7 +126,7 @@ def _bytes(array: mx.array) -> memoryview:
 
 
 def _num_held(cache: Any) -> int:
-    """Count the token slots that are filled, padding included."""
-    if isinstance(cache, KVCache | BatchKVCache):
+    """Count the token slots that are filled."""
+    if isinstance(cache, KVCache):
         return int(cache.size())  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
     return int(cache.keys.shape[2])

@@ -15,7 +15,7 @@ ROOMS = {
 }
 MLX = {
     *(f"cache/{name}.py" for name in ("layers", "format")),
-    *(f"worker/{name}.py" for name in ("model", "batch", "device", "sampling")),
+    *(f"worker/{name}.py" for name in ("model", "batch", "device", "forward", "sampling", "slots")),
 }
 NATS = {
     "protocol/client.py",

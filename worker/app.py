@@ -129,6 +129,7 @@ class App:
             self._device_died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
+            stall_s=settings.max_stall_s,
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)

@@ -1,26 +1,36 @@
-"""The running rows and their KV: join, step, leave. Device thread only.
+"""What runs in one step: a token of every running answer, and pieces of prompts. Device thread only.
 
-A row alone steps on its session's own caches. Several rows step on merged caches, which are built as rows
-join and taken apart as they leave. Both copy; the class hides it, so that slots can replace it.
+Owns where each answer's KV is while it runs: in its session's own caches, or in a slot of a pool.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+import structlog
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from .sampling import Sampling, draw
+from .forward import Forward, OwnPart
+from .sampling import Sampling, draw_all
+from .slots import Pool, capacity_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from .forward import Part
+
+log = structlog.get_logger()
+
+#: A row joins a pool that has room for at least this many more tokens, so that it does not move at once.
+_ROOM = 32
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One running answer. `caches` is None while its KV lives in the merged caches."""
+    """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot."""
 
     caches: list[Any] | None
     last_token: int
@@ -28,111 +38,162 @@ class Row:
     num_drawn: int
     num_cached: int
     seen: set[int] = field(default_factory=set)
+    pool: Pool | None = None
+    slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt, to be added to a session's caches, which hold `start` tokens before it.
+
+    With `row` set they end the prompt, and the row's first token is drawn after them.
+    """
+
+    caches: list[Any]
+    start: int
+    tokens: list[int]
+    row: Row | None = None
 
 
 class Batch:
-    """Rows that decode together.
+    """The running answers, and the steps over them."""
 
-    Only plain `KVCache` layers are merged; rows of any other kind step one after the other. (mlx-lm's
-    merged rotating cache loses its sinks, and some classes cannot be merged at all.)
-    """
-
-    def __init__(self, model: Callable[..., mx.array]) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
+        self._forward = Forward(model)
+        self._shares = self._forward.fits()
+        self._pools_rows = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
         self._rows: list[Row] = []
-        self._merged: list[Any] | None = None
-        self._in_merged: list[Row] = []
+        self._pools: dict[int, Pool] = {}
+        if not self._shares:
+            log.warning("sessions of this model run one after the other: it cannot share a pass")
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The running rows."""
+        """The running answers, in the order in which they began."""
         return tuple(self._rows)
 
-    def set_rows(self, rows: Sequence[Row]) -> None:
-        """Make `rows` the running ones: who is new joins, who is missing leaves with its own caches."""
-        wanted = [row for row in rows if _mergeable(row)] if len(rows) > 1 else []
-        if len(wanted) < 2:
-            wanted = []
-        staying = [row for row in self._in_merged if row in wanted]
-        leaving = [row for row in self._in_merged if row not in wanted]
-        for row in leaving:
-            row.caches = self._extract(row)
-        if leaving:
-            self._keep(staying)
-        joining = [row for row in wanted if row not in staying]
-        if joining:
-            self._join(joining)
-        self._rows = list(rows)
+    def caches(self, row: Row) -> list[Any]:
+        """Show a row's KV, to be read before the next step."""
+        if row.pool is not None:
+            return row.pool.views(row.slot)
+        return row.caches or []
 
-    def step(self) -> list[int]:
-        """Run one forward pass over every row and draw a token each, in the order of the rows."""
-        logits: dict[int, mx.array] = {}
-        if self._merged is not None:
-            tokens = mx.array([[row.last_token] for row in self._in_merged])
-            out = self._model(tokens, cache=self._merged)
-            logits.update({id(row): out[i, -1] for i, row in enumerate(self._in_merged)})
-        for row in self._rows:
-            if row.caches is not None:
-                logits[id(row)] = self._model(mx.array([[row.last_token]]), cache=row.caches)[0, -1]
-        drawn = mx.stack([draw(logits[id(row)], row.sampling, row.num_drawn, row.seen) for row in self._rows])
-        mx.eval(drawn)
-        chosen: Any = drawn.tolist()
-        tokens_out: list[int] = chosen
-        for row, token in zip(self._rows, tokens_out, strict=True):
-            row.last_token = token
-            row.num_drawn += 1
-            row.num_cached += 1
-            if row.sampling.repetition_penalty != 1.0:
-                row.seen.add(token)
-        return tokens_out
-
-    def place(self, row: Row) -> tuple[list[Any], int | None]:
-        """Say where a row's KV is: its own caches and None, or the merged ones and its index in them."""
-        if row.caches is not None:
-            return row.caches, None
-        if self._merged is None:  # a row without caches is in the merged ones
-            raise LookupError(row)
-        return self._merged, self._in_merged.index(row)
+    def remove(self, row: Row) -> list[Any]:
+        """Take a row out, and return its KV as caches of its own."""
+        self._rows.remove(row)
+        if row.pool is not None:
+            self._move_out(row)
+        return row.caches or []
 
     def clear(self) -> None:
         """Forget every row and its KV, after a failed step left the caches in an unknown state."""
-        self._rows, self._merged, self._in_merged = [], None, []
+        self._rows, self._pools = [], {}
 
-    def _extract(self, row: Row) -> list[Any]:
-        if self._merged is None:
-            raise LookupError(row)
-        index = self._in_merged.index(row)
-        caches = [layer.extract(index) for layer in self._merged]
-        mx.eval([(cache.keys, cache.values) for cache in caches])
-        return caches
+    def roll_back(self) -> bool:
+        """Bring every row back to where it was before a step that failed; False where that is not possible.
 
-    def _keep(self, rows: list[Row]) -> None:
-        """Shrink the merged caches to `rows`, in the order in which they stand there."""
-        if not rows or self._merged is None:
-            self._merged, self._in_merged = None, []
+        What the step wrote lies behind the rows' ends, and is overwritten.
+        """
+        for row in self._rows:
+            if row.caches is None:
+                continue
+            if not all(type(cache) is KVCache for cache in row.caches):
+                return False
+            for cache in row.caches:
+                cache.offset = row.num_cached
+        return True
+
+    def step(self, pieces: Sequence[Piece]) -> None:
+        """Draw a token for every row, and for the rows that begin with this step; they run from now on.
+
+        The token is a row's `last_token` afterwards. Every row's and piece's KV has what was run.
+        """
+        if not self._rows and not pieces:
             return
-        indices = mx.array([self._in_merged.index(row) for row in rows])
-        for layer in self._merged:
-            layer.filter(indices)
-        self._in_merged = rows
-
-    def _join(self, rows: list[Row]) -> None:
-        layers = [[row.caches[i] for row in rows if row.caches] for i in range(len(rows[0].caches or ()))]
-        plain: Any = KVCache
-        merged = [plain.merge(layer) for layer in layers]
-        if self._merged is None:
-            self._merged = merged
+        drawing = [*self._rows, *(piece.row for piece in pieces if piece.row is not None)]
+        if self._shares:
+            self._place_rows()
+            drawing, logits, changed = self._run_together(pieces)
         else:
-            for layer, other in zip(self._merged, merged, strict=True):
-                layer.extend(other)
-        self._in_merged = self._in_merged + rows
-        mx.eval([(layer.keys, layer.values) for layer in self._merged])
-        for row in rows:
-            row.caches = None
+            logits, changed = self._run_singly(pieces)
+        tokens: list[int] = []
+        if logits is None:
+            mx.eval(changed)
+        else:
+            drawn = draw_all(logits, [(row.sampling, row.num_drawn, row.seen) for row in drawing])
+            mx.eval(drawn, changed)
+            chosen: Any = drawn.tolist()
+            tokens = chosen
+        for row in self._rows:
+            row.num_cached += 1
+        self._rows += [piece.row for piece in pieces if piece.row is not None]
+        for row, token in zip(drawing, tokens, strict=True):
+            row.last_token = token
+            row.num_drawn += 1
+            if row.sampling.repetition_penalty != 1.0:
+                row.seen.add(token)
 
+    def _run_together(self, pieces: Sequence[Piece]) -> tuple[list[Row], mx.array | None, list[Any]]:
+        parts: list[Part] = []
+        rows: list[Row] = []
+        for pool in self._pools.values():
+            in_pool = sorted((row for row in self._rows if row.pool is pool), key=lambda row: row.slot)
+            if in_pool:
+                parts.append(pool.part([row.slot for row in in_pool]))
+                rows += in_pool
+        for row in self._rows:
+            if row.caches is not None:
+                parts.append(OwnPart(row.caches, row.num_cached, 1))
+                rows.append(row)
+        tokens = [row.last_token for row in rows]
+        wanted = list(range(len(rows)))
+        for piece in pieces:
+            parts.append(OwnPart(piece.caches, piece.start, len(piece.tokens)))
+            tokens += piece.tokens
+            if piece.row is not None:
+                wanted.append(len(tokens) - 1)
+                rows.append(piece.row)
+        logits = self._forward(parts, mx.array(tokens), wanted or [0])
+        for row in self._rows:
+            if row.pool is not None:
+                row.pool.advance(row.slot)
+        return rows, logits if wanted else None, [part.states() for part in parts]
 
-def _mergeable(row: Row) -> bool:
-    # The merged caches hold plain ones only, so a row that is in them already (None) is of that kind.
-    return row.caches is None or all(
-        type(cache) is KVCache and cache.keys is not None for cache in row.caches
-    )
+    def _run_singly(self, pieces: Sequence[Piece]) -> tuple[mx.array | None, list[Any]]:
+        """Run every row and piece by itself, for a model that cannot do otherwise."""
+        logits = [self._model(mx.array([[row.last_token]]), cache=row.caches)[0, -1] for row in self._rows]
+        for piece in pieces:
+            if piece.row is None:
+                self._model(mx.array([piece.tokens]), cache=piece.caches)
+                continue
+            if len(piece.tokens) > 1:  # without logits: those of a whole prompt would be computed for one
+                self._model(mx.array([piece.tokens[:-1]]), cache=piece.caches)
+            logits.append(self._model(mx.array([piece.tokens[-1:]]), cache=piece.caches)[0, -1])
+        changed = [cache.state for piece in pieces for cache in piece.caches]
+        return mx.stack(logits) if logits else None, changed
+
+    def _place_rows(self) -> None:
+        """Bring rows of like length into one pool, once there are two of them."""
+        if not self._pools_rows:
+            return
+        for row in self._rows:
+            if row.pool is not None and row.num_cached >= row.pool.capacity:
+                self._move_out(row)
+        wanted = {
+            row: row.pool.capacity if row.pool else capacity_for(row.num_cached + _ROOM) for row in self._rows
+        }
+        together = Counter(wanted.values())
+        for row, capacity in wanted.items():
+            if row.caches is not None and together[capacity] > 1:
+                pool = self._pools.setdefault(capacity, Pool(capacity))
+                row.slot, row.pool = pool.join(row.caches), pool
+                row.caches = None
+
+    def _move_out(self, row: Row) -> None:
+        pool = row.pool
+        if pool is None:
+            return
+        row.caches, row.pool = pool.leave(row.slot), None
+        if not pool.num_rows:
+            del self._pools[pool.capacity]

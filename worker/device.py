@@ -19,7 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache import layers
 from cache.blocks import Span
 
-from .batch import Batch, Row
+from .batch import Batch, Piece, Row
+from .pace import Pace
 from .scheduler import Scheduler
 from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from protocol.subjects import SessionKey
 
     from .model import LoadedModel
+    from .scheduler import Step
 
 log = structlog.get_logger()
 
@@ -70,6 +72,7 @@ class Device:
         *,
         block_tokens: int,
         max_batch: int,
+        stall_s: float,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
@@ -83,7 +86,8 @@ class Device:
         self._commands: queue.SimpleQueue[Turn | _Cancel | _Drop | _Stop] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._scheduler: Scheduler[Turn] = Scheduler(max_batch)
+        self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
+        self._pace = Pace(stall_s, block_tokens)
         self._resident: dict[SessionKey, _Held] = {}
         self._events: list[Event] = []
         #: Known once `start` has returned: the cache class that cannot be snapshotted, and the device.
@@ -158,12 +162,12 @@ class Device:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        step = self._scheduler.next()
-        if step.decode:
-            self._decode(step.decode)
-        if step.prefill is not None:
-            self._guarded(step.prefill, self._prefill_chunk)
-        self._hand_over(len(step.decode), time.perf_counter() - started)
+        step = self._scheduler.next(self._pace.budget(len(self._scheduler.decoding)))
+        if step:
+            self._run_step(step)
+        step_s = time.perf_counter() - started
+        self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
+        self._hand_over(len(step.decode), step_s)
 
     def _take_commands(self) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
@@ -204,9 +208,11 @@ class Device:
 
     def _begin(self, turn: Turn) -> None:
         """Take up a turn: find its KV, trim it to what is of use, and queue what has to be prefilled."""
-        # A generate leaves the last token to its first decode step, which draws from its logits. An append
-        # does so only where KV cannot be trimmed, since then that token could not be run again.
-        turn.target = max(len(turn.context) - (turn.answer is not None or not self._trimmable), 0)
+        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached. An
+        # append leaves its last token out only where KV cannot be trimmed: it could not be run again.
+        num_context, draws = len(turn.context), turn.answer is not None
+        turn.target = max(num_context - (not draws and not self._trimmable), 0)
+        most_reused = max(num_context - (draws or not self._trimmable), 0)
         held = self._resident.pop(turn.key, None)
         usable = turn.num_kept
         if turn.restored is not None:
@@ -215,11 +221,14 @@ class Device:
         # MLX reads beyond its table for an id that is not in it, and the process ends.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
-        turn.caches, turn.num_cached = self._trimmed(held, min(usable, turn.target))
+        turn.caches, turn.num_cached = self._trimmed(held, min(usable, most_reused))
         turn.num_reused = turn.num_cached
+        if draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
+            turn.spans.pop()  # the tail is cut when the answer is over
         self._scheduler.add(turn)
+        self._cut_ready(turn)
         if turn.num_cached == turn.target:
-            self._prompt_done(turn)
+            self._end(turn)
 
     def _trimmed(self, held: _Held | None, num_tokens: int) -> tuple[list[Any], int]:
         """Cut caches down to `num_tokens`, or start anew where that is not possible."""
@@ -229,48 +238,67 @@ class Device:
             layers.trim(held.caches, num_tokens)
         return held.caches, num_tokens
 
-    def _prefill_chunk(self, turn: Turn) -> None:
-        """Run the prompt up to the next boundary of the grid: resuming there is bit-exact."""
+    def _run_step(self, step: Step[Turn]) -> None:
+        """Run one step. If it fails its prompts do, and its answers too where they cannot be rolled back."""
         started = time.perf_counter()
-        start = turn.num_cached
-        end = min((start // self._block + 1) * self._block, turn.target)
-        self._model(mx.array([turn.context[start:end]]), cache=turn.caches)
-        # Only the caches: the logits of a prompt are not wanted, and what is not evaluated is not computed.
-        mx.eval([cache.state for cache in turn.caches or ()])
-        turn.num_cached = end
-        turn.num_prefilled += max(min(end, turn.num_prompt) - start, 0)
-        turn.prefill_s += time.perf_counter() - started
-        self._events.append(Prefilled(turn, end))
-        self._cut_ready(turn)
-        if end == turn.target:
-            self._prompt_done(turn)
-
-    def _prompt_done(self, turn: Turn) -> None:
-        self._cut_ready(turn)
-        if turn.answer is None:
-            self._end(turn)
-            return
-        turn.row = Row(
-            caches=turn.caches,
-            last_token=turn.context[-1],
-            sampling=turn.sampling,
-            num_drawn=len(turn.answer.tokens),
-            num_cached=turn.num_cached,
-            seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
-        )
-        turn.caches = None
-        self._scheduler.prefilled(turn)
-
-    def _decode(self, turns: tuple[Turn, ...]) -> None:
-        """Run one step for all rows; if it fails they all do, since the merged caches are then undefined."""
         try:
-            ended = self._decode_step(turns)
+            self._batch.step([self._piece(turn, num) for turn, num in step.prefill])
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            self._fault_all(turns, error)
+            prompts = tuple(turn for turn, _ in step.prefill)
+            if prompts and self._batch.roll_back():
+                for turn in prompts:
+                    self._fault(turn, error)
+            else:
+                self._fault_all((*step.decode, *prompts), error)
             return
-        for turn in ended:
+        step_s = time.perf_counter() - started
+        for turn, num in step.prefill:
+            self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
+        for turn in step.decode:
             if turn in self._scheduler:  # else it was lost with another one's leaving
-                self._leave(turn)
+                self._decoded(turn)
+
+    def _piece(self, turn: Turn, num_tokens: int) -> Piece:
+        start, end = turn.num_cached, turn.num_cached + num_tokens
+        if end == turn.target and turn.answer is not None:
+            turn.row = Row(
+                caches=turn.caches,
+                last_token=turn.context[-1],
+                sampling=turn.sampling,
+                num_drawn=len(turn.answer.tokens),
+                num_cached=end,
+                seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+            )
+        return Piece(turn.caches or [], start, turn.context[start:end], turn.row)
+
+    def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
+        """Count a piece of a prompt, and cut the snapshots that it completes."""
+        start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
+        turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
+        turn.prefill_s += step_s
+        self._events.append(Prefilled(turn, turn.num_cached))
+        self._cut_ready(turn)
+        if turn.row is not None:
+            turn.caches = None
+            self._scheduler.begun(turn)
+            self._sampled(turn)
+        elif turn.num_cached == turn.target:
+            self._end(turn)
+
+    def _decoded(self, turn: Turn) -> None:
+        turn.num_cached += 1
+        if turn.num_cached % self._block == 0:
+            self._cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
+        self._sampled(turn)
+
+    def _sampled(self, turn: Turn) -> None:
+        """Take over the token that was drawn for a row; the answer may be over with it."""
+        if turn.answer is None or turn.row is None:
+            raise AssertionError("only answers decode")
+        token, index = turn.row.last_token, len(turn.answer.tokens)
+        self._events.append(Sampled(turn, index, token, turn.answer.push(token)))
+        if turn.answer.finish_reason is not None:
+            self._leave(turn)
 
     def _leave(self, turn: Turn) -> None:
         """End a turn that may be in the batch. If that fails, the merged KV is half changed: all is lost."""
@@ -284,30 +312,11 @@ class Device:
         for turn in turns:
             self._fault(turn, error)
 
-    def _decode_step(self, turns: tuple[Turn, ...]) -> list[Turn]:
-        self._batch.set_rows([turn.row for turn in turns if turn.row])
-        tokens = self._batch.step()
-        ended = []
-        for turn, token in zip(turns, tokens, strict=True):
-            if turn.answer is None or turn.row is None:
-                raise AssertionError("only answers decode")
-            # The first step ran the prompt's last token, unless that token was the answer's own.
-            turn.num_prefilled += turn.num_cached < turn.num_prompt
-            turn.num_cached = turn.row.num_cached
-            index = len(turn.answer.tokens)
-            self._events.append(Sampled(turn, index, token, turn.answer.push(token)))
-            if turn.num_cached % self._block == 0:
-                self._cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
-            if turn.answer.finish_reason is not None:
-                ended.append(turn)
-        return ended
-
     def _end(self, turn: Turn) -> None:
         """Leave the device: the KV stays resident, and the tail is cut for the disk."""
         self._scheduler.remove(turn)
         if turn.row is not None:
-            self._batch.set_rows([row for row in self._batch.rows if row is not turn.row])
-            turn.caches = turn.row.caches
+            turn.caches = self._batch.remove(turn.row)
             turn.row = None
             start = turn.num_cached // self._block * self._block
             if start < turn.num_cached:
@@ -328,11 +337,11 @@ class Device:
     def _cut(self, turn: Turn, span: Span) -> None:
         if self._room is None:
             return
-        caches, index = (turn.caches or [], None) if turn.row is None else self._batch.place(turn.row)
+        caches = (turn.caches or []) if turn.row is None else self._batch.caches(turn.row)
         tensors = None
         if self._room() >= self._bytes_per_token * span.num_tokens:
             try:
-                tensors = layers.cut(caches, span.start, span.end, row=index)
+                tensors = layers.cut(caches, span.start, span.end)
             except Exception:
                 log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
         self._events.append(Cut(turn, span, tensors))

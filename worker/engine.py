@@ -285,8 +285,6 @@ class Engine:
         else:
             self._store.release(match)
         turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
-        if turn.answer is not None and turn.spans and turn.spans[-1].end == len(turn.context):
-            turn.spans.pop()  # the tail is cut when the answer is over
         self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _save(self, cut: Cut) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,26 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the choice is the likeliest token, whatever came before."""
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+
+
+def draw_all(logits: mx.array, draws: Sequence[tuple[Sampling, int, Collection[int]]]) -> mx.array:
+    """Build the choice of one token for each row of `logits`, (rows, vocabulary), unevaluated.
+
+    `draws` has the arguments of `draw` for each row. Rows that take the likeliest token do so in one go.
+    """
+    likeliest = mx.argmax(logits, axis=-1)
+    others = [i for i, (sampling, _, _) in enumerate(draws) if not sampling.takes_likeliest]
+    if not others:
+        return likeliest
+    choices: list[mx.array] = list(likeliest)
+    for i in others:
+        choices[i] = draw(logits[i], *draws[i])
+    return mx.stack(choices)
 
 
 def draw(logits: mx.array, sampling: Sampling, index: int, seen: Collection[int]) -> mx.array:

@@ -1,43 +1,72 @@
 """What the device runs next. Pure: turns in, one step out.
 
-A step is one decode pass over every running row and at most one prefill chunk, so that neither a long
-prompt starves the answers in flight nor the answers starve the prompt.
+A step is one token for every running answer, and pieces of prompts up to a budget. Prompts take turns,
+first by tenant and then within each, so that neither a long prompt nor a tenant with many of them holds up
+another.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Work(Protocol):
+    """What the scheduler reads of a turn: whose it is, how far it is, and how far its prompt goes."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose turn it is."""
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that have KV."""
+
+    @property
+    def target(self) -> int:
+        """Tokens that have KV when the prompt is done."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the prompt's last token begins an answer, which takes a row."""
+
+
+T = TypeVar("T", bound=Work)
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[T]):
-    """`decode` are the rows of one forward pass; `prefill` gets one chunk."""
+    """`decode` get a token each; `prefill` are turns with the number of their prompt's next tokens."""
 
     decode: tuple[T, ...]
-    prefill: T | None
+    prefill: tuple[tuple[T, int], ...]
 
     def __bool__(self) -> bool:
-        return bool(self.decode) or self.prefill is not None
+        return bool(self.decode or self.prefill)
 
 
 class Scheduler(Generic[T]):
-    """Turns by phase: prefilling -> ready -> decoding. Ready ones join as rows become free, in order."""
+    """Turns by phase: prefilling, then decoding in one of `max_rows` rows.
 
-    def __init__(self, max_batch: int) -> None:
-        self._max_batch = max_batch
-        self._prefilling: deque[T] = deque()
-        self._ready: deque[T] = deque()
+    A piece of a prompt ends at a multiple of `block` at the latest: resuming there is bit-exact.
+    """
+
+    def __init__(self, max_rows: int, block: int) -> None:
+        self._max_rows = max_rows
+        self._block = block
+        self._prefilling: dict[str, deque[T]] = {}  # by tenant, in the order of their turns
         self._decoding: list[T] = []
 
     def __len__(self) -> int:
-        return len(self._prefilling) + len(self._ready) + len(self._decoding)
+        return sum(map(len, self._prefilling.values())) + len(self._decoding)
 
-    def __contains__(self, turn: object) -> bool:
-        return turn in self._prefilling or turn in self._ready or turn in self._decoding
+    def __contains__(self, turn: T) -> bool:
+        return turn in self._decoding or turn in self._prefilling.get(turn.tenant, ())
 
     @property
     def decoding(self) -> tuple[T, ...]:
@@ -45,24 +74,52 @@ class Scheduler(Generic[T]):
         return tuple(self._decoding)
 
     def add(self, turn: T) -> None:
-        """Queue a turn whose prompt has to be prefilled."""
-        self._prefilling.append(turn)
+        """Queue a turn whose prompt is not done."""
+        self._prefilling.setdefault(turn.tenant, deque()).append(turn)
 
-    def prefilled(self, turn: T) -> None:
-        """Note that a turn's prompt is done: it decodes as soon as a row is free."""
-        self._prefilling.remove(turn)
-        self._ready.append(turn)
+    def begun(self, turn: T) -> None:
+        """Note that a turn's prompt is done and its answer has begun."""
+        self.remove(turn)
+        self._decoding.append(turn)
 
     def remove(self, turn: T) -> None:
         """Take a turn out, in whatever phase it is."""
-        for phase in (self._prefilling, self._ready, self._decoding):
-            if turn in phase:
-                phase.remove(turn)
+        if turn in self._decoding:
+            self._decoding.remove(turn)
+        queue = self._prefilling.get(turn.tenant, deque())
+        if turn in queue:
+            queue.remove(turn)
+            if not queue:
+                del self._prefilling[turn.tenant]
 
-    def next(self) -> Step[T]:
-        """Choose a step. Prefilling turns take chunks in rotation: a short prompt passes a long one."""
-        while self._ready and len(self._decoding) < self._max_batch:
-            self._decoding.append(self._ready.popleft())
-        prefill = self._prefilling[0] if self._prefilling else None
-        self._prefilling.rotate(-1)
-        return Step(tuple(self._decoding), prefill)
+    def next(self, budget: int) -> Step[T]:
+        """Choose a step with up to `budget` tokens of prompts (1 or more)."""
+        num_free = self._max_rows - len(self._decoding)
+        pieces: list[tuple[T, int]] = []
+        for turn in self._rotation():
+            if budget == 0:
+                break
+            start = turn.num_cached
+            end = min((start // self._block + 1) * self._block, turn.target, start + budget)
+            if end == turn.target and turn.draws:
+                if num_free == 0:
+                    end -= 1  # its last token waits for a row
+                else:
+                    num_free -= 1
+            if end > start:
+                pieces.append((turn, end - start))
+                budget -= end - start
+        for turn, _ in pieces:
+            self._to_the_end(turn)
+        return Step(tuple(self._decoding), tuple(pieces))
+
+    def _rotation(self) -> Iterator[T]:
+        """Yield one turn of each tenant, then the next one of each."""
+        rounds = chain.from_iterable(zip_longest(*self._prefilling.values()))
+        return (turn for turn in rounds if turn is not None)
+
+    def _to_the_end(self, turn: T) -> None:
+        queue = self._prefilling.pop(turn.tenant)
+        queue.remove(turn)
+        queue.append(turn)
+        self._prefilling[turn.tenant] = queue

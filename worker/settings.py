@@ -245,6 +245,9 @@ class Settings:
     metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "seconds between two metrics messages")
     block_tokens: int = _setting(_count(8, 8192), 128, "tokens of one KV block and of one prefill chunk")
     max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
+    max_stall_s: float = _setting(
+        _duration(0.01, 60), 0.25, "seconds that a step may take while answers run; prompts get what is left"
+    )
     max_waiting: int = _setting(
         _count(1, 1_000_000),
         1024,

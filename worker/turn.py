@@ -51,6 +51,16 @@ class Turn:
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
 
+    @property
+    def tenant(self) -> str:
+        """Whose turn it is."""
+        return self.key.tenant
+
+    @property
+    def draws(self) -> bool:
+        """Whether an answer follows the prompt."""
+        return self.answer is not None
+
     def __post_init__(self) -> None:
         self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from made_kv import identity
 from mlx_lm.models import llama
-from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span
@@ -122,34 +122,6 @@ def test_a_cut_holds_exactly_its_tokens(model) -> None:
             tensor = tensors[f"{layer}.{part}"]
             assert (tensor.dtype, tensor.shape) == ("F32", expected.shape)
             assert bytes(tensor.data) == expected.tobytes()
-
-
-def test_a_row_of_a_padded_batch_is_cut_as_if_it_were_alone(model) -> None:
-    alone = []
-    for length in (5, 12, 9):
-        caches = make_prompt_cache(model)
-        prefill(model, caches, prompt(length))
-        alone.append(caches)
-    batch = [BatchKVCache.merge([caches[i] for caches in alone]) for i in range(2)]
-    model(mx.array([[1], [2], [3]]), cache=batch)  # one token more for every row
-    mx.eval([cache.state for cache in batch])
-    for row, (length, caches) in enumerate(zip((5, 12, 9), alone, strict=True)):
-        tensors = layers.cut(batch, 1, length, row=row)
-        assert [bytes(t.data) for t in tensors] == [bytes(t.data) for t in layers.cut(caches, 1, length)]
-        layers.cut(batch, 0, length + 1, row=row)
-        with pytest.raises(ValueError, match="does not hold"):
-            layers.cut(batch, 0, length + 2, row=row)
-
-
-def test_a_row_of_slot_buffers_is_cut(model) -> None:
-    """A cache class that gives every session its own row of one buffer needs no padding."""
-
-    class Slots:
-        keys = mx.random.normal((3, 2, 10, 4))
-        values = mx.random.normal((3, 2, 10, 4))
-
-    tensors = layers.cut([Slots()], 2, 5, row=1)
-    assert bytes(tensors[1].data) == state(Slots, 2, 5, row=1)[1].tobytes()
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])

@@ -53,6 +53,7 @@ class Rig:
             self.deaths.append,
             block_tokens=block_tokens,
             max_batch=max_batch,
+            stall_s=0.25,
         )
         self.device.start()
         if room is not None:

@@ -96,6 +96,7 @@ async def make_engine(make_model):
             lambda error: None,
             block_tokens=8,
             max_batch=8,
+            stall_s=0.25,
         )
         devices.append(device)
         per_token = model.kv_bytes_per_token

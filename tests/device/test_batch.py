@@ -11,7 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import GREEDY, alone, kv, prefill, prompt
 
-from worker.batch import Batch, Row
+from worker import batch as batch_module
+from worker import slots
+from worker.batch import Batch, Piece, Row
 from worker.sampling import Sampling
 
 SAMPLINGS = [
@@ -22,101 +24,139 @@ SAMPLINGS = [
 ]
 
 
-def new_row(model: Any, tokens: list[int], sampling: Sampling) -> Row:
+def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
+    """Prefill all but the last token, which draws the first one of the answer."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
-    return Row(caches, tokens[-1], sampling, 0, len(tokens) - 1, set(tokens))
+    row = Row(caches, tokens[-1], sampling, 0, len(tokens), set(tokens))
+    return Piece(caches, len(tokens) - 1, tokens[-1:], row)
+
+
+def run(batch: Batch, pieces: list[Piece], num_steps: int) -> list[list[int]]:
+    """Begin with these prompts; returns what each one's row has drawn."""
+    rows = [piece.row for piece in pieces if piece.row is not None]
+    drawn: list[list[int]] = [[] for _ in rows]
+    for _ in range(num_steps):
+        batch.step(pieces)
+        pieces = []
+        for row, tokens in zip(rows, drawn, strict=True):
+            tokens.append(row.last_token)
+    return drawn
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(make_model, seed) -> None:
-    """Random joins, leaves and lengths; tokens, positions and keys and values of each row."""
+@pytest.mark.parametrize("smallest", [4, 256])
+def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
+    make_model, monkeypatch, seed, smallest
+) -> None:
+    """Random joins, leaves and lengths, in one pool or moving from one to the next."""
+    monkeypatch.setattr(slots, "SMALLEST", smallest)
+    monkeypatch.setattr(batch_module, "_ROOM", 2)
     model, dice = make_model("llama"), random.Random(seed)
     waiting = deque(
-        (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(8)
+        (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
     )
     batch = Batch(model)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
-    left: list[Row] = []
-    results = dict(running)
+    left: dict[Row, tuple[list[int], Sampling, list[int], list[Any]]] = {}
     while waiting or running:
-        for _ in range(dice.randint(0, 2)):
-            if waiting and len(running) < 5:
+        pieces = []
+        for _ in range(dice.randint(0, 3)):
+            if waiting and len(running) < 6:
                 tokens, sampling = waiting.popleft()
-                running[new_row(model, tokens, sampling)] = (tokens, sampling, [])
-        order = list(running)
-        dice.shuffle(order)  # the batch must not rely on the order in which rows are named
-        batch.set_rows(order)
-        if order:
-            for row, token in zip(order, batch.step(), strict=True):
-                running[row][2].append(token)
-        for row in order:
-            if len(running[row][2]) >= 3 and dice.random() < 0.25:
-                results[row] = running.pop(row)
-                left.append(row)
-        batch.set_rows([row for row in batch.rows if row in running])
-    assert len(left) == 8
-    for row, (tokens, sampling, drawn) in results.items():
-        expected, caches = alone(model, tokens, len(drawn), sampling)
+                pieces.append(begin(model, tokens, sampling))
+                running[pieces[-1].row] = (tokens, sampling, [])
+        batch.step(pieces)
+        for row, (_, _, drawn) in list(running.items()):
+            drawn.append(row.last_token)
+            if len(drawn) >= 3 and dice.random() < 0.2:
+                left[row] = (*running.pop(row), batch.remove(row))
+    assert len(left) == 12
+    for row, (tokens, sampling, drawn, caches) in left.items():
+        expected, reference = alone(model, tokens, len(drawn), sampling)
         assert drawn == expected
         num_cached = len(tokens) - 1 + len(drawn)
-        assert row.num_cached == num_cached == row.caches[0].offset
-        np.testing.assert_allclose(kv(row.caches, num_cached), kv(caches, num_cached), atol=1e-4)
+        assert row.num_cached == num_cached == caches[0].offset
+        np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "mamba2", "baichuan_m1"])
-def test_caches_that_cannot_be_merged_step_row_by_row(make_model, kind) -> None:
-    """A merged rotating cache would lose tokens silently."""
+def test_every_other_class_of_cache_decodes_beside_others_too(make_model, kind) -> None:
+    """Windows share a pass on their own caches, recurrent states run one after the other."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
-    rows = [new_row(model, tokens, GREEDY) for tokens in prompts]
+    drawn = run(Batch(model), [begin(model, tokens) for tokens in prompts], 12)
+    assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
+
+
+def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> None:
+    """Pieces of three prompts and two rows in one pass, each as if it were alone."""
+    model = make_model("llama")
     batch = Batch(model)
-    batch.set_rows(rows)
-    drawn = [batch.step() for _ in range(12)]
-    assert [batch.place(row)[1] for row in rows] == [None] * 3
-    for i, tokens in enumerate(prompts):
-        assert [step[i] for step in drawn] == alone(model, tokens, 12)[0]
+    early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
+    answers = run(batch, early, 3)
+    late = [prompt(n, salt=n) for n in (30, 12, 21)]
+    caches = [make_prompt_cache(model) for _ in late]
+    for start in (0, 10, 20):
+        pieces = []
+        for tokens, own in zip(late, caches, strict=True):
+            some = tokens[start : start + 10]
+            if some:
+                ends = start + len(some) == len(tokens)
+                row = Row(own, some[-1], GREEDY, 0, len(tokens)) if ends else None
+                pieces.append(Piece(own, start, some, row))
+        batch.step(pieces)
+        for piece, drawn in zip(early, answers, strict=True):
+            drawn.append(piece.row.last_token)
+    assert answers == [alone(model, prompt(n, salt=n), 6)[0] for n in (9, 14)]
+    firsts = {row.num_cached: row for row in batch.rows[2:]}
+    batch.step([])
+    for tokens in late:
+        row = next(row for row in firsts.values() if row.num_cached - row.num_drawn + 1 == len(tokens))
+        assert row.last_token == alone(model, tokens, row.num_drawn)[0][-1]
 
 
 def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
-    """A prompt of one token: there is nothing to merge before its first step."""
+    """A prompt of one token: there is nothing in its caches before its first step."""
     model = make_model("llama")
     prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
-    rows = [new_row(model, tokens, GREEDY) for tokens in prompts]
-    batch = Batch(model)
-    drawn = []
-    for _ in range(6):
-        batch.set_rows(rows)
-        drawn.append(batch.step())
-    for i, tokens in enumerate(prompts):
-        assert [step[i] for step in drawn] == alone(model, tokens, 6)[0]
+    drawn = run(Batch(model), [begin(model, tokens) for tokens in prompts], 6)
+    assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
 def test_a_row_alone_steps_on_its_own_caches(make_model) -> None:
-    """So that the session that runs alone gets the same bits as one that was never interrupted."""
+    """Nothing is copied for a session that runs alone."""
     model = make_model("llama")
-    one, other = new_row(model, prompt(9), GREEDY), new_row(model, prompt(5), GREEDY)
+    one, other = begin(model, prompt(9)), begin(model, prompt(5))
     batch = Batch(model)
-    own = one.caches
-    batch.set_rows([one])
-    batch.step()
-    assert batch.place(one) == (own, None)
-    batch.set_rows([one, other])
-    batch.step()
-    assert batch.place(one)[1] == 0
-    assert one.caches is None
-    batch.set_rows([one])
-    assert batch.place(one)[1] is None
-    assert one.caches[0].offset == one.num_cached == 10
+    batch.step([one])
+    batch.step([])
+    assert batch.caches(one.row) is one.caches
+    batch.step([other])
+    batch.step([])
+    assert one.row.caches is None
+    assert batch.remove(one.row)[0].offset == one.row.num_cached == 12
+
+
+def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
+    """So that a short session does not pay for a long one."""
+    monkeypatch.setattr(slots, "SMALLEST", 64)
+    model = make_model("llama")
+    batch = Batch(model)
+    pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 100)]
+    run(batch, pieces, 3)
+    short, other, long = (piece.row for piece in pieces)
+    assert short.pool is other.pool is not None
+    assert long.pool is None
+    assert short.pool.capacity == 64
 
 
 def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
     model = make_model("llama")
     batch = Batch(model)
-    batch.set_rows([new_row(model, prompt(9), GREEDY), new_row(model, prompt(5), GREEDY)])
-    batch.step()
+    batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
+    batch.step([])
     batch.clear()
     assert batch.rows == ()
-    rows = [new_row(model, prompt(n), GREEDY) for n in (4, 14)]
-    batch.set_rows(rows)
-    assert batch.step() == [alone(model, prompt(n), 1)[0][0] for n in (4, 14)]
+    drawn = run(batch, [begin(model, prompt(n)) for n in (4, 14)], 2)
+    assert drawn == [alone(model, prompt(n), 2)[0] for n in (4, 14)]

@@ -89,6 +89,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
             lambda error: None,
             block_tokens=BLOCK,
             max_batch=4,
+            stall_s=0.25,
         )
         engine = Engine(device, Ledger(1 << 30), store, Telemetry(), bytes_per_token=1024, fixed_bytes=0)
         await asyncio.to_thread(device.start)

@@ -1,68 +1,141 @@
-"""What runs next: every turn in one phase, rows in order, chunks in rotation."""
+"""What runs next: every turn in one phase, rows in order, prompts in rotation by tenant and turn."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from worker.scheduler import Scheduler
+from worker.scheduler import Scheduler, Step
+
+BLOCK = 8
 
 
-def test_prompts_take_chunks_in_rotation_so_that_a_short_one_passes_a_long_one() -> None:
-    scheduler: Scheduler[str] = Scheduler(4)
-    for turn in ("long", "short"):
+@dataclass(eq=False)
+class Turn:
+    target: int
+    tenant: str = "a"
+    draws: bool = True
+    num_cached: int = 0
+    ran: list[int] = field(default_factory=list)
+
+
+def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler[Turn]:
+    scheduler: Scheduler[Turn] = Scheduler(max_rows, BLOCK)
+    for turn in turns:
         scheduler.add(turn)
-    assert [scheduler.next().prefill for _ in range(4)] == ["long", "short", "long", "short"]
-    scheduler.prefilled("short")
-    step = scheduler.next()
-    assert (step.decode, step.prefill) == (("short",), "long")
+    return scheduler
 
 
-def test_ready_turns_wait_for_a_row_and_join_in_order() -> None:
-    scheduler: Scheduler[int] = Scheduler(2)
-    for turn in range(4):
-        scheduler.add(turn)
-        scheduler.prefilled(turn)
-    assert scheduler.next().decode == (0, 1)
-    scheduler.remove(0)
-    assert scheduler.next().decode == (1, 2)
+def carry_out(scheduler: Scheduler[Turn], budget: int = BLOCK) -> Step[Turn]:
+    """Do what the device does with a step."""
+    step = scheduler.next(budget)
+    for turn, num in step.prefill:
+        turn.num_cached += num
+        turn.ran.append(num)
+        if turn.num_cached == turn.target:
+            scheduler.begun(turn) if turn.draws else scheduler.remove(turn)
+    return step
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    long, short = Turn(80), Turn(5)
+    scheduler = scheduler_of(long, short)
+    carry_out(scheduler)
+    step = carry_out(scheduler)
+    assert step.prefill == ((short, 5), (long, 3))  # what the short one leaves of the budget
+    assert carry_out(scheduler).decode == (short,)
+
+
+def test_several_short_prompts_share_a_step() -> None:
+    turns = [Turn(3), Turn(2), Turn(9, draws=False)]
+    step = carry_out(scheduler_of(*turns))
+    assert [num for _, num in step.prefill] == [3, 2, 3]
+
+
+def test_a_piece_ends_at_a_block_boundary() -> None:
+    turn = Turn(30, num_cached=5)
+    scheduler = scheduler_of(turn)
+    for _ in range(4):
+        carry_out(scheduler, 100)
+    assert turn.ran == [3, 8, 8, 6]
+
+
+def test_a_tenant_with_many_prompts_does_not_hold_up_another() -> None:
+    many = [Turn(80, tenant="many") for _ in range(10)]
+    one = Turn(80, tenant="one")
+    scheduler = scheduler_of(*many, one)
+    for _ in range(20):
+        carry_out(scheduler)
+    assert one.num_cached == 80
+    assert {turn.num_cached for turn in many} == {8}
+
+
+def test_the_last_token_of_a_prompt_waits_for_a_row() -> None:
+    first, second, third = Turn(4), Turn(6), Turn(3, draws=False)
+    scheduler = scheduler_of(first, second, third, max_rows=1)
+    carry_out(scheduler, 64)
+    assert (first.num_cached, second.num_cached, third.num_cached) == (4, 5, 3)
+    step = carry_out(scheduler)
+    assert (step.decode, step.prefill) == ((first,), ())
+    scheduler.remove(first)
+    assert carry_out(scheduler).prefill == ((second, 1),)
+    assert carry_out(scheduler).decode == (second,)
 
 
 def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
-    scheduler: Scheduler[int] = Scheduler(2)
+    scheduler = scheduler_of()
     assert not scheduler
-    assert not scheduler.next()
-    scheduler.add(1)
+    assert not scheduler.next(BLOCK)
+    turn = Turn(1)
+    scheduler.add(turn)
     assert scheduler
-    assert 1 in scheduler
-    assert scheduler.next()
+    assert turn in scheduler
+    assert scheduler.next(BLOCK)
 
 
-ACTIONS = st.sampled_from(["add", "prefilled", "remove"])
+SCRIPT = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "end", "step"]), st.integers(1, 40), st.sampled_from("abc"), st.booleans()
+    )
+)
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.integers(1, 4), st.lists(st.tuples(ACTIONS, st.integers(0, 7))))
-def test_nobody_is_lost_starved_or_run_twice(max_batch: int, script: list[tuple[str, int]]) -> None:
-    """Every turn is in exactly one phase; within as many steps as there are prompts each gets its chunk."""
-    scheduler: Scheduler[int] = Scheduler(max_batch)
-    prefilling: set[int] = set()
-    decoding: set[int] = set()
-    for action, turn in script:
-        if action == "add" and turn not in scheduler:
-            scheduler.add(turn)
-            prefilling.add(turn)
-        elif action == "prefilled" and turn in prefilling:
-            scheduler.prefilled(turn)
-            prefilling.remove(turn)
-            decoding.add(turn)
-        elif action == "remove":
+@given(st.integers(1, 4), st.integers(1, 20), SCRIPT)
+def test_nobody_is_lost_starved_or_run_twice(
+    max_rows: int, budget: int, script: list[tuple[str, int, str, bool]]
+) -> None:
+    """Budget and rows are kept, no prompt overruns, and all of them come to their end."""
+    scheduler = scheduler_of(max_rows=max_rows)
+    alive: list[Turn] = []
+    for action, size, tenant, draws in script:
+        if action == "add":
+            alive.append(Turn(size, tenant, draws))
+            scheduler.add(alive[-1])
+        elif action == "end" and alive:
+            scheduler.remove(alive.pop(size % len(alive)))
+        else:
+            check(carry_out(scheduler, budget), max_rows, budget, scheduler)
+        alive = [turn for turn in alive if turn in scheduler]
+        assert len(scheduler) == len(alive)
+    steps = 0
+    while alive:
+        step = carry_out(scheduler, budget)
+        check(step, max_rows, budget, scheduler)
+        assert step
+        for turn in step.decode:
             scheduler.remove(turn)
-            prefilling.discard(turn)
-            decoding.discard(turn)
-        step = scheduler.next()
-        assert len(scheduler) == len(prefilling) + len(decoding)
-        assert len(set(step.decode)) == len(step.decode) == min(len(decoding), max_batch)
-        assert set(step.decode) <= decoding
-        assert step.prefill in prefilling if prefilling else step.prefill is None
-    assert {scheduler.next().prefill for _ in prefilling} == prefilling
+        alive = [turn for turn in alive if turn in scheduler]
+        steps += 1
+        assert steps < 4000
+    assert not scheduler
+
+
+def check(step: Step[Turn], max_rows: int, budget: int, scheduler: Scheduler[Turn]) -> None:
+    assert sum(num for _, num in step.prefill) <= budget
+    assert len(scheduler.decoding) <= max_rows
+    turns = [*step.decode, *(turn for turn, _ in step.prefill)]
+    assert len(set(turns)) == len(turns)
+    assert all(turn.num_cached <= turn.target for turn in turns)

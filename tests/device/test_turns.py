@@ -201,7 +201,7 @@ def test_a_model_that_raises_costs_the_turns_it_runs_and_nothing_else(make_rig, 
     rig.run(idle)
     if phase == "prefill":
         seen = iter(range(1000))
-        model.fails = lambda tokens: tokens.shape[1] == BLOCK and next(seen) == 1
+        model.fails = lambda tokens: tokens.size == BLOCK and next(seen) == 1
         rig.device.submit(victims[0])
         rig.finish(victims[0])
         model.fails = lambda tokens: False
@@ -237,7 +237,7 @@ def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -
     running = generate(prompt(6), 60, name="running")
     rig.device.submit(running)
     rig.wait(lambda _: len(rig.tokens(running)) > 3)
-    model.fails = lambda tokens: tokens.shape[1] > 1
+    model.fails = lambda tokens: tokens.size > 1
     doomed = generate(prompt(30), 5, name="doomed")
     rig.device.submit(doomed)
     rig.finish(doomed)

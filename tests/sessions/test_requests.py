@@ -385,7 +385,8 @@ async def test_metrics_add_up(wire: Start) -> None:
     assert last.prefilled_tokens == sum(answer.usage.prefilled_tokens for answer in answers)
     assert last.cached_tokens == sum(answer.usage.cached_tokens for answer in answers)
     assert last.time_to_first_token.count == 4
-    assert last.time_per_output_token.count == last.generated_tokens
+    # Of the first token of an answer nobody can say how long it took: the prompt came before it.
+    assert last.time_per_output_token.count == last.generated_tokens - len(answers)
     assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)
     assert last.resident_kv_bytes == sum(answer.kv_live_bytes for answer in answers) <= last.max_memory_bytes
     assert last.snapshots.stored > 0

@@ -1,0 +1,248 @@
+"""One forward pass over tokens of many sessions, each at its own length. Device thread only.
+
+mlx-lm's models take tokens as (rows, length) and pad what is shorter. Here every token is a row of its own,
+of length one: what works token by token (embeddings, projections, norms, experts, rotary positions) runs
+over all of them at once, and attention, the only part that looks at other tokens, is handed to the parts of
+the pass, each with its own KV. So answers that decode and prompts that are read share one pass over the
+weights, nothing is padded, and no cache is merged.
+
+The models stay as they are. Their layers' caches are replaced by a view that answers `offset`, `make_mask`
+and `update_and_fetch`, and the function that they call for attention by one that knows the view. Not every
+architecture fits: `Forward.fits` runs a few tokens both ways and compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import mlx.core as mx
+import numpy as np
+import structlog
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models import base
+from mlx_lm.models.cache import make_prompt_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    #: mlx-lm's function, with its scale: `attention(queries, keys, values, cache=, mask=)`.
+    Attention: TypeAlias = Callable[..., mx.array]
+
+log = structlog.get_logger()
+
+_NAME: Final = "scaled_dot_product_attention"
+#: Prompts of the comparison, as long as two chunks of the first one, and a decode step after them.
+_TRIAL: Final = ((7, 5), (3,))
+#: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
+#: or a position that is wrong they differ by much.
+_TOLERANCE: Final = {mx.float32: 1e-3}
+_COARSE: Final = 0.05
+
+
+class Part(Protocol):
+    """Consecutive tokens of one pass whose attention is computed together."""
+
+    @property
+    def offsets(self) -> list[int]:
+        """The position of each token in its session."""
+
+    def masks(self, layer: int, options: dict[str, Any]) -> Any:
+        """Make what `attend` needs to know of who sees whom, before the layer's cache is written."""
+
+    def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""
+
+    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        """Return the attention's output for queries of shape (tokens, heads, 1, head_dim), in that shape."""
+
+    def states(self) -> list[Any]:
+        """List the arrays that the pass changed and that its logits may not depend on."""
+
+
+class OwnPart:
+    """Some tokens of one session on its own caches, of whatever class they are."""
+
+    def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
+        self._caches = caches
+        self._num_tokens = num_tokens
+        self._fetched: tuple[Any, Any] = (None, None)
+        self.offsets = list(range(start, start + num_tokens))
+
+    def masks(self, layer: int, options: dict[str, Any]) -> Any:
+        """Let the cache make the mask, as the model would have it do."""
+        cache = self._caches[layer]
+        if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
+            return None
+        return cache.make_mask(self._num_tokens, **options)
+
+    def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Hand them to the cache in the shape that it knows."""
+        if self._num_tokens > 1:
+            keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
+        self._fetched = self._caches[layer].update_and_fetch(keys, values)
+
+    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        """Attend to all that the cache gave."""
+        keys, values = self._fetched
+        if self._num_tokens == 1:
+            return attention(queries, keys, values, cache=self._caches[layer], mask=mask)
+        turned = queries.transpose(2, 1, 0, 3)
+        return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
+
+    def states(self) -> list[Any]:
+        """Return the caches' states: of a prompt nothing else is evaluated."""
+        return [cache.state for cache in self._caches]
+
+
+class _Masks:
+    """What a model gets for a mask: one for each part. It hands it on to the attention unseen."""
+
+    def __init__(self, masks: list[Any]) -> None:
+        self.of_parts = masks
+
+
+class _LayerView:
+    """What a model's layer gets for its cache during a pass."""
+
+    def __init__(self, layer: int, parts: Sequence[Part], ends: Sequence[int], offset: mx.array) -> None:
+        self._layer = layer
+        self._parts = parts
+        self._ends = ends
+        self.offset = offset
+
+    def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
+        """`num_tokens` is 1 for each row of the pass; how many there are of a session, its part knows."""
+        del num_tokens
+        return _Masks([part.masks(self._layer, options) for part in self._parts])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        for part, k, v in zip(self._parts, self._split(keys), self._split(values), strict=True):
+            part.update(self._layer, k, v)
+        return keys, values
+
+    def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        if not isinstance(mask, _Masks):
+            raise TypeError("the model makes its masks by itself")
+        outputs = [
+            part.attend(self._layer, some, own, attention)
+            for part, some, own in zip(self._parts, self._split(queries), mask.of_parts, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _split(self, array: mx.array) -> list[mx.array]:
+        return [array] if len(self._parts) == 1 else list(mx.split(array, list(self._ends[:-1])))
+
+
+class Forward:
+    """Runs passes over one model, which it prepares for them; the model can still be called as ever."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._num_layers = len(make_prompt_cache(model))
+        self._wanted: mx.array | None = None
+        self._selects = self._select_hidden()
+        _teach(model)
+
+    def __call__(self, parts: Sequence[Part], tokens: mx.array, wanted: Sequence[int]) -> mx.array:
+        """Return the logits, unevaluated, of the tokens whose indices are `wanted`: (wanted, vocabulary).
+
+        `tokens` holds the ids of all parts, in order. The parts' caches have the tokens afterwards.
+        """
+        offset = mx.array([position for part in parts for position in part.offsets])
+        ends = [0]
+        for part in parts:
+            ends.append(ends[-1] + len(part.offsets))
+        views = [_LayerView(i, parts, ends[1:], offset) for i in range(self._num_layers)]
+        chosen = mx.array(list(wanted))
+        self._wanted = chosen
+        try:
+            logits = self._model(tokens[:, None], cache=views)
+        finally:
+            self._wanted = None
+        last: mx.array = (logits if self._selects else logits[chosen])[:, -1]
+        return last
+
+    def fits(self) -> bool:
+        """Say whether passes give what the model itself gives. Runs a few tokens both ways."""
+        try:
+            expected, found = self._plainly(), self._in_passes()
+            scale = mx.abs(expected).max() + 1e-6
+            worst = float(np.array(mx.abs(found - expected).max() / scale))
+        except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
+            log.info("this architecture cannot share a pass", error=f"{type(error).__name__}: {error}")
+            return False
+        fits = worst < _tolerance(self._model)
+        if not fits:
+            log.info("this architecture cannot share a pass", deviation=worst)
+        return fits
+
+    def _plainly(self) -> mx.array:
+        rows = []
+        for chunks in _TRIAL:
+            caches = make_prompt_cache(self._model)
+            for length in chunks:
+                self._model(mx.array([_ids(length)]), cache=caches)
+            rows.append(self._model(mx.array([_ids(1)]), cache=caches)[0, -1])
+        return mx.stack(rows).astype(mx.float32)
+
+    def _in_passes(self) -> mx.array:
+        caches = [make_prompt_cache(self._model) for _ in _TRIAL]
+        at = [0] * len(_TRIAL)
+        for step in range(max(map(len, _TRIAL))):
+            lengths = [chunks[step] if step < len(chunks) else 0 for chunks in _TRIAL]
+            parts = [OwnPart(own, start, n) for own, start, n in zip(caches, at, lengths, strict=True) if n]
+            self(parts, mx.array([i for n in lengths for i in _ids(n)]), [0])
+            at = [start + n for start, n in zip(at, lengths, strict=True)]
+        parts = [OwnPart(own, start, 1) for own, start in zip(caches, at, strict=True)]
+        return self(parts, mx.array(_ids(1) * len(parts)), range(len(parts))).astype(mx.float32)
+
+    def _select_hidden(self) -> bool:
+        """Let the model's head see the wanted tokens only: over a prompt it costs a tenth of the pass."""
+        inner = getattr(self._model, "model", None)
+        if not isinstance(inner, Module):
+            return False
+        forward, kind = self, type(inner)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            hidden = kind.__call__(self, *args, **options)
+            return hidden if forward._wanted is None else hidden[forward._wanted]
+
+        inner.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        return True
+
+
+def _tolerance(model: Any) -> float:
+    parameters: Any = tree_flatten(model.parameters())
+    types = {array.dtype for _, array in parameters}
+    return max(_TOLERANCE.get(kind, _COARSE) for kind in types)
+
+
+def _ids(num: int) -> list[int]:
+    return list(range(1, num + 1))
+
+
+def _teach(model: Any) -> None:
+    """Put a function that knows `_LayerView` in the place of the attention that the model's modules call."""
+    for module in {type(part).__module__ for part in model.modules()}:
+        names = vars(sys.modules[module])
+        if names.get(_NAME) is base.scaled_dot_product_attention:
+            names[_NAME] = _attention
+
+
+def _attention(
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any
+) -> mx.array:
+    if not isinstance(cache, _LayerView):
+        return base.scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
+        )
+
+    def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
+        return base.scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
+        )
+
+    return cache.attend(queries, mask, attention)

@@ -1,0 +1,48 @@
+"""How long a piece of a prompt may be, so that the answers that run beside it do not stall. Pure.
+
+Learns from the steps what a prompt's token costs on this device, and what the running answers do.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: The least piece: prompts go on, however slow the device is.
+LEAST: Final = 16
+#: Weight of the last step in what was learned.
+_SHARE: Final = 0.2
+
+
+class Pace:
+    """`stall_s` is the time that a step may take while answers run, `block` the longest piece in tokens."""
+
+    def __init__(self, stall_s: float, block: int) -> None:
+        self._stall_s = stall_s
+        self._block = block
+        self._row_s: float | None = None
+        self._token_s: float | None = None
+
+    def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
+        """Take in a step over so many running answers and prompt tokens."""
+        if num_tokens == 0:
+            if num_rows:
+                self._row_s = _mixed(self._row_s, step_s)
+            return
+        rest_s = step_s - (self._row_s or 0.0) if num_rows else step_s
+        self._token_s = _mixed(self._token_s, max(rest_s, 0.0) / num_tokens)
+
+    def budget(self, num_rows: int) -> int:
+        """Return how many tokens of prompts the next step may run: a power of two, as blocks mostly are."""
+        if not num_rows:
+            return self._block
+        if self._token_s is None or self._row_s is None:
+            return min(LEAST, self._block)
+        left_s = self._stall_s - self._row_s
+        tokens = LEAST
+        while tokens * 2 <= self._block and tokens * 2 * self._token_s <= left_s:
+            tokens *= 2
+        return min(tokens, self._block)
+
+
+def _mixed(before: float | None, now: float) -> float:
+    return now if before is None else (1 - _SHARE) * before + _SHARE * now

@@ -1,0 +1,166 @@
+"""KV of running answers in shared buffers: attention over all of them is one operation. Device thread.
+
+A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for the keys of a layer, and for
+its values. A row that joins is copied into a slot, and out of it as it leaves; the others stay where they
+are, each at its own length. Nothing is padded to the longest row but the few positions that attention masks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .forward import Attention
+
+
+#: Positions of the smallest pool; each next one holds twice as many.
+SMALLEST: Final = 256
+
+
+def capacity_for(num_tokens: int) -> int:
+    """Return the positions of the pool for a row that is about to hold `num_tokens`: a power of two."""
+    return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
+
+
+class Pool:
+    """Rows of up to `capacity` tokens. A slot is an index; those below `num_slots` are in use or free."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+        self._lengths: list[int | None] = []  # by slot; None is a free one
+
+    @property
+    def num_rows(self) -> int:
+        """Slots in use."""
+        return sum(length is not None for length in self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, in use or not."""
+        return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+
+    def length(self, slot: int) -> int:
+        """Tokens of the row in a slot."""
+        length = self._lengths[slot]
+        if length is None:
+            raise LookupError(slot)
+        return length
+
+    def join(self, caches: Sequence[KVCache]) -> int:
+        """Copy a session's plain caches, all of one length within the capacity, into a slot; return it."""
+        length = caches[0].offset
+        if None not in self._lengths:
+            self._grow(caches)
+        slot = self._lengths.index(None)
+        for buffers, part in ((self._keys, "keys"), (self._values, "values")):
+            for buffer, cache in zip(buffers, caches, strict=True):
+                buffer[slot : slot + 1, :, :length] = getattr(cache, part)[..., :length, :]
+        self._lengths[slot] = length
+        mx.eval(self._keys, self._values)
+        return slot
+
+    def leave(self, slot: int) -> list[KVCache]:
+        """Copy a row out into caches of its own, and free its slot."""
+        caches = [_copied(view) for view in self.views(slot)]
+        mx.eval([(cache.keys, cache.values) for cache in caches])
+        self._lengths[slot] = None
+        return caches
+
+    def views(self, slot: int) -> list[KVCache]:
+        """Show a row as caches that share the pool's memory: to be read, and not to be kept."""
+        length, here = self.length(slot), slice(slot, slot + 1)
+        return [
+            _cache(keys[here], values[here], length)
+            for keys, values in zip(self._keys, self._values, strict=True)
+        ]
+
+    def _grow(self, like: Sequence[KVCache]) -> None:
+        """Add as many slots as there are, in the shapes of these caches."""
+        num_more = max(2, len(self._lengths))
+        for buffers, part in ((self._keys, "keys"), (self._values, "values")):
+            for i, cache in enumerate(like):
+                _, heads, _, dim = getattr(cache, part).shape
+                more = mx.zeros((num_more, heads, self.capacity, dim), getattr(cache, part).dtype)
+                if self._lengths:
+                    buffers[i] = mx.concatenate([buffers[i], more])
+                else:
+                    buffers.append(more)
+                mx.eval(buffers[i])  # one by one: the old and the new of a single layer at a time
+        self._lengths += [None] * num_more
+
+    def part(self, slots: list[int]) -> PoolPart:
+        """Begin a pass over one new token for each of `slots` (ascending)."""
+        return PoolPart(self._keys, self._values, slots, [self.length(slot) for slot in slots])
+
+    def advance(self, slot: int) -> None:
+        """Count the token that a pass has added to a row."""
+        self._lengths[slot] = self.length(slot) + 1
+
+
+class PoolPart:
+    """One token for each of several rows of a pool, as a part of a pass; see `forward.Part`."""
+
+    def __init__(
+        self,
+        keys: list[mx.array],
+        values: list[mx.array],
+        slots: list[int],
+        lengths: list[int],
+    ) -> None:
+        self.offsets = lengths
+        self._keys, self._values = keys, values
+        self._slots = mx.array(slots)
+        self._at = mx.array(lengths)
+        # Attention runs over all slots from the first row's to the last one's, free ones in between too.
+        self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
+        self._dense = self._num == len(slots)
+        self._span = max(lengths) + 1
+        self._places = mx.array([slot - self._first for slot in slots])
+        rows = dict(zip(slots, range(len(slots)), strict=True))
+        self._rows = [rows.get(self._first + i, 0) for i in range(self._num)]
+        held = mx.array([lengths[row] for row in self._rows])
+        self._mask = (mx.arange(self._span) <= held[:, None])[:, None, None]
+
+    def masks(self, layer: int, options: dict[str, Any]) -> Any:
+        """A plain cache lets a single token see all before it, whatever the model asks for."""
+        del layer, options
+        return self._mask
+
+    def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Write each row's key and value at its own end."""
+        self._keys[layer][self._slots, :, self._at] = keys[:, :, 0]
+        self._values[layer][self._slots, :, self._at] = values[:, :, 0]
+
+    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        """Attend with every row at once."""
+        here, upto = slice(self._first, self._first + self._num), slice(0, self._span)
+        keys, values = self._keys[layer][here, :, upto], self._values[layer][here, :, upto]
+        if self._dense:
+            together: mx.array = attention(queries, keys, values, cache=None, mask=mask)
+            return together
+        spread = queries[mx.array(self._rows)]
+        with_free: mx.array = attention(spread, keys, values, cache=None, mask=mask)
+        return with_free[self._places]
+
+    def states(self) -> list[Any]:
+        """Nothing: the rows' own logits depend on all that was written."""
+        return []
+
+
+def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
+    cache = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
+    cache.state = (keys, values, length)
+    return cache
+
+
+def _copied(view: KVCache) -> KVCache:
+    parts: Any = (view.keys, view.values)
+    keys, values = (mx.contiguous(part[..., : view.offset, :]) for part in parts)
+    return _cache(keys, values, view.offset)
