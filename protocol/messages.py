@@ -303,8 +303,11 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     event_loop_lag: Histogram
     resident_kv_bytes: int
     max_memory_bytes: int
+    device_memory_bytes: int = 0
     mlx_active_bytes: int
     mlx_peak_bytes: int
+    estimated_scratch_bytes: int = 0
+    measured_scratch_bytes: int = 0
     process_bytes: int
     snapshots: SnapshotCounters
 

@@ -39,6 +39,7 @@ from .journal import Journal
 from .outbox import Outbox
 from .session import Services
 from .sessions import Sessions
+from .settings import size_text
 from .tasks import end
 from .telemetry import Telemetry
 
@@ -57,9 +58,8 @@ log = structlog.get_logger()
 
 VERSION = importlib.metadata.version("turnkeep")
 
-#: Share of what is free beside the weights that resident KV may take, if no limit is set. The rest is for
-#: activations, merged copies of running rows, and everybody else on the machine.
-_MEMORY_SHARE = 0.5
+#: The longest context whose attention is planned for beside the KV; what is beyond is priced step by step.
+_PLANNED_CONTEXT = 65_536
 
 
 #: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
@@ -130,6 +130,7 @@ class App:
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
             stall_s=settings.max_stall_s,
+            limit_bytes=settings.device_memory,
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
@@ -170,7 +171,8 @@ class App:
         """Take requests until told to stop; raises `WorkerError` if a part ends that must not."""
         settings, telemetry, subjects = self._settings, self._telemetry, self._subjects
         self._loaded = loaded
-        ledger = Ledger(settings.max_memory or default_memory_bytes())
+        context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
+        ledger = Ledger(self._kv_limit(context_tokens))
         self._engine = Engine(
             self._device,
             ledger,
@@ -188,7 +190,7 @@ class App:
             folder=folder,
             tokenizer=loaded.tokenizer,
             telemetry=telemetry,
-            context_tokens=min(settings.max_context or loaded.context_tokens, loaded.context_tokens),
+            context_tokens=context_tokens,
             vocab_size=loaded.vocab_size,
         )
         intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
@@ -230,6 +232,23 @@ class App:
         for task in done - {stopped}:
             error = task.exception()
             raise WorkerError(f"the {task.get_name()} task ended: {error!r}") from error
+
+    def _kv_limit(self, context_tokens: int) -> int:
+        """Return the bytes of KV that settings and device allow. Raises `WorkerError` if there are none."""
+        settings, estimator = self._settings, self._device.estimator
+        room = estimator.room_for_kv(
+            settings.max_batch, settings.block_tokens, min(context_tokens, _PLANNED_CONTEXT)
+        )
+        if room < estimator.kv_bytes(settings.block_tokens):
+            raise WorkerError(
+                f"the weights take {size_text(estimator.weight_bytes)}, which leaves no room for KV in"
+                f" {size_text(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
+            )
+        if settings.max_memory is not None and settings.max_memory > room:
+            log.warning(
+                "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
+            )
+        return min(settings.max_memory or room, room)
 
     def _hand_over(self, report: Report) -> None:
         """Carry a step's report from the device thread to the event loop."""
@@ -280,13 +299,11 @@ class App:
             event_loop_lag=telemetry.event_loop_lag.histogram(),
             resident_kv_bytes=engine.ledger.used_bytes,
             max_memory_bytes=engine.ledger.max_bytes,
+            device_memory_bytes=self._device.estimator.limit_bytes,
             mlx_active_bytes=engine.active_bytes,
             mlx_peak_bytes=engine.peak_bytes,
+            estimated_scratch_bytes=engine.estimated_bytes,
+            measured_scratch_bytes=engine.measured_bytes,
             process_bytes=psutil.Process().memory_info().rss,
             snapshots=SnapshotCounters(**asdict(self._store.stats())) if self._store else SnapshotCounters(),
         )
-
-
-def default_memory_bytes() -> int:
-    """Derive the limit for resident KV from what the machine has left once the weights are loaded."""
-    return int(psutil.virtual_memory().available * _MEMORY_SHARE)

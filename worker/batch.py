@@ -18,7 +18,7 @@ from .sampling import Sampling, draw_all
 from .slots import Pool, capacity_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .forward import Part
 
@@ -58,8 +58,10 @@ class Piece:
 class Batch:
     """The running answers, and the steps over them."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, room: Callable[[int], bool] = lambda _: True) -> None:
+        """`room` says whether a pool may allocate so many bytes more."""
         self._model = model
+        self._room = room
         self._forward = Forward(model)
         self._shares = self._forward.fits()
         self._pools_rows = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
@@ -67,6 +69,16 @@ class Batch:
         self._pools: dict[int, Pool] = {}
         if not self._shares:
             log.warning("sessions of this model run one after the other: it cannot share a pass")
+
+    @property
+    def growing(self) -> list[int]:
+        """Lengths of the rows whose caches are full, so that the next step allocates for them."""
+        return [row.num_cached for row in self._rows if row.caches and _full(row.caches[0])]
+
+    @property
+    def leaving_bytes(self) -> int:
+        """The most that a row takes when it is copied out of its pool."""
+        return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -185,8 +197,11 @@ class Batch:
         }
         together = Counter(wanted.values())
         for row, capacity in wanted.items():
-            if row.caches is not None and together[capacity] > 1:
-                pool = self._pools.setdefault(capacity, Pool(capacity))
+            if row.caches is None or together[capacity] == 1:
+                continue
+            pool = self._pools.get(capacity) or Pool(capacity)
+            if self._room(pool.growth_bytes(row.caches) + self.leaving_bytes):
+                self._pools[capacity] = pool
                 row.slot, row.pool = pool.join(row.caches), pool
                 row.caches = None
 
@@ -197,3 +212,7 @@ class Batch:
         row.caches, row.pool = pool.leave(row.slot), None
         if not pool.num_rows:
             del self._pools[pool.capacity]
+
+
+def _full(cache: Any) -> bool:
+    return type(cache) is KVCache and (cache.keys is None or cache.offset >= cache.keys.shape[2])

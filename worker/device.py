@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import psutil
 import structlog
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -20,9 +21,10 @@ from cache import layers
 from cache.blocks import Span
 
 from .batch import Batch, Piece, Row
-from .pace import Pace
+from .memory import Estimator, shape_of
+from .pace import LEAST, Pace
 from .scheduler import Scheduler
-from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,6 +38,18 @@ log = structlog.get_logger()
 
 #: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes.
 MLX_CACHE_BYTES = 512 * 2**20
+
+
+#: Of the memory that the machine has left when the weights are loaded, for everything else on the device.
+MEMORY_SHARE = 0.6
+
+
+def default_limit_bytes() -> int:
+    """Derive the limit for all that MLX holds from the device, or from what the machine has left."""
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    if isinstance(recommended, int) and recommended > 0:
+        return recommended
+    return mx.get_active_memory() + int(psutil.virtual_memory().available * MEMORY_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +87,12 @@ class Device:
         block_tokens: int,
         max_batch: int,
         stall_s: float,
+        limit_bytes: int | None = None,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
-        `died` is called there if the thread ends for another reason than `stop`.
+        `died` is called there if the thread ends for another reason than `stop`. `limit_bytes` is
+        for all that MLX holds; None derives it from the machine.
         """
         self._load = load
         self._report = report
@@ -90,6 +106,8 @@ class Device:
         self._pace = Pace(stall_s, block_tokens)
         self._resident: dict[SessionKey, _Held] = {}
         self._events: list[Event] = []
+        self._limit_bytes = limit_bytes
+        self._peak = 0
         #: Known once `start` has returned: the cache class that cannot be snapshotted, and the device.
         self.unsupported_cache: str | None = None
         self.name = ""
@@ -151,8 +169,18 @@ class Device:
 
     def _take_model(self, loaded: LoadedModel) -> None:
         mx.set_cache_limit(MLX_CACHE_BYTES)
+        mx.reset_peak_memory()
         self._model = loaded.model
-        self._batch = Batch(loaded.model)
+        self._estimator = self.estimator = Estimator(
+            shape=shape_of(loaded.config),
+            limit_bytes=self._limit_bytes or default_limit_bytes(),
+            weight_bytes=loaded.weight_bytes,
+            bytes_per_token=loaded.kv_bytes_per_token,
+            fixed_bytes=loaded.kv_fixed_bytes,
+            num_layers=len(make_prompt_cache(loaded.model)),
+            fused=mx.default_device() != mx.cpu,
+        )
+        self._batch = Batch(loaded.model, self._make_room)
         self._bytes_per_token = loaded.kv_bytes_per_token
         self._vocab_size = loaded.vocab_size
         caches = make_prompt_cache(loaded.model)
@@ -162,12 +190,56 @@ class Device:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        step = self._scheduler.next(self._pace.budget(len(self._scheduler.decoding)))
+        step, estimated = self._choose()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
         if step:
             self._run_step(step)
         step_s = time.perf_counter() - started
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
-        self._hand_over(len(step.decode), step_s)
+        measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
+        self._hand_over(len(step.decode), step_s, estimated, measured)
+
+    def _choose(self) -> tuple[Step[Turn], int]:
+        """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
+
+        Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
+        for the answers to end; and where no answer runs, the prompt whose turn it is gives up.
+        """
+        num_rows = len(self._scheduler.decoding)
+        budget = self._pace.budget(num_rows)
+        while True:
+            step = self._scheduler.next(budget)
+            pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
+            scratch = self._estimator.scratch_bytes(num_rows, pieces)
+            lengths = [*self._batch.growing, *(length for _, length in pieces)]
+            growth = self._estimator.growth_bytes(lengths) + self._batch.leaving_bytes
+            if self._make_room(scratch + growth) or not step.prefill:
+                return step, scratch
+            if budget > LEAST:
+                budget = max(budget // 2, LEAST)
+            elif num_rows:
+                budget = 0
+            else:
+                turn = step.prefill[0][0]
+                self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Let idle sessions go, least recently used first, until there is room; False if there is none."""
+        while mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
+            if not self._resident:
+                return False
+            key = next(iter(self._resident))
+            del self._resident[key]
+            self._events.append(Spilled(key))
+        return True
+
+    def _no_room(self, turn: Turn, size_bytes: int) -> str:
+        return (
+            f"reading on after {turn.num_cached} of {turn.target} tokens takes {size_bytes} bytes beside the"
+            f" {mx.get_active_memory()} in use, the limit of the device is {self._estimator.limit_bytes}:"
+            " shorten the session, or raise device_memory"
+        )
 
     def _take_commands(self) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
@@ -186,11 +258,13 @@ class Device:
                 case _Stop():
                     return False
             if self._events:
-                self._hand_over(0, 0.0)
+                self._hand_over(0, 0.0, 0, 0)
 
-    def _hand_over(self, num_rows: int, step_s: float) -> None:
+    def _hand_over(self, num_rows: int, step_s: float, estimated: int, measured: int) -> None:
         events, self._events = tuple(self._events), []
-        self._report(Report(events, num_rows, step_s, mx.get_active_memory(), mx.get_peak_memory()))
+        active = mx.get_active_memory()
+        self._peak = max(self._peak, mx.get_peak_memory(), active)
+        self._report(Report(events, num_rows, step_s, active, self._peak, estimated, measured))
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
         """Run `action`; a failure costs this turn and its KV, never the thread."""
@@ -200,7 +274,8 @@ class Device:
             self._fault(turn, error)
 
     def _fault(self, turn: Turn, error: Exception) -> None:
-        log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
+        if not isinstance(error, NoRoomError):
+            log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._resident.pop(turn.key, None)
         turn.caches = turn.row = None

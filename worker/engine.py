@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from .sampling import Sampling
-from .turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,6 +42,10 @@ _RESTORE_GAIN = 16
 
 class DeviceFaultError(Exception):
     """The forward pass failed; the session's tokens are as they were."""
+
+
+class NoMemoryError(Exception):
+    """The device had no room for the next piece of the prompt; the session's tokens are as they were."""
 
 
 class StoppingError(Exception):
@@ -115,6 +119,9 @@ class Engine:
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
+        #: What the largest step was thought to need beside weights and KV, and what it did need.
+        self.estimated_bytes = 0
+        self.measured_bytes = 0
 
     @property
     def num_running(self) -> int:
@@ -221,6 +228,8 @@ class Engine:
     def handle(self, report: Report) -> None:
         """Take in what the device thread did in one step."""
         self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
+        if report.measured_bytes > self.measured_bytes:
+            self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
         if report.num_rows:
             self._telemetry.batch_size.observe(report.num_rows)
             self._telemetry.time_per_output_token.observe(report.step_s, report.num_rows)
@@ -230,6 +239,11 @@ class Engine:
     def _handle_event(self, event: Event) -> None:
         if isinstance(event, Cut):
             self._save(event)
+            return
+        if isinstance(event, Spilled):
+            self._resident.pop(event.key, None)
+            if event.key not in self._running:
+                self.ledger.forget(event.key)
             return
         running = self._running.get(event.turn.key)
         if running is None:  # its run was cancelled at the end of a stop
@@ -263,6 +277,8 @@ class Engine:
                     tokens = [event.token for event in sampled]
                     await publish(sampled[0].index, tokens, "".join(event.text for event in sampled))
             match events[-1]:
+                case Faulted(_, NoRoomError() as error):
+                    raise NoMemoryError(str(error)) from error
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(turn, _, live_bytes):

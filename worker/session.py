@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from protocol.subjects import session_key
 
-from .engine import DeviceFaultError, StoppingError
+from .engine import DeviceFaultError, NoMemoryError, StoppingError
 from .execution import failed, withdrawn
 from .history import RefusedError
 from .journal import HISTORY_HEADER, MODEL_HEADER, FencedError, TooLargeError
@@ -227,6 +227,8 @@ class Session:
             return await self._try(pending, history)
         except RefusedError as error:
             return failed(pending, history, error.code, str(error)), history
+        except NoMemoryError as error:
+            return failed(pending, history, "memory_exceeded", str(error)), history
         except DeviceFaultError as error:
             return failed(pending, history, "internal", f"the forward pass failed: {error}"), history
         except (StoppingError, FencedError):

@@ -232,8 +232,13 @@ class Settings:
         "auto",
         "type of weights and KV; auto suits the device, keep leaves the weights as they are",
     )
+    device_memory: int | None = _setting(
+        _or("auto", None, _size(_MIB)), None, "bytes of all that is on the device; auto suits the machine"
+    )
     max_memory: int | None = _setting(
-        _or("auto", None, _size(_MIB)), None, "bytes of KV on the device; auto derives them from the machine"
+        _or("auto", None, _size(_MIB)),
+        None,
+        "bytes of KV among them; auto takes what is left",
     )
     max_disk: int = _setting(
         _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"

@@ -53,6 +53,22 @@ class Pool:
             raise LookupError(slot)
         return length
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot; 0 before the first row."""
+        return self.nbytes // len(self._lengths) if self._lengths else 0
+
+    def growth_bytes(self, caches: Sequence[KVCache]) -> int:
+        """Say what the pool allocates at the most if a session with these caches joins, and leaves again."""
+        parts: list[Any] = [part for cache in caches for part in (cache.keys, cache.values)]
+        slot: int = sum(part.nbytes // part.shape[2] for part in parts) * self.capacity
+        if None in self._lengths:
+            return slot
+        num_more = max(2, len(self._lengths))
+        # While a layer grows there are its old slots, its new ones, and both of them as one.
+        layer = 2 * (len(self._lengths) + num_more) * slot // len(caches)
+        return num_more * slot + layer + slot
+
     def join(self, caches: Sequence[KVCache]) -> int:
         """Copy a session's plain caches, all of one length within the capacity, into a slot; return it."""
         length = caches[0].offset

@@ -109,15 +109,32 @@ class Faulted:
     error: Exception
 
 
-Event = Prefilled | Sampled | Cut | Finished | Faulted
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """An idle session's KV left the device, which had no room for a step."""
+
+    key: SessionKey
+
+
+Event = Prefilled | Sampled | Cut | Finished | Faulted | Spilled
+
+
+class NoRoomError(Exception):
+    """A prompt's next piece would cross the memory limit, and nothing is left that could make room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one step did, and how the device stands after it."""
+    """What one step did, and how the device stands after it.
+
+    `estimated_bytes` is what the step was thought to need besides weights and KV, `measured_bytes` what it
+    did need.
+    """
 
     events: tuple[Event, ...]
     num_rows: int
     step_s: float
     active_bytes: int
     peak_bytes: int
+    estimated_bytes: int
+    measured_bytes: int

@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 from tiny_models import BLOCK, CONFIGS, loaded
 
 from worker.device import Device
-from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Turn
+from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,13 @@ class Rig:
     """A device thread and what it has reported."""
 
     def __init__(
-        self, model: Any, *, block_tokens: int, max_batch: int, room: Callable[[], int] | None
+        self,
+        model: Any,
+        *,
+        block_tokens: int,
+        max_batch: int,
+        room: Callable[[], int] | None,
+        limit_bytes: int | None = None,
     ) -> None:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.deaths: list[BaseException] = []
@@ -54,16 +60,20 @@ class Rig:
             block_tokens=block_tokens,
             max_batch=max_batch,
             stall_s=0.25,
+            limit_bytes=limit_bytes,
         )
         self.device.start()
         if room is not None:
             self.device.cut_snapshots(room)
         self.events: list[Event] = []
+        self.peak = 0
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
         """Collect events until `done` says that there are enough."""
         while not done(self.events):
-            self.events += self._reports.get(timeout=20).events
+            report = self._reports.get(timeout=20)
+            self.peak = max(self.peak, report.peak_bytes)
+            self.events += report.events
 
     def finish(self, *turns: Turn) -> None:
         """Wait until these turns are over."""
@@ -81,7 +91,7 @@ class Rig:
         return ends[0] if ends else None
 
     def of(self, turn: Turn) -> list[Event]:
-        return [event for event in self.events if event.turn is turn]
+        return [event for event in self.events if not isinstance(event, Spilled) and event.turn is turn]
 
     def tokens(self, turn: Turn) -> list[int]:
         return [event.token for event in self.of(turn) if isinstance(event, Sampled)]
@@ -99,9 +109,16 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(
-        model: Any, *, block_tokens: int = BLOCK, max_batch: int = 8, room: Callable[[], int] | None = None
+        model: Any,
+        *,
+        block_tokens: int = BLOCK,
+        max_batch: int = 8,
+        room: Callable[[], int] | None = None,
+        limit_bytes: int | None = None,
     ) -> Rig:
-        rigs.append(Rig(model, block_tokens=block_tokens, max_batch=max_batch, room=room))
+        rigs.append(
+            Rig(model, block_tokens=block_tokens, max_batch=max_batch, room=room, limit_bytes=limit_bytes)
+        )
         return rigs[-1]
 
     yield make

@@ -118,7 +118,7 @@ def loaded(model: Any) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=None,  # type: ignore[arg-type]  # the device has no use for it
-        config={},
+        config=vars(getattr(model, "args", model)),
         name="tiny",
         folder=Path(),
         kv_bytes_per_token=per_token,

@@ -1,0 +1,72 @@
+"""What memory is needed for: formulas with known values, and what MLX measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import CONFIGS, prompt
+
+from worker.batch import Batch, Piece
+from worker.memory import Estimator, Shape, attention_bytes, shape_of
+
+GIB = 2**30
+
+
+def test_attention_and_kv_of_a_long_prompt_have_their_known_size() -> None:
+    """110,000 tokens in chunks of 2,048 for 16 heads of 256, and 10 layers of 2 KV heads in 16 bits."""
+    shape = Shape(num_heads=16, head_dim=256, hidden=4096, intermediate=1, vocabulary=1)
+    kv = 110_000 * 10 * 2 * 256 * 2 * 2
+    assert (attention_bytes(shape, 2048, 110_000, fused=True) + kv) / GIB == pytest.approx(15.557, abs=5e-4)
+
+
+def test_a_kernel_spares_the_scores_of_small_heads_only() -> None:
+    small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
+    assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
+    assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
+    assert attention_bytes(large, 10, 1000, fused=True) == 8 * 10 * (129 + 1000) * 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 99},
+        {"n_head": 8, "n_embd": 512, "n_inner": 1024, "vocab_size": 99},
+        {
+            "hidden_size": 7,
+            "vision_config": {"hidden_size": 9},
+            "text_config": {
+                "num_attention_heads": 8,
+                "hidden_size": 512,
+                "intermediate_size": 1024,
+                "vocab_size": 99,
+            },
+        },
+    ],
+    ids=["plain", "legacy", "nested"],
+)
+def test_a_shape_is_read_from_any_configuration(config: dict[str, Any]) -> None:
+    assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
+
+
+def test_a_configuration_that_says_nothing_still_has_a_shape() -> None:
+    assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
+
+
+@pytest.mark.parametrize(("num_cached", "num_new"), [(0, 256), (512, 64), (1536, 256)])
+def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, num_new: int) -> None:
+    """And not less than a fifth of it: a limit that is far too high would refuse what fits."""
+    model = make_model("llama")
+    batch, caches = Batch(model), make_prompt_cache(model)
+    for start in range(0, num_cached, 256):
+        batch.step([Piece(caches, start, prompt(256))])
+    estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, 2 * 2 * 8 * 4 * 2, 0, 2, fused=False)
+    expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
+    batch.step([Piece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    batch.step([Piece(caches, num_cached, prompt(num_new))])
+    after = mx.get_active_memory()  # its caches may have grown
+    assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected

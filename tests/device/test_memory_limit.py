@@ -1,0 +1,103 @@
+"""Where memory ends idle sessions leave first, then prompts slow down, wait, and give up."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import alone, append, generate, prompt
+
+from worker.turn import Faulted, Finished, NoRoomError, Spilled
+
+#: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
+SESSION = 256 * 2 * 2 * 8 * 4 * 2
+
+
+@pytest.fixture
+def model(make_model) -> Any:
+    return make_model("llama")
+
+
+def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
+    gc.collect()  # what other tests have left
+    return mx.get_active_memory() + round(num_sessions * SESSION) + scratch
+
+
+def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
+    turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
+    for turn in turns:
+        rig.run(turn)
+    spilled = [event.key.session for event in rig.events if isinstance(event, Spilled)]
+    assert spilled == [f"s{i}" for i in range(len(spilled))]
+    assert 2 <= len(spilled) < 8
+    kept = generate(prompt(200), 3, name="s7", num_kept=200)
+    gone = generate(prompt(200), 3, name="s0", num_kept=200)
+    rig.run(kept)
+    rig.run(gone)
+    assert (kept.num_reused, gone.num_reused) == (199, 0)
+    assert rig.tokens(kept) == rig.tokens(gone) == alone(model, prompt(200), 3)[0]
+
+
+def test_pieces_of_a_prompt_become_smaller_before_it_waits(make_rig, model) -> None:
+    """The scores of 64 tokens to 1,800 take 1.8 MB, those of 16 a quarter of it."""
+    rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
+    turn = append(prompt(1800))
+    rig.run(turn)
+    ends = rig.chunk_ends(turn)
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert isinstance(rig.end(turn), Finished)
+    assert sizes[0] == 64
+    assert 16 <= min(sizes[:-1]) < 64
+
+
+def test_a_prompt_that_can_never_go_on_gives_up_alone(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
+    rig.run(append(prompt(20), name="other"))
+    doomed = append(prompt(2000), name="doomed")
+    rig.run(doomed)
+    end = rig.end(doomed)
+    assert isinstance(end, Faulted)
+    assert isinstance(end.error, NoRoomError)
+    assert "the limit of the device is" in str(end.error)
+    after = generate(prompt(20), 4, name="other")
+    rig.run(after)
+    assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
+
+
+def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
+    running = generate(prompt(500), 300, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 2)
+    waiting = append(prompt(700), name="waiting")
+    rig.device.submit(waiting)
+    rig.finish(running, waiting)
+    assert isinstance(rig.end(waiting), Finished)
+    assert rig.tokens(running) == alone(model, prompt(500), 300)[0]
+    order = [event for event in rig.events if event in (rig.end(running), rig.end(waiting))]
+    assert order == [rig.end(running), rig.end(waiting)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
+    """Short and long prompts at random: the peak stays below the limit, and what fits is answered."""
+    dice, limit = random.Random(seed), limit_of(14)
+    rig = make_rig(model, block_tokens=64, max_batch=4, limit_bytes=limit)
+    turns = []
+    for i in range(60):
+        length = dice.choice((5, 30, 120, 600, 1200))
+        name = f"s{dice.randrange(20)}-{i}"
+        turn = generate(prompt(length, salt=i), dice.randint(1, 20), name=name)
+        turns.append(turn)
+        rig.device.submit(turn)
+        if dice.random() < 0.6:
+            rig.finish(*turns)
+    rig.finish(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    for turn in turns[::7]:
+        assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]

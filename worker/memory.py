@@ -1,0 +1,118 @@
+"""What the device's memory is needed for, in bytes. Pure: one estimate for admission and for the steps.
+
+Weights and KV are known to the byte. What a step needs besides is estimated from the model's shape, and what
+MLX then measures is held against it (`estimated_scratch_bytes` and `measured_scratch_bytes` in the metrics).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Caches grow by so many tokens at a time.
+GROWTH_TOKENS: Final = 256
+#: What computes in 16 bits still has its softmax in 32.
+_FLOAT_BYTES: Final = 4
+#: Attention kernels that never hold the scores exist up to this head size.
+_FUSED_HEAD_DIM: Final = 128
+#: Configurations of models that also see or hear keep the language model's in one of these.
+_NESTED: Final = ("text_config", "language_config", "llm_config")
+_NAMES: Final = {
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
+    "vocabulary": ("vocab_size", "n_vocab"),
+    "head_dim": ("head_dim",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model that its passes' memory follows from."""
+
+    num_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Read a model's shape from its configuration, whether that is nested, or of an old naming.
+
+    What is not there is taken for what it mostly is: four times the hidden size between the projections.
+    """
+    nested: Mapping[str, Any] = next(
+        (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
+    )
+    merged = {**config, **nested}
+
+    def size(name: str, default: int) -> int:
+        found = (merged.get(key) for key in _NAMES[name])
+        return next((int(value) for value in found if isinstance(value, int) and value > 0), default)
+
+    num_heads, hidden = size("num_heads", 1), size("hidden", 1)
+    return Shape(
+        num_heads=num_heads,
+        head_dim=size("head_dim", hidden // num_heads),
+        hidden=hidden,
+        intermediate=size("intermediate", 4 * hidden),
+        vocabulary=size("vocabulary", 1),
+    )
+
+
+def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
+    """Estimate what attention of `num_new` tokens to a context of `num_context`, themselves included, takes.
+
+    The output, and the scores where no kernel spares them: `fused` says that the device has one for heads of
+    up to 128. The formula is that of oMLX's prefill guard.
+    """
+    outputs = shape.num_heads * num_new * shape.head_dim * _FLOAT_BYTES
+    if fused and shape.head_dim <= _FUSED_HEAD_DIM:
+        return outputs
+    return outputs + shape.num_heads * num_new * num_context * _FLOAT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Prices sessions and steps of one model on one device. `limit_bytes` is for all that MLX holds."""
+
+    shape: Shape
+    limit_bytes: int
+    weight_bytes: int
+    bytes_per_token: int
+    fixed_bytes: int
+    num_layers: int
+    fused: bool
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Count what the KV of so many tokens takes, without what is allocated ahead."""
+        return self.fixed_bytes + num_tokens * self.bytes_per_token if num_tokens else 0
+
+    def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]]) -> int:
+        """Estimate what a step needs that is free again after it.
+
+        `pieces` are the tokens of each prompt with its length after them; a row is one token.
+        """
+        num_tokens = num_rows + sum(num for num, _ in pieces)
+        shape = self.shape
+        # The scores of one layer, and their softmax while it is written: 1.1 to 1.3 times the scores, measured.
+        attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
+        mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
+        logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
+        return attention * 3 // 2 + mixing + logits
+
+    def growth_bytes(self, lengths: Sequence[int]) -> int:
+        """Count what full caches of these lengths allocate: new room, and a copy of one layer at a time."""
+        copied = max(lengths, default=0) * self.bytes_per_token // self.num_layers
+        return len(lengths) * GROWTH_TOKENS * self.bytes_per_token + copied
+
+    def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
+        """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead."""
+        step = self.scratch_bytes(max_rows, [(chunk, num_context)]) + self.growth_bytes(
+            [num_context] * max_rows
+        )
+        return max(self.limit_bytes - self.weight_bytes - step, 0)
