@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from .options import Group
+from .peers.command import peers
 from .session.command import session
 
 
@@ -19,6 +20,7 @@ def bench() -> None:
 
 
 bench.add_command(session)
+bench.add_command(peers)
 
 
 @bench.command()
