@@ -14,8 +14,8 @@ OWN_PEER = "mlx_lm.server"
 PART_NAMES = ("chat", "concurrent", "restart")
 TURNS = 10
 CHATS = 3
-ROUNDS = 3
-RESTARTS = 3
+ROUNDS = 5
+RESTARTS = 5
 TURN_TOKENS = 195
 MAX_TOKENS = 64
 CONCURRENCY = (1, 4, 8)
@@ -115,14 +115,15 @@ def peers(
     plan = Plan(
         parts=tuple(part for part in PART_NAMES if part in parts) or PART_NAMES,
         chats=chats or (1 if smoke else CHATS),
-        turns=turns or (3 if smoke else TURNS),
-        turn_tokens=turn_tokens or (40 if smoke else TURN_TOKENS),
-        max_tokens=max_tokens or (8 if smoke else MAX_TOKENS),
+        turns=turns or (2 if smoke else TURNS),
+        turn_tokens=turn_tokens or (30 if smoke else TURN_TOKENS),
+        max_tokens=max_tokens or (6 if smoke else MAX_TOKENS),
         turn_timeout_s=turn_timeout,
-        concurrency=concurrency or ((1, 2) if smoke else CONCURRENCY),
+        concurrency=concurrency or ((2,) if smoke else CONCURRENCY),
         rounds=rounds or (1 if smoke else ROUNDS),
-        lengths=lengths or ((100,) if smoke else LENGTHS),
+        lengths=lengths or ((60,) if smoke else LENGTHS),
         restarts=restarts or (1 if smoke else RESTARTS),
+        endings=("kill",) if smoke else ("stop", "kill"),
     )
     found = load(corpus or ("built-in" if smoke else "mt-bench"))
     conduct(PeersBench(plan, found, peers, model), out=out, checkpoint_s=checkpoint)

@@ -15,7 +15,7 @@ from bench.run import OWN_WORKER, Bench, Where
 from protocol.errors import TurnkeepError
 
 from .openai import Address, Server, parse
-from .page import page_of
+from .page import interval, page_of, size
 from .parts import Parts
 from .script import Script, chars_per_token
 from .server import MODEL, NAME, MlxServer
@@ -161,22 +161,16 @@ class PeersBench(Bench[PeersReport]):
 
     def show(self, report: PeersReport, console: Console) -> None:
         """Print the ratios, and what did not go well."""
-        table = Table(box=None, header_style="bold")
-        table.add_column("median of", no_wrap=True)
-        for name in (TURNKEEP, "peer", "ratio", "95% interval"):
-            table.add_column(name, justify="right")
-        table.add_column("against")
-        for row in report.summary.against:
-            scale, unit = (1000.0, "ms") if row.unit == "s" else (1.0, "/s")
-            table.add_row(
-                row.measure,
-                f"{row.first_p50 * scale:.1f} {unit}",
-                f"{row.other_p50 * scale:.1f} {unit}",
-                f"{row.ratio:.3f}",
-                f"{row.low:.3f} to {row.high:.3f}",
-                row.other,
-            )
-        console.print(table)
+        for name in report.summary.sides[1:]:
+            table = Table(box=None, header_style="bold")
+            table.add_column(f"against {name.side}", no_wrap=True)
+            for head in ("worker", "peer", "ratio", "95% interval"):
+                table.add_column(head, justify="right", no_wrap=True)
+            for row in report.summary.against:
+                if row.other == name.side:
+                    values = (size(value, row.unit) for value in (row.first_p50, row.other_p50))
+                    table.add_row(row.measure, *values, f"{row.ratio:.3f}", interval(row))
+            console.print(table)
         for growth in report.summary.growth:
             console.print(
                 f"{growth.side}: {growth.seconds * 1000:+.1f} ms to the first token for 1,000 more tokens"

@@ -9,7 +9,7 @@ from bench.about import about, endings, subject
 from bench.figures import BLUE, GREEN, GREY, ORANGE, legend, percent, steps
 from bench.page import Page, Plot, Rows
 
-from .summary import AFTER
+from .summary import AFTER, MIN_PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,9 +51,9 @@ def _ratios(report: PeersReport) -> Rows:
             row.measure,
             row.other,
             f"{row.pairs}",
-            *(_size(value, row.unit) for value in (row.first_p50, row.other_p50)),
+            *(size(value, row.unit) for value in (row.first_p50, row.other_p50)),
             f"{row.ratio:.3f}",
-            f"{row.low:.3f} to {row.high:.3f}",
+            interval(row),
             _reading(row),
         )
         for row in report.summary.against
@@ -62,13 +62,21 @@ def _ratios(report: PeersReport) -> Rows:
     return Rows("Ratios", head, rows)
 
 
+def interval(row: Against) -> str:
+    """Write a ratio's interval."""
+    return "-" if row.low is None or row.high is None else f"{row.low:.3f} to {row.high:.3f}"
+
+
 def _reading(row: Against) -> str:
+    if row.low is None or row.high is None:
+        return f"fewer than {MIN_PAIRS} pairs"
     if row.low <= 1 <= row.high:
         return "no difference"
     return "the worker is better" if (row.ratio < 1) == (row.better == "lower") else "the peer is better"
 
 
-def _size(value: float, unit: str) -> str:
+def size(value: float, unit: str) -> str:
+    """Write a measure's value."""
     if unit != "s":
         return f"{value:.1f} /s"
     return f"{value * MS:.0f} ms" if value < 10 else f"{value:.1f} s"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .turns import Ending, Turn
 
 PARTS: Final = ("chat", "concurrent", "restart")
-ENDINGS: Final[tuple[Ending, ...]] = ("stop", "kill")
 #: A restarted side is asked little, so that a conversation keeps about the length that it is named after.
 RESTART_TURN_TOKENS: Final = 30
 RESTART_ANSWER_TOKENS: Final = 16
@@ -46,6 +45,7 @@ class Plan:
     rounds: int
     lengths: tuple[int, ...]
     restarts: int
+    endings: tuple[Ending, ...]
 
     def settings(self) -> dict[str, Setting]:
         """Return the settings as a report holds them."""
@@ -59,7 +59,7 @@ class Plan:
         steps = {
             "chat": self.chats * self.turns * num_sides,
             "concurrent": len(self.concurrency) * self.rounds * num_sides,
-            "restart": len(self.lengths) * self.restarts * (1 + len(ENDINGS)) * num_restartable,
+            "restart": len(self.lengths) * self.restarts * (1 + len(self.endings)) * num_restartable,
         }
         return sum(steps[part] for part in self.parts)
 
@@ -146,10 +146,11 @@ class Parts:
     async def _restart(self, length: int, number: int) -> None:
         sides = [side for side in self._sides if side.restartable]
         talk, chats = self._script.conversation(), {side.name: side.chat() for side in sides}
+        answer_tokens = min(RESTART_ANSWER_TOKENS, self._plan.max_tokens)
         for _ in range(math.ceil(length / self._plan.turn_tokens)):
             text = talk.say(min(self._plan.turn_tokens, length))
             for side in list(sides):
-                done = await self._ask(side, chats[side.name], text, RESTART_ANSWER_TOKENS)
+                done = await self._ask(side, chats[side.name], text, answer_tokens)
                 if done.error is not None:  # its conversation would be shorter than the others'
                     self._keep(side, length, number, "warm", None, done)
                     sides.remove(side)
@@ -157,14 +158,14 @@ class Parts:
             text = talk.say(RESTART_TURN_TOKENS)
             for side in self._in_turn(sides):
                 ready_s = None if ending == "warm" else await side.come_back(ending)
-                done = await self._ask(side, chats[side.name], text, RESTART_ANSWER_TOKENS)
+                done = await self._ask(side, chats[side.name], text, answer_tokens)
                 self._keep(side, length, number, ending, ready_s, done)
         for chat in chats.values():
             await chat.close()
 
-    @staticmethod
-    def _endings(number: int) -> tuple[Ending, ...]:
-        return ("warm", *(ENDINGS if number % 2 == 0 else ENDINGS[::-1]))
+    def _endings(self, number: int) -> tuple[Ending, ...]:
+        endings = self._plan.endings
+        return ("warm", *(endings if number % 2 == 0 else endings[::-1]))
 
     def _keep(
         self, side: Contender, length: int, number: int, ending: Ending, ready_s: float | None, turn: Turn

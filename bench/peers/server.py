@@ -53,7 +53,16 @@ class MlxServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, in a session of its own: a Ctrl-C at the terminal is the bench's to handle."""
+        """Start it, in a session of its own: a Ctrl-C at the terminal is the bench's to handle.
+
+        Raises `BenchError` where the port is taken: the server itself would neither serve nor end then.
+        """
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError as error:
+                raise BenchError(f"the peer {NAME} cannot use port {self.port}: {error.strerror}") from None
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
@@ -67,7 +76,6 @@ class MlxServer:
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
                 writer.close()
-                self.check()  # a port that another program holds answers too
                 return
             await asyncio.sleep(0.05)
         raise BenchError(f"the peer {NAME} was not ready within {READY_TIMEOUT_S:.0f} s")

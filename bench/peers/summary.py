@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Contexts of more than this share apart are not the same conversation.
 CONTEXT_BOUND: Final = 0.01
+#: The range of fewer ratios covers their median in less than 94% of cases, so that no interval does.
+MIN_PAIRS: Final = 5
 #: A side whose processes use more of a CPU while another one is measured is not idle.
 IDLE_BOUND: Final = 0.10
 
@@ -30,7 +33,8 @@ Better = Literal["lower", "higher"]
 class Against(Struct, frozen=True, kw_only=True):
     """One measure of the first side against another's: the median of the ratios of single measurements.
 
-    `ratio` is first / other; only measurements that both sides have made in the same place are paired.
+    `ratio` is first / other; only measurements that both sides have made in the same place are paired. Fewer
+    than five pairs have no interval.
     """
 
     other: str
@@ -41,8 +45,8 @@ class Against(Struct, frozen=True, kw_only=True):
     first_p50: float
     other_p50: float
     ratio: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 class Growth(Struct, frozen=True, kw_only=True):
@@ -118,11 +122,12 @@ def measures(
         yield name, "1/s", "higher", _by_side((one.side, one.number, one.tokens_per_s) for one in waves)
     for length, ending in dict.fromkeys((one.length, one.ending) for one in restarts):
         some = [one for one in restarts if (one.length, one.ending) == (length, ending)]
-        name = f"first token, {length} tokens, {AFTER[ending]}"
+        name = f"first token, {length} held, {AFTER[ending]}"
         yield name, "s", "lower", _by_side((one.side, one.number, _first(one.turn)) for one in some)
 
 
-AFTER: Final = {"warm": "not restarted", "stop": "after a restart", "kill": "after kill -9"}
+#: How a side's turn is named after what was done to its process.
+AFTER: Final = {"warm": "warm", "stop": "restarted", "kill": "after kill -9"}
 
 
 def series(
@@ -165,7 +170,7 @@ def growth(side: str, turns: Sequence[ChatTurn]) -> Growth | None:
         if t.side == side and t.turn.context_tokens is not None and (first := _first(t.turn)) is not None
     ]
     line = stats.robust_line([x for x, _ in points], [y for _, y in points])
-    if line is None:
+    if line is None or not math.isfinite(line.high - line.low):
         return None
     per = 1000
     return Growth(
@@ -291,8 +296,8 @@ def _against(
         first_p50=statistics.median(ours[place] for place in places),
         other_p50=statistics.median(theirs[place] for place in places),
         ratio=ratio.ratio,
-        low=ratio.low,
-        high=ratio.high,
+        low=ratio.low if len(ratios) >= MIN_PAIRS else None,
+        high=ratio.high if len(ratios) >= MIN_PAIRS else None,
     )
 
 
