@@ -11,6 +11,7 @@ import click
 
 from .options import Group
 from .peers.command import peers
+from .replay.command import replay
 from .session.command import session
 
 
@@ -21,6 +22,7 @@ def bench() -> None:
 
 bench.add_command(session)
 bench.add_command(peers)
+bench.add_command(replay)
 
 
 @bench.command()

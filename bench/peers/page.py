@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from bench.about import about, endings, subject
 from bench.figures import BLUE, GREEN, GREY, ORANGE, legend, percent, steps
 from bench.page import Page, Plot, Rows
+from bench.stats import MIN_PAIRS
 
-from .summary import AFTER, MIN_PAIRS
+from .summary import AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Contexts of more than this share apart are not the same conversation.
 CONTEXT_BOUND: Final = 0.01
-#: The range of fewer ratios covers their median in less than 94% of cases, so that no interval does.
-MIN_PAIRS: Final = 5
 #: A side whose processes use more of a CPU while another one is measured is not idle.
 IDLE_BOUND: Final = 0.10
 
@@ -282,9 +280,8 @@ def _by_side(values: Iterator[tuple[str, Hashable, float | None]]) -> dict[str, 
 def _against(
     measure: str, unit: str, better: Better, ours: Places, other: str, theirs: Places
 ) -> Against | None:
-    places = [place for place in ours if place in theirs]
-    ratios = [ours[place] / theirs[place] for place in places if theirs[place] > 0]
-    ratio = stats.median_ratio([1.0], ratios)
+    places = [place for place in ours if theirs.get(place, 0) > 0]
+    ratio = stats.paired_ratio([theirs[place] for place in places], [ours[place] for place in places])
     if ratio is None:
         return None
     return Against(
@@ -292,12 +289,12 @@ def _against(
         measure=measure,
         unit=unit,
         better=better,
-        pairs=len(ratios),
+        pairs=len(places),
         first_p50=statistics.median(ours[place] for place in places),
         other_p50=statistics.median(theirs[place] for place in places),
         ratio=ratio.ratio,
-        low=ratio.low if len(ratios) >= MIN_PAIRS else None,
-        high=ratio.high if len(ratios) >= MIN_PAIRS else None,
+        low=ratio.low if math.isfinite(ratio.low) else None,
+        high=ratio.high if math.isfinite(ratio.high) else None,
     )
 
 
