@@ -14,13 +14,14 @@ from bench.report import BenchError, Check
 from bench.run import OWN_WORKER, Bench, Where
 from protocol.errors import TurnkeepError
 
+from .checks import checks
 from .openai import Address, Server, parse
 from .page import interval, page_of, size
 from .parts import Parts
 from .script import Script, chars_per_token
 from .server import MODEL, NAME, MlxServer
 from .sides import TURNKEEP, Peer, Turnkeep
-from .summary import PeersReport, checks, series, summarise
+from .summary import PeersReport, series, summarise
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -90,10 +90,17 @@ def _growth(report: PeersReport) -> tuple[Rows, ...]:
             f"{one.points}",
             f"{one.seconds * MS:+.1f} ms",
             f"{one.low * MS:+.1f} to {one.high * MS:+.1f} ms",
+            "-" if one.ratio is None else f"{one.ratio:.3f}",
         )
         for one in report.summary.growth
     ]
-    head = ("time to first token, for 1,000 more tokens of context", "turns", "grows by", "95% interval")
+    head = (
+        "time to first token, for 1,000 more tokens of context",
+        "turns",
+        "grows by",
+        "95% interval",
+        "worker / this",
+    )
     return (Rows("Growth", head, rows),) if rows else ()
 
 

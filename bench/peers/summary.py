@@ -7,10 +7,11 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from bench import stats
-from bench.report import Check, Report, Series
+from bench.report import Report, Series
 from bench.stats import Spread, spread
 
 from .turns import ChatTurn, Restart, Round, Side  # noqa: TC001  # msgspec reads the annotations
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 #: Contexts of more than this share apart are not the same conversation.
 CONTEXT_BOUND: Final = 0.01
-#: A side whose processes use more of a CPU while another one is measured is not idle.
-IDLE_BOUND: Final = 0.10
 
 Better = Literal["lower", "higher"]
 
@@ -48,13 +47,17 @@ class Against(Struct, frozen=True, kw_only=True):
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """How much longer the first token takes for 1,000 more tokens of context, with its 95% interval."""
+    """How much longer the first token takes for 1,000 more tokens of context, with its 95% interval.
+
+    `ratio` is the first side's growth to this one's, None where either may as well not grow at all.
+    """
 
     side: str
     seconds: float
     low: float
     high: float
     points: int
+    ratio: float | None = None
 
 
 class Contexts(Struct, frozen=True, kw_only=True):
@@ -154,9 +157,21 @@ def summarise(
             for name, unit, better, sides in measures(turns, rounds, restarts)
             if (found := _against(name, unit, better, sides.get(names[0], {}), other, sides.get(other, {})))
         ),
-        growth=tuple(fit for name in names if (fit := growth(name, turns))),
+        growth=growths(names, turns),
         contexts=tuple(held for other in others if (held := contexts(turns, names[0], other))),
         others_busy=(statistics.median(busy), max(busy)) if busy else None,
+    )
+
+
+def growths(names: Sequence[str], turns: Sequence[ChatTurn]) -> tuple[Growth, ...]:
+    """Fit every side's growth, and hold the first one's against the others'."""
+    found = [fit for name in names if (fit := growth(name, turns))]
+    first = next((fit for fit in found if fit.side == names[0] and fit.low > 0), None)
+    return tuple(
+        msgspec.structs.replace(fit, ratio=first.seconds / fit.seconds)
+        if first is not None and fit is not first and fit.low > 0
+        else fit
+        for fit in found
     )
 
 
@@ -204,57 +219,6 @@ def contexts(turns: Sequence[ChatTurn], first: str, other: str) -> Contexts | No
         largest_share=max(shares.values()),
         first_difference=min(apart, default=None),
         equal_answers=equal,
-    )
-
-
-def checks(summary: Summary, *, same_weights: bool) -> tuple[Check, ...]:
-    """Say what the ratios rest on. `same_weights`: the other sides run the worker's own model folder."""
-    failed = {side.side: side.errors for side in summary.sides if side.errors}
-    told = "; ".join(
-        f"{side}: " + ", ".join(f"{n} {name}" for name, n in errors.items())
-        for side, errors in failed.items()
-    )
-    found = [
-        Check(
-            name="every turn of every side was answered",
-            passed=not failed if any(side.turns for side in summary.sides) else None,
-            detail=told or f"{sum(side.turns for side in summary.sides)} turns",
-            exact=False,
-        ),
-        Check(
-            name=f"all sides held the same conversation (contexts within {CONTEXT_BOUND:.0%})",
-            passed=all(not one.differing for one in summary.contexts) if summary.contexts else None,
-            detail="; ".join(_told(one) for one in summary.contexts) or "no side counts its context",
-            exact=False,
-        ),
-    ]
-    if summary.others_busy is not None:
-        middle, most = summary.others_busy
-        found.append(
-            Check(
-                name=f"a side is idle while another is measured (under {IDLE_BOUND:.0%} of a CPU)",
-                passed=middle < IDLE_BOUND,
-                detail=f"{middle:.1%} in the median, {most:.1%} at most",
-                exact=False,
-            )
-        )
-    if not same_weights:
-        found.append(
-            Check(
-                name="all sides run the same weights",
-                passed=None,
-                detail="what a server that was running has loaded is not known",
-                exact=False,
-            )
-        )
-    return tuple(found)
-
-
-def _told(one: Contexts) -> str:
-    where = f", first at turn {one.first_difference}" if one.first_difference else ""
-    return (
-        f"{one.other}: {one.differing} of {one.pairs} turns apart{where}, at most {one.largest_share:.1%};"
-        f" {one.equal_answers} answers equal"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
@@ -161,6 +162,7 @@ class ReplayBench(Bench[ReplayReport]):
             source=made.corpus.source if made else None,
             checks=checks(summary, same_model=same),
             series=series(played),
+            serve=shlex.join(self._options),
             record="made for it" if made else "a worker's log",
             recorded_models=recorded,
             replayed_models=replayed,

@@ -163,6 +163,7 @@ def _more(report: ReplayReport) -> list[tuple[str, str]]:
     late = report.summary.late_s
     return [
         ("record", f"{report.record}, of {', '.join(report.recorded_models) or 'an unknown model'}"),
+        ("settings of the bench's worker", report.serve or "-"),
         ("replayed with", ", ".join(report.replayed_models) or "-"),
         ("left out of the record", left_out or "nothing"),
         ("sent later than due", "-" if late is None else f"p50 {late.p50:.3f} s, max {late.max:.3f} s"),

@@ -20,6 +20,7 @@ from protocol.messages import Append, Close, Failed, Generate, Generated, Rewind
 from protocol.session import build
 from protocol.subjects import SessionKey
 
+from .standing import Following
 from .turns import Played, Times, first_difference, times
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class _Playing:
                 if entry.model:
                     self._player.models.add(entry.model)
         sent, self._sent = self._sent, []
-        standing = _Standing(force=self._how.force)
+        standing = Following(force=self._how.force)
         for one in sent:
             if one.result is None and one.error is None:
                 continue  # the run ended before its answer came
@@ -247,57 +248,8 @@ class _Playing:
             turnaround_s = (answered.stored - asked.stored).total_seconds() if asked and answered else None
             history = answered.history if answered else None
             self._player.played.append(
-                _played(self._recorded.name, one, turnaround_s, *standing.take(one, history))
+                _played(self._recorded.name, one, turnaround_s, *standing.take(one.step, one.result, history))
             )
-
-
-class _Standing:
-    """Follows one session: whether its replay still has the context of the record.
-
-    A turn that differs leaves another history behind: from there on answers may differ for that reason alone,
-    until the session is rewound to a position before it. Forced sessions go on from the recorded answer,
-    which the tokeniser may cut otherwise than it was sampled: there the number of tokens before an answer
-    tells.
-    """
-
-    def __init__(self, *, force: bool) -> None:
-        self._force = force
-        self._position = 0
-        #: Where the first difference that is still in the session lies.
-        self._apart_from: int | None = None
-        self._why: Standing = "after a difference"
-
-    def take(self, sent: _Sent, history: str | None) -> tuple[Standing, int | None]:
-        """Return the standing of a request and the index of its first difference."""
-        before, recorded = self._position, sent.step.result
-        self._position = recorded.position or 0
-        if isinstance(sent.step.request, Rewind | Close):
-            if self._apart_from is not None and self._position <= self._apart_from:
-                self._apart_from = None
-            if isinstance(sent.step.request, Close):
-                self._position, self._apart_from = 0, None
-        if sent.result is None:
-            self._part(before, "after a difference")
-            return "no answer", None
-        if not isinstance(sent.result, Generated) or not isinstance(recorded, Generated):
-            return "comparable", None
-        if self._apart_from is not None and not self._force:
-            return self._why, None
-        if sent.result.usage.prompt_tokens != recorded.usage.prompt_tokens:
-            self._part(before, "other context")
-            return "other context", None
-        index = first_difference(recorded.tokens, sent.result.tokens)
-        if index is not None:
-            self._part(before, "after a difference")
-        elif not self._force and history and sent.step.history and history != sent.step.history:
-            # The same number of tokens, and other ones: the prompt was tokenised otherwise.
-            self._part(before, "other context")
-            return "other context", None
-        return "comparable", index
-
-    def _part(self, position: int, why: Standing) -> None:
-        if self._apart_from is None:
-            self._apart_from, self._why = position, why
 
 
 def _differs(sent: _Sent) -> bool:

@@ -59,10 +59,12 @@ class Summary(Struct, frozen=True, kw_only=True):
 class ReplayReport(Report, frozen=True, kw_only=True):
     """The report of `bench replay`. `left_out` are requests of the record that were not played.
 
-    `messages` has the first message of every class of error.
+    `serve` are the settings of the bench's own worker, no part of what two replays must share. `messages`
+    has the first message of every class of error.
     """
 
     record: str
+    serve: str
     recorded_models: tuple[str, ...]
     replayed_models: tuple[str, ...]
     recorded_sessions: int

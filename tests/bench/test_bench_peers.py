@@ -21,12 +21,13 @@ from bench import blas, report
 from bench.corpus import built_in
 from bench.local import LocalWorker
 from bench.peers import measure, server
+from bench.peers.checks import checks
 from bench.peers.openai import Address, Server, parse
 from bench.peers.parts import Parts, Plan
 from bench.peers.script import Script, chars_per_token
 from bench.peers.server import MlxServer
 from bench.peers.sides import Peer, Turnkeep
-from bench.peers.summary import PeersReport, checks, contexts, series, summarise
+from bench.peers.summary import PeersReport, contexts, series, summarise
 from bench.peers.turns import ChatTurn, Turn
 from bench.report import BenchError
 from bench.run import Run
@@ -285,6 +286,21 @@ def test_contexts_that_drift_apart_are_told() -> None:
         True,
         False,
     ]
+
+
+def test_growth_is_held_against_the_first_side_where_both_grow() -> None:
+    def grown(side: str, number: int, per_token_s: float) -> ChatTurn:
+        first_s = 0.5 + per_token_s * 100 * number
+        turn = Turn(started_s=0, latency_s=9, first_s=first_s, tokens=2, context_tokens=100 * number)
+        return ChatTurn(side=side, chat=0, number=number, turn=turn)
+
+    turns = [
+        grown(side, n, slope) for n in range(1, 9) for side, slope in (("a", 0.001), ("b", 0.004), ("c", 0))
+    ]
+    found = {one.side: one for one in summarise(["a", "b", "c"], turns, [], []).growth}
+    assert found["b"].seconds == pytest.approx(4)
+    assert found["b"].ratio == pytest.approx(0.25)
+    assert (found["a"].ratio, found["c"].ratio) == (None, None)
 
 
 def test_fewer_than_five_pairs_have_no_interval() -> None:

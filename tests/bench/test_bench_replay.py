@@ -274,25 +274,6 @@ def test_a_derived_seed_depends_on_the_session_and_the_place() -> None:
     assert all(0 <= seed < 2**56 for seed in seeds)
 
 
-async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
-    """More than one batch of it, and nobody else's."""
-    worker = await local_worker()
-    assert await worker.client.log() == []
-    session = worker.client.session("many")
-    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(150)))
-    await worker.client.session("one").append(tokens=[5])
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
-        await other.session("many").append(tokens=[5])
-        assert len(await other.log()) == 2
-    found = await worker.client.log()
-    assert len(found) == 302
-    assert [one.seq for one in found] == sorted(one.seq for one in found)
-    assert {one.key.session for one in found} == {"many", "one"}
-    assert all((one.model, bool(one.history)) == ("tiny", True) for one in found if one.kind == "out")
-    assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
-    assert len(await worker.client.log("one")) == 2
-
-
 def one_line(*arguments: str) -> str:
     done = CliRunner().invoke(main, ["bench", "replay", *arguments])
     assert done.exit_code in (1, 2)
@@ -310,9 +291,7 @@ async def test_an_empty_log_is_one_line(local_worker):
     worker = await local_worker()
     assert worker.settings.nats
     log = Log(worker.settings.nats, worker.settings.prefix, "nobody", ())
-    with pytest.raises(
-        BenchError, match="nothing to replay: the log holds no answered request of the tenant"
-    ):
+    with pytest.raises(BenchError, match="nothing to replay: the log holds no answered request of the"):
         await Run().conduct(ReplayBench(log, how(), Where(), ()))
 
 
@@ -337,6 +316,7 @@ def test_a_smoke_run_records_and_replays_by_itself(tmp_path: Path, tiny_model: P
     assert found.complete
     assert (found.recorded_sessions, found.recorded_requests) == (3, 9)
     assert found.summary.comparable == found.summary.equal == 6
+    assert found.serve == "--max-batch 2"
     assert found.recorded_models == found.replayed_models == ("tiny",)
     assert "6 of 6 comparable answers are equal" in out
     assert next(tmp_path.glob("replay-*.html")).read_text().count("<svg") == 6
