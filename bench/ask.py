@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Asked:
     """How one generate went. Exactly one of `result` and `fault` is set.
 
-    `sent_s` is on the monotonic clock; `chunks_s` are the arrivals of its chunks, and `latency_s` that of its
-    end, in seconds from there.
+    `sent_s` is on the monotonic clock; `chunks_s` are the arrivals of its chunks, `first_text_s` that of the
+    first one with text, and `latency_s` that of its end, in seconds from there.
     """
 
     sent_s: float
@@ -26,6 +26,7 @@ class Asked:
     chunks_s: tuple[float, ...]
     result: Generated | None = None
     fault: TurnkeepError | None = None
+    first_text_s: float | None = None
 
     @property
     def first_chunk_s(self) -> float:
@@ -54,14 +55,17 @@ async def ask(session: Session, *, timeout_s: float, **request: Any) -> Asked:
     chunks_s: list[float] = []
     result: Generated | None = None
     fault: TurnkeepError | None = None
+    first_text_s: float | None = None
     try:
         generation = session.generate(timeout_s=timeout_s, **request)
-        async for _ in generation:
-            chunks_s.append(time.monotonic() - sent_s)  # noqa: PERF401  # a fault keeps what came before it
+        async for chunk in generation:
+            chunks_s.append(time.monotonic() - sent_s)
+            if chunk.text and first_text_s is None:
+                first_text_s = chunks_s[-1]
         result = generation.result
     except TurnkeepError as error:
         fault = error
-    return Asked(sent_s, time.monotonic() - sent_s, tuple(chunks_s), result, fault)
+    return Asked(sent_s, time.monotonic() - sent_s, tuple(chunks_s), result, fault, first_text_s)
 
 
 def error_class(fault: TurnkeepError) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 
 from .options import Group
+from .peers.command import peers
+from .replay.command import replay
 from .session.command import session
 
 
@@ -19,6 +21,8 @@ def bench() -> None:
 
 
 bench.add_command(session)
+bench.add_command(peers)
+bench.add_command(replay)
 
 
 @bench.command()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -15,9 +17,9 @@ import psutil
 from protocol.client import connect
 from protocol.errors import NoWorkerError, RequestFailedError
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from .report import BenchError
 
+if TYPE_CHECKING:
     from protocol.client import Client
 
 READY_TIMEOUT_S: Final = 180.0
@@ -32,6 +34,8 @@ class LocalWorker:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         self.url = f"nats://127.0.0.1:{port}"
+        self._data_dir = data_dir
+        self._options = options
         self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
         self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,6 +68,26 @@ class LocalWorker:
     def exit_code(self) -> int | None:
         """How it ended by itself; None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None where it was ended."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def model_folder(self) -> Path:
+        """The MLX folder of its model: the one it was given, or what it made of a GGUF file.
+
+        Known once it is ready. Raises `BenchError` for a model of the hub, which lies in the hub's cache.
+        """
+        named = dict(zip(self._options, self._options[1:], strict=False)).get("--model")
+        given = named or os.environ.get("TURNKEEP_MODEL")
+        if given is not None and Path(given).expanduser().is_dir():
+            return Path(given).expanduser()
+        made = sorted((self._data_dir / "models").glob("*/config.json"))
+        if len(made) == 1:
+            return made[0].parent
+        raise BenchError(f"the folder of the model {given or 'packaged'} is not known; name one by --model")
 
     def kill(self) -> None:
         """`kill -9`. Its NATS server goes on."""

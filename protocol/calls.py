@@ -17,7 +17,7 @@ from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, Resu
 from .messages import ControlReply, Failed, Request, Result, decode_result, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 
     from .subjects import SessionKey, Subjects
 
@@ -31,6 +31,7 @@ class Stored(NamedTuple):
 
     seq: int
     body: bytes
+    headers: Mapping[str, str]
 
 
 class Wire(Protocol):

@@ -18,6 +18,7 @@ from nats.js.errors import APIError, NoStreamResponseError
 
 from .calls import Outboxes, Pending, Stored, expect
 from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
+from .log import Entry, entry
 from .messages import (
     Generate,
     Generated,
@@ -139,6 +140,17 @@ class Client:
         subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
 
+    async def log(self, session: str | None = None) -> list[Entry]:
+        """Read back what the log holds of a session, or of every session of the tenant, in order.
+
+        Empty where there is no log. Raises `NoWorkerError` where it cannot be read.
+        """
+        key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
+        subjects = self._wire.subjects
+        stored = await self._wire.read_all(subjects.log_stream, subjects.log(key))
+        found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
+        return [one for one in found if one is not None]
+
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield what a worker publishes every few seconds (`*`: every worker), until the client is closed."""
         subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
@@ -233,15 +245,26 @@ class _NatsWire:
         found: list[Stored] = []
         # Whatever goes wrong, the caller asks again. Without a stream there is nothing to be found.
         with contextlib.suppress(*_NATS_ERRORS):
-            replies = await self._nats.subscribe(self._nats.new_inbox())
-            try:
-                while self._connected.is_set() and await self._read_batch(
-                    replies, stream, subject, seq, found
-                ):
-                    seq = found[-1].seq + 1
-            finally:
-                await replies.unsubscribe()
+            await self._read_on(stream, subject, seq, found)
         return found
+
+    async def read_all(self, stream: str, subject: str) -> list[Stored]:
+        """Return all that `stream` holds of `subject`. Raises `NoWorkerError` where it cannot be read."""
+        found: list[Stored] = []
+        self._check()
+        try:
+            await self._read_on(stream, subject, 1, found)
+        except _NATS_ERRORS as error:
+            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+        return found
+
+    async def _read_on(self, stream: str, subject: str, seq: int, found: list[Stored]) -> None:
+        replies = await self._nats.subscribe(self._nats.new_inbox())
+        try:
+            while self._connected.is_set() and await self._read_batch(replies, stream, subject, seq, found):
+                seq = found[-1].seq + 1
+        finally:
+            await replies.unsubscribe()
 
     async def _read_batch(
         self, replies: Subscription, stream: str, subject: str, seq: int, found: list[Stored]
@@ -258,7 +281,7 @@ class _NatsWire:
             if "Nats-Sequence" not in headers:
                 more = int(headers.get("Nats-Num-Pending", "0")) > 0
                 return more and headers.get("Status") == _END_OF_BATCH
-            found.append(Stored(int(headers["Nats-Sequence"]), reply.data))
+            found.append(Stored(int(headers["Nats-Sequence"]), reply.data, headers))
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         async def deliver(message: Msg) -> None:

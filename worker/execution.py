@@ -7,12 +7,12 @@ the session's business, so a failure in here has changed nothing but which KV is
 from __future__ import annotations
 
 import asyncio
-from hashlib import blake2b
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
+from protocol.log import derived_seed
 from protocol.messages import (
     Append,
     Appended,
@@ -268,7 +268,7 @@ def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
     # Without a seed the request's place in the log gives one, so that whoever resumes it draws alike.
     seed = request.seed
     if seed is None:
-        seed = int.from_bytes(blake2b(f"{key}:{pending.seq}".encode(), digest_size=7).digest(), "big")
+        seed = derived_seed(key, pending.seq)
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,

@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Digest of the session's token ids after a result; a fold that comes to another one must not go on.
-HISTORY_HEADER: Final = "Turnkeep-History"
-#: The model that made a result, for the message when a fold does not fit.
-MODEL_HEADER: Final = "Turnkeep-Model"
-
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
 #: The stream refuses the message for its size, now and always.

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from protocol.errors import InvalidMessageError
+from protocol.log import HISTORY_HEADER, MODEL_HEADER
 from protocol.messages import Failed, decode_request, decode_result, encode
 
 from .history import DivergedError
-from .journal import HISTORY_HEADER, MODEL_HEADER, FencedError
+from .journal import FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

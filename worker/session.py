@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from protocol.errors import InvalidMessageError
+from protocol.log import HISTORY_HEADER, MODEL_HEADER
 from protocol.messages import (
     Cancelled,
     Chunk,
@@ -30,7 +31,7 @@ from protocol.subjects import session_key
 from .engine import DeviceFaultError, NoMemoryError, StoppingError
 from .execution import failed, withdrawn
 from .history import RefusedError
-from .journal import HISTORY_HEADER, MODEL_HEADER, FencedError, TooLargeError
+from .journal import FencedError, TooLargeError
 from .record import Record, request_digest
 
 if TYPE_CHECKING:

@@ -182,3 +182,16 @@ def test_a_ratio_of_medians_tells_a_difference_from_none():
     assert same.low < 1.0 < same.high
     assert stats.median_ratio([0.0, 0.0], base) is None
     assert stats.median_ratio([], base) is None
+
+
+def test_a_paired_ratio_sees_what_the_spread_of_all_hides():
+    base = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    other = [1.1 * value for value in base]
+    found = stats.paired_ratio(base, other)
+    assert (found.low, found.ratio, found.high) == pytest.approx((1.1, 1.1, 1.1))
+    assert stats.median_ratio(base, other).low < 1
+    few = stats.paired_ratio(base[:4], other[:4])
+    assert (few.low, few.high) == (-math.inf, math.inf)
+    assert stats.paired_ratio([0.0], [1.0]) is None
+    with pytest.raises(ValueError, match="zip"):
+        stats.paired_ratio([1.0], [])

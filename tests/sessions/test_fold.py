@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
+from protocol.log import HISTORY_HEADER, MODEL_HEADER
 from protocol.messages import (
     Append,
     Chunk,
@@ -33,7 +34,7 @@ from protocol.subjects import SessionKey
 from worker.engine import Outcome
 from worker.execution import Execution
 from worker.history import Folder
-from worker.journal import HISTORY_HEADER, MODEL_HEADER, Entry, FencedError
+from worker.journal import Entry, FencedError
 from worker.record import Record
 from worker.session import Services, Session
 from worker.telemetry import Telemetry

@@ -1,0 +1,1 @@
+"""`turnkeep bench replay`: sessions that a worker has recorded, played again."""

@@ -1,0 +1,62 @@
+"""What the log holds, as it is read back: who said what when, and what a record implies.
+
+Pure: a stored message in, an entry out. Reading it is the client's business.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from .errors import InvalidMessageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .subjects import SessionKey, Subjects
+
+#: Header of a result: digest of the session's token ids after it.
+HISTORY_HEADER: Final = "Turnkeep-History"
+#: Header of a result: the model that made it.
+MODEL_HEADER: Final = "Turnkeep-Model"
+
+
+class Entry(NamedTuple):
+    """One message of the log; `stored` is when the server took it. `model` and `history` are a result's."""
+
+    seq: int
+    key: SessionKey
+    kind: Literal["in", "out"]
+    stored: datetime
+    body: bytes
+    model: str | None
+    history: str | None
+
+
+def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
+    """Read a stored message; None for one under a name that is no session's."""
+    try:
+        key, kind, _ = subjects.parse(headers["Nats-Subject"])
+    except InvalidMessageError:
+        return None
+    if kind not in ("in", "out"):
+        return None
+    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])
+    return Entry(
+        seq,
+        key,
+        "in" if kind == "in" else "out",
+        stored,
+        body,
+        headers.get(MODEL_HEADER),
+        headers.get(HISTORY_HEADER),
+    )
+
+
+def derived_seed(key: SessionKey, seq: int) -> int:
+    """Return the seed of a generate that names none: of its place in the log.
+
+    So whoever resumes it draws alike, and whoever replays it can name the same one.
+    """
+    return int.from_bytes(blake2b(f"{key}:{seq}".encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,38 @@
+"""The log as a client reads it back."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+import pytest
+
+from protocol.client import connect
+from protocol.errors import NoWorkerError
+
+
+async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
+    """More than one batch of it, and nobody else's."""
+    worker = await local_worker()
+    assert await worker.client.log() == []
+    session = worker.client.session("many")
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(150)))
+    await worker.client.session("one").append(tokens=[5])
+    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+        await other.session("many").append(tokens=[5])
+        assert len(await other.log()) == 2
+    found = await worker.client.log()
+    assert len(found) == 302
+    assert [one.seq for one in found] == sorted(one.seq for one in found)
+    assert {one.key.session for one in found} == {"many", "one"}
+    assert all((one.model, bool(one.history)) == ("tiny", True) for one in found if one.kind == "out")
+    assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
+    assert len(await worker.client.log("one")) == 2
+
+
+async def test_a_closed_client_reads_no_log(local_worker):
+    worker = await local_worker()
+    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    await client.close()
+    with pytest.raises(NoWorkerError, match="the client is closed"):
+        await client.log()
