@@ -99,7 +99,7 @@ class Estimator:
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
-        # The scores of one layer, and their softmax while it is written: 1.1 to 1.3 times the scores, measured.
+        # Scores of one layer and their softmax while it is written: 1.1 to 1.3 times the scores, measured.
         attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
