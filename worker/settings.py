@@ -235,6 +235,11 @@ class Settings:
     max_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)), None, "bytes of KV on the device; auto derives them from the machine"
     )
+    snapshots: str = _setting(
+        _choice("on", "off"),
+        "on",
+        "whether KV is kept on disk; off writes nothing, and every session is prefilled anew after a restart",
+    )
     max_disk: int = _setting(
         _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"
     )
