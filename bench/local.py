@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -16,8 +19,6 @@ from protocol.client import connect
 from protocol.errors import NoWorkerError, RequestFailedError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from protocol.client import Client
 
 READY_TIMEOUT_S: Final = 180.0
@@ -32,18 +33,42 @@ class LocalWorker:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         self.url = f"nats://127.0.0.1:{port}"
+        self.data_dir = data_dir
+        self._options = options
         self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
         self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # its NATS server, which outlives a worker that was killed
 
-    def start(self) -> None:
-        """Start it. Its progress bars and warnings go to this terminal.
+    @property
+    def pid(self) -> int | None:
+        """Its process; None while it does not run."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def family(self) -> tuple[psutil.Process, ...]:
+        """Its NATS server, once it has answered."""
+        return tuple(self._family)
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The MLX folder that it runs: the one it was given, or what it has made of a GGUF file.
+
+        None for a model of a hub, and before it is ready.
+        """
+        named = dict(pairwise(self._options)).get("--model") or os.environ.get("TURNKEEP_MODEL")
+        if named is not None and Path(named).is_dir():
+            return Path(named)
+        found = sorted((self.data_dir / "models").glob("*/config.json"))
+        return found[0].parent if found else None
+
+    def start(self, *options: str) -> None:
+        """Start it, with more options for this time. Its progress bars and warnings go to this terminal.
 
         In a session of its own: a Ctrl-C at the terminal would reach it too, and `stop` would then be the
         second signal, which ends a worker at once and leaves its NATS server behind.
         """
-        self._process = subprocess.Popen(self._command, start_new_session=True)
+        self._process = subprocess.Popen([*self._command, *options], start_new_session=True)
 
     async def ready(self, tenant: str) -> Client:
         """Wait until it answers and return a connection; raises `NoWorkerError` if it never does."""

@@ -1,0 +1,45 @@
+"""Which BLAS library a process multiplies with: the same one on both sides, or a comparison means nothing.
+
+A worker loads OpenBLAS before MLX on a Linux CPU; a process that is started to be compared with it gets the
+same file preloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
+#: numpy and SciPy carry OpenBLAS under other symbol names, which MLX never calls.
+_PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
+
+
+def mapped(pid: int) -> tuple[str, ...] | None:
+    """List the BLAS libraries that a process has mapped; None where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        maps = psutil.Process(pid).memory_maps()
+    except psutil.Error:
+        return None
+    paths = {Path(region.path) for region in maps}
+    return tuple(
+        sorted(str(path) for path in paths if _BLAS.search(path.name) and path.parent.name not in _PRIVATE)
+    )
+
+
+def preload_of(libraries: tuple[str, ...] | None) -> str | None:
+    """Name what LD_PRELOAD has to hold for a process to have these libraries; None for nothing."""
+    found = [path for path in libraries or () if "openblas" in Path(path).name.lower()]
+    return " ".join(found) or None
+
+
+def names(libraries: tuple[str, ...] | None) -> str:
+    """Name them for a report."""
+    if libraries is None:
+        return "not known on this system"
+    return ", ".join(Path(path).name for path in libraries) or "none"
