@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from .options import Group
+from .overhead.command import overhead
 from .session.command import session
 
 
@@ -19,6 +20,7 @@ def bench() -> None:
 
 
 bench.add_command(session)
+bench.add_command(overhead)
 
 
 @bench.command()
