@@ -11,6 +11,7 @@ import click
 
 from .options import Group
 from .overhead.command import overhead
+from .restart.command import restart
 from .session.command import session
 
 
@@ -21,6 +22,7 @@ def bench() -> None:
 
 bench.add_command(session)
 bench.add_command(overhead)
+bench.add_command(restart)
 
 
 @bench.command()
