@@ -191,8 +191,10 @@ class Lives:
         """Wait until all snapshots are on disk. Raises `BenchError`."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                while (metrics := (await session.info()).worker).snapshots.in_flight:  # noqa: ASYNC110
+                metrics = (await session.info()).worker
+                while metrics.snapshots.in_flight:
                     await asyncio.sleep(SETTLE_PAUSE_S)
+                    metrics = (await session.info()).worker
         except TimeoutError:
             raise BenchError(f"the worker still writes snapshots after {SETTLE_TIMEOUT_S:g} s") from None
         self.metrics = self.metrics or metrics

@@ -68,14 +68,15 @@ def _restores(report: RestartReport) -> Rows:
         (
             f"{life.length:,} tokens, {life.kind}",
             f"{life.restored_bytes / MIB:,.1f} MiB",
+            "-" if life.added_s is None else f"{_middle(life.added_s, MS, 0)} ms",
             _rate(life.restore_rate),
             _rate(life.limit_rate),
-            "-" if life.of_limit is None else _middle(life.of_limit, 1, 2),
+            "-" if life.of_limit is None else f"{life.of_limit:.2f}",
         )
         for life in report.summary.lives
         if life.kind in RESTORED
     ]
-    head = ("", "restored", "bytes by added time", "MLX alone, same files", "ratio")
+    head = ("", "restored", "added to the first token", "restored a second", "MLX alone", "ratio")
     return Rows("Restoring", head, rows)
 
 
@@ -139,6 +140,7 @@ def _waits(axes: Any, lives: Sequence[Life]) -> None:
         _line(axes, kind, lives, lambda life: life.first_s)
     axes.set(xlabel="tokens of the session", ylabel="time (s)", yscale="log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.2g}")
     legend(axes)
 
 

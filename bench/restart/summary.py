@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class Life(Struct, frozen=True, kw_only=True):
     """All turns of one length and kind.
 
-    `of_cold` is the ratio of the first token's median to that of a cold session. Rates are bytes per second:
-    `restore_rate` of what was restored, over the time by which the first token came later than that of the
-    warm session in the same round; `limit_rate` of MLX alone with the same files; `of_limit` their ratio.
+    `of_cold` is the ratio of the first token's median to that of a cold session, `added_s` the time by which
+    it came later than that of the warm session in the same round. Rates are bytes per second:
+    `restore_rate` of what was restored within `added_s`, None where that is not surely above 0; `limit_rate`
+    of MLX alone with the same files; `of_limit` is their ratio.
     """
 
     length: int
@@ -31,6 +32,7 @@ class Life(Struct, frozen=True, kw_only=True):
     turns: int
     first_s: Middle
     of_cold: Middle | None
+    added_s: Middle | None
     felt_s: Middle | None
     down_s: Middle | None
     start_s: Middle | None
@@ -39,7 +41,7 @@ class Life(Struct, frozen=True, kw_only=True):
     restored_bytes: float
     restore_rate: Middle | None
     limit_rate: Middle | None
-    of_limit: Middle | None
+    of_limit: float | None
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -92,18 +94,21 @@ def series(turns: Sequence[Measured]) -> dict[str, Series]:
         found[f"first token: {where}"] = _lower("s", [turn.first_s for turn in some])
         if felt := [turn.felt_s for turn in some if turn.felt_s is not None]:
             found[f"from the end to the first token: {where}"] = _lower("s", felt)
-        if rates := restore_rates(some, warm):
-            found[f"restored: {where}"] = Series(unit="bytes/s", better="higher", values=tuple(rates))
+        if kind in RESTORED:
+            found[f"added to the first token: {where}"] = _lower("s", added(some, warm))
     return found
 
 
-def restore_rates(turns: Sequence[Measured], warm: dict[tuple[int, int], Measured]) -> list[float]:
-    """Return the bytes per second of each restore; those that took no measurable time are left out."""
-    return [
-        turn.restored_bytes / (turn.first_s - base.first_s)
-        for turn in turns
-        if turn.restored_bytes and (base := warm.get(turn.place)) is not None and turn.first_s > base.first_s
-    ]
+def added(turns: Sequence[Measured], warm: dict[tuple[int, int], Measured]) -> list[float]:
+    """Return by how much the first token came later than in the warm session, for each turn."""
+    return [turn.first_s - base.first_s for turn in turns if (base := warm.get(turn.place)) is not None]
+
+
+def restore_rate(size_bytes: float, added_s: Middle | None) -> Middle | None:
+    """Return the bytes per second; None where the time is not surely above 0."""
+    if added_s is None or added_s.low <= 0 or not size_bytes:
+        return None
+    return Middle(size_bytes / added_s.median, size_bytes / added_s.high, size_bytes / added_s.low)
 
 
 def _life(
@@ -116,31 +121,32 @@ def _life(
     first = stats.middle([turn.first_s for turn in turns])
     if first is None:
         raise AssertionError("a group has turns")
-    rates = restore_rates(turns, warm) if kind in RESTORED else []
+    later = stats.middle(added(turns, warm)) if kind in RESTORED else None
+    restored = statistics.median(turn.restored_bytes for turn in turns)
+    rate = restore_rate(restored, later)
     limits = [turn.limit.size_bytes / turn.limit.seconds for turn in turns if turn.limit is not None]
+    limit = stats.middle(limits)
     return Life(
         length=length,
         kind=kind,
         turns=len(turns),
         first_s=first,
         of_cold=_ratio(cold, turns),
+        added_s=later,
         felt_s=stats.middle([turn.felt_s for turn in turns if turn.felt_s is not None]),
         down_s=stats.middle([turn.down_s for turn in turns if turn.down_s is not None]),
         start_s=stats.middle([turn.start_s for turn in turns if turn.start_s is not None]),
         prefilled_tokens=statistics.median(turn.prefilled_tokens for turn in turns),
         prefilled_share=statistics.median(turn.prefilled_share for turn in turns),
-        restored_bytes=statistics.median(turn.restored_bytes for turn in turns),
-        restore_rate=stats.middle(rates),
-        limit_rate=stats.middle(limits),
-        of_limit=_middle(stats.median_ratio(limits, rates)),
+        restored_bytes=restored,
+        restore_rate=rate,
+        limit_rate=limit,
+        of_limit=rate.median / limit.median if rate is not None and limit is not None else None,
     )
 
 
 def _ratio(base: Sequence[Measured], turns: Sequence[Measured]) -> Middle | None:
-    return _middle(stats.median_ratio([turn.first_s for turn in base], [turn.first_s for turn in turns]))
-
-
-def _middle(ratio: stats.Ratio | None) -> Middle | None:
+    ratio = stats.median_ratio([turn.first_s for turn in base], [turn.first_s for turn in turns])
     return None if ratio is None else Middle(ratio.ratio, ratio.low, ratio.high)
 
 

@@ -173,7 +173,8 @@ def test_the_summary_tells_each_kind_apart() -> None:
     spilled = lives[1024, SPILLED]
     assert spilled.restore_rate.median == pytest.approx(30 * MIB / 0.2, rel=0.1)
     assert spilled.limit_rate.median == pytest.approx(30 * MIB / 0.05)
-    assert spilled.of_limit.median == pytest.approx(0.25, rel=0.1)
+    assert spilled.of_limit == pytest.approx(0.25, rel=0.1)
+    assert spilled.added_s.median == pytest.approx(0.2, rel=0.1)
     assert spilled.of_cold.median == pytest.approx(0.3 / 4.1, rel=0.1)
     assert spilled.felt_s is None
     assert lives[1024, RESTART].felt_s.median == 3.0
@@ -182,6 +183,7 @@ def test_the_summary_tells_each_kind_apart() -> None:
     assert "first token: kill -9, 256 tokens" in series(made())
     faster = summarise(made(SPILLED, first_s=0.05)).lives  # than the warm one: no rate can be told
     assert next(life for life in faster if life.kind == SPILLED).restore_rate is None
+    assert next(life for life in faster if life.kind == SPILLED).added_s.high < 0
 
 
 def test_a_cold_session_is_never_measured_before_the_warm_one() -> None:
