@@ -1,40 +1,45 @@
-"""Gives another program that computes with MLX on a Linux CPU the OpenBLAS that the worker loads.
+"""Which BLAS library a process multiplies with: the same one on both sides, or a comparison means nothing.
 
-A worker loads it by itself; a program that is no worker of ours gets it by the dynamic linker. Which library
-a process really has is read from its memory map.
+A worker loads OpenBLAS before MLX on a Linux CPU; a process that is started to be compared with it gets the
+same file preloaded.
 """
 
 from __future__ import annotations
 
-import ctypes.util
+import re
 import sys
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-#: Fedora names the threaded build with a p; the worker tries it first too.
-_NAMES: Final = ("openblasp", "openblas")
+_BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
+#: numpy and SciPy carry OpenBLAS under other symbol names, which MLX never calls.
+_PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 
 
-def preload_environment() -> dict[str, str]:
-    """Return the variables with which a new process loads OpenBLAS before all else.
-
-    Empty where there is none to load, or where MLX has another BLAS.
-    """
-    if sys.platform != "linux":
-        return {}
-    found = (ctypes.util.find_library(name) for name in _NAMES)
-    return next(({"LD_PRELOAD": name} for name in found if name), {})
-
-
-def mapped(pid: int) -> str | None:
-    """Return the file of the OpenBLAS that a process has loaded; None without one.
-
-    numpy's wheels bring an OpenBLAS of their own under another name, which MLX does not use.
-    """
-    try:
-        paths = [Path(entry.path) for entry in psutil.Process(pid).memory_maps()]
-    except (psutil.Error, OSError, AttributeError):  # not every platform tells
+def mapped(pid: int | None) -> tuple[str, ...] | None:
+    """List the BLAS libraries that a process has mapped; None where the system does not tell."""
+    if pid is None or not sys.platform.startswith("linux"):
         return None
-    return next((str(path.resolve()) for path in paths if path.name.startswith("libopenblas")), None)
+    try:
+        maps = psutil.Process(pid).memory_maps()
+    except psutil.Error:
+        return None
+    paths = {Path(region.path) for region in maps}
+    return tuple(
+        sorted(str(path) for path in paths if _BLAS.search(path.name) and path.parent.name not in _PRIVATE)
+    )
+
+
+def preload_of(libraries: tuple[str, ...] | None) -> str | None:
+    """Name what LD_PRELOAD has to hold for a process to have these libraries; None for nothing."""
+    found = [path for path in libraries or () if "openblas" in Path(path).name.lower()]
+    return " ".join(found) or None
+
+
+def names(libraries: tuple[str, ...] | None) -> str:
+    """Name them for a report."""
+    if libraries is None:
+        return "not known on this system"
+    return ", ".join(Path(path).name for path in libraries) or "none"

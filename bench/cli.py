@@ -10,8 +10,10 @@ from pathlib import Path
 import click
 
 from .options import Group
+from .overhead.command import overhead
 from .peers.command import peers
 from .replay.command import replay
+from .restart.command import restart
 from .session.command import session
 
 
@@ -23,6 +25,8 @@ def bench() -> None:
 bench.add_command(session)
 bench.add_command(peers)
 bench.add_command(replay)
+bench.add_command(overhead)
+bench.add_command(restart)
 
 
 @bench.command()

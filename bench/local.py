@@ -34,20 +34,30 @@ class LocalWorker:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         self.url = f"nats://127.0.0.1:{port}"
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._options = options
         self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
         self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # its NATS server, which outlives a worker that was killed
 
-    def start(self) -> None:
-        """Start it. Its progress bars and warnings go to this terminal.
+    @property
+    def pid(self) -> int | None:
+        """Its process; None while it does not run."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def family(self) -> tuple[psutil.Process, ...]:
+        """Its NATS server, once it has answered."""
+        return tuple(self._family)
+
+    def start(self, *options: str) -> None:
+        """Start it, with more options for this time. Its progress bars and warnings go to this terminal.
 
         In a session of its own: a Ctrl-C at the terminal would reach it too, and `stop` would then be the
         second signal, which ends a worker at once and leaves its NATS server behind.
         """
-        self._process = subprocess.Popen(self._command, start_new_session=True)
+        self._process = subprocess.Popen([*self._command, *options], start_new_session=True)
 
     async def ready(self, tenant: str) -> Client:
         """Wait until it answers and return a connection; raises `NoWorkerError` if it never does."""
@@ -70,11 +80,6 @@ class LocalWorker:
         return None if self._process is None else self._process.poll()
 
     @property
-    def pid(self) -> int | None:
-        """Its process, None where it was ended."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def model_folder(self) -> Path:
         """The MLX folder of its model: the one it was given, or what it made of a GGUF file.
 
@@ -84,7 +89,7 @@ class LocalWorker:
         given = named or os.environ.get("TURNKEEP_MODEL")
         if given is not None and Path(given).expanduser().is_dir():
             return Path(given).expanduser()
-        made = sorted((self._data_dir / "models").glob("*/config.json"))
+        made = sorted((self.data_dir / "models").glob("*/config.json"))
         if len(made) == 1:
             return made[0].parent
         raise BenchError(f"the folder of the model {given or 'packaged'} is not known; name one by --model")

@@ -58,6 +58,17 @@ class Fault(click.ClickException):
         click.echo(f"turnkeep: {self.message}", file=file, err=file is None)
 
 
+def numbers(low: int, high: int) -> Callable[..., tuple[int, ...]]:
+    """Make the callback of an option that takes several whole numbers, joined by commas."""
+
+    def read(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
+        kind: click.ParamType[Any] = click.IntRange(low, high)
+        found = [kind.convert(part.strip(), option, context) for part in value.split(",")]
+        return tuple(sorted(set(found)))
+
+    return read
+
+
 def reporting(command: Command) -> Command:
     """Give a command `out`, `smoke` and `checkpoint`, and `model` for the bench's own worker."""
     return _apply(command, (*_OUT, _MODEL))

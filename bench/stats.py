@@ -289,3 +289,20 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> Ratio | None:
     if found is None or len(ratios) >= MIN_PAIRS:
         return found
     return Ratio(found.ratio, -math.inf, math.inf)
+
+
+class Middle(Struct, frozen=True):
+    """A median with its 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def middle(values: Sequence[float], *, resamples: int = 2000, seed: int = 0) -> Middle | None:
+    """Return the median with the interval of a percentile bootstrap; None without values."""
+    if not values:
+        return None
+    drawn = np.random.default_rng(seed).choice(np.asarray(values, dtype=float), (resamples, len(values)))
+    medians = np.median(drawn, axis=1).tolist()
+    return Middle(statistics.median(values), percentile(medians, 0.025), percentile(medians, 0.975))

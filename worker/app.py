@@ -135,7 +135,9 @@ class App:
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
         log.info("loaded the model", model=loaded.name, folder=str(folder), context=loaded.context_tokens)
-        if self._device.unsupported_cache is None:
+        if settings.snapshots == "off":
+            log.info("snapshots are off")
+        elif self._device.unsupported_cache is None:
             await self._open_store(directory, folder, dtype, stack)
         else:
             log.warning("this model's KV is not kept on SSD", cache_class=self._device.unsupported_cache)

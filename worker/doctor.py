@@ -121,11 +121,14 @@ def _disk(settings: Settings) -> list[Check]:
         return [_failure("data directory", "", error)]
     directory = Check("data directory", "ok", found)
     free = shutil.disk_usage(path).free
-    wanted = settings.max_disk + settings.log_max_bytes + settings.min_free_disk
+    wanted, what = settings.log_max_bytes, "the log"
+    if settings.snapshots == "on":
+        wanted += settings.max_disk + settings.min_free_disk
+        what = f"snapshots ({size_text(settings.max_disk)}) and the log"
     found = f"{free / 2**30:.1f} GiB free"
     if free >= wanted:
         return [directory, Check("disk", "ok", found)]
-    missing = f"up to {wanted / 2**30:.1f} GiB, for snapshots ({size_text(settings.max_disk)}) and the log"
+    missing = f"up to {wanted / 2**30:.1f} GiB, for {what}"
     mend = "free some space, or lower --max-disk and --log-max-bytes"
     state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
     return [directory, Check("disk", state, found, missing, mend)]

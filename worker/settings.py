@@ -240,6 +240,11 @@ class Settings:
         None,
         "bytes of KV among them; auto takes what is left",
     )
+    snapshots: str = _setting(
+        _choice("on", "off"),
+        "on",
+        "whether KV is kept on disk; off writes nothing, and every session is prefilled anew after a restart",
+    )
     max_disk: int = _setting(
         _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"
     )

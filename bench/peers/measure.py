@@ -102,8 +102,8 @@ class PeersBench(Bench[PeersReport]):
         if isinstance(peer, str):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnkeep-bench-peer-")))
             # The same arithmetic: what the worker has not loaded the peer does not get either.
-            has_blas = worker.pid is not None and blas.mapped(worker.pid) is not None
-            environment = blas.preload_environment() if has_blas else {}
+            library = blas.preload_of(blas.mapped(worker.pid))
+            environment = {"LD_PRELOAD": library} if library else {}
             process = MlxServer(worker.model_folder, folder, environment)
             stack.callback(process.stop)
             process.start()
@@ -151,7 +151,7 @@ class PeersBench(Bench[PeersReport]):
             Check(
                 name="all processes multiply with the same library",
                 passed=len(libraries) == 1,
-                detail=", ".join(f"{side.name}: {side.blas or 'as MLX comes'}" for side in own),
+                detail=", ".join(f"{side.name}: {side.blas}" for side in own),
                 exact=True,
             ),
         )

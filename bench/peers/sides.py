@@ -204,7 +204,7 @@ class Turnkeep(Contender):
             software=f"turnkeep {metrics.version}",
             model=metrics.model,
             own_process=self._worker is not None,
-            blas=blas.mapped(self.pid) if self.pid else None,
+            blas=blas.names(blas.mapped(self.pid)) if self.pid else None,
         )
 
 
@@ -266,5 +266,5 @@ class Peer(Contender):
             software=self._software,
             model=await self._server.model(),
             own_process=self._process is not None,
-            blas=blas.mapped(self.pid) if self.pid else None,
+            blas=blas.names(blas.mapped(self.pid)) if self.pid else None,
         )

@@ -10,7 +10,7 @@ Ending = Literal["warm", "stop", "kill"]
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """One of those compared. `blas` is the OpenBLAS that its process has loaded, where there is one."""
+    """One of those compared. `blas` names the libraries that its process multiplies with."""
 
     name: str
     software: str

@@ -76,6 +76,9 @@ def test_a_small_disk_warns_and_a_tiny_one_fails(mounted, settings, monkeypatch)
     disk = doctor._disk(dataclasses.replace(settings, data_dir=folder))[1]
     assert disk.state == "warn"
     assert "--max-disk" in disk.mend
+    assert "for snapshots (20GiB) and the log" in disk.missing
+    without = doctor._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
+    assert without.missing == "up to 0.1 GiB, for the log"
 
 
 def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
