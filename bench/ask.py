@@ -18,7 +18,7 @@ class Asked:
     """How one generate went. Exactly one of `result` and `fault` is set.
 
     `sent_s` is on the monotonic clock; `chunks_s` are the arrivals of its chunks, and `latency_s` that of its
-    end, in seconds from there.
+    end, in seconds from there. `tokens` are those of the chunks, joined.
     """
 
     sent_s: float
@@ -26,6 +26,7 @@ class Asked:
     chunks_s: tuple[float, ...]
     result: Generated | None = None
     fault: TurnkeepError | None = None
+    tokens: tuple[int, ...] = ()
 
     @property
     def first_chunk_s(self) -> float:
@@ -52,16 +53,18 @@ async def ask(session: Session, *, timeout_s: float, **request: Any) -> Asked:
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
+    tokens: list[int] = []
     result: Generated | None = None
     fault: TurnkeepError | None = None
     try:
         generation = session.generate(timeout_s=timeout_s, **request)
-        async for _ in generation:
-            chunks_s.append(time.monotonic() - sent_s)  # noqa: PERF401  # a fault keeps what came before it
+        async for chunk in generation:
+            chunks_s.append(time.monotonic() - sent_s)
+            tokens.extend(chunk.tokens)
         result = generation.result
     except TurnkeepError as error:
         fault = error
-    return Asked(sent_s, time.monotonic() - sent_s, tuple(chunks_s), result, fault)
+    return Asked(sent_s, time.monotonic() - sent_s, tuple(chunks_s), result, fault, tuple(tokens))
 
 
 def error_class(fault: TurnkeepError) -> str:

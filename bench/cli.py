@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from .load.command import load
 from .options import Group
 from .session.command import session
 
@@ -19,6 +20,7 @@ def bench() -> None:
 
 
 bench.add_command(session)
+bench.add_command(load)
 
 
 @bench.command()
@@ -28,7 +30,8 @@ def compare(base: Path, other: Path) -> None:
     """Ratios of the medians of two reports, with their spread."""
     from rich.console import Console
 
-    from .compare import load, show
+    from .compare import load as read
+    from .compare import show
 
-    first, second = load(base, other)
+    first, second = read(base, other)
     show(first, second, Console(highlight=False))

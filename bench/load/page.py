@@ -1,0 +1,357 @@
+"""The page of `bench load`: which tables and plots say what a worker does under load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.about import about, endings, subject
+from bench.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    MAX_SHAPES,
+    ORANGE,
+    byte_unit,
+    duration,
+    legend,
+    percent,
+    steps,
+)
+from bench.page import Page, Plot, Rows
+
+from .shares import rates
+from .turns import first_chunk_s, per_token_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.stats import Spread
+
+    from .shares import Throughput
+    from .summary import LevelSummary, LoadReport
+    from .turns import Turn
+
+MS: Final = 1000.0
+
+
+def page_of(report: LoadReport) -> Page:
+    """Lay out a report."""
+    span, unit = duration(report.elapsed_s)
+    return Page(
+        title="Many sessions at once",
+        subtitle=f"{subject(report)}, {len(report.turns)} turns in {report.elapsed_s / span:.1f} {unit},"
+        f" {report.started_at}",
+        notes=endings(report),
+        checks=report.checks,
+        tables=(_levels(report), *_details(report), *_stall(report)),
+        plots=_plots(report),
+        details=(about(report), *_errors(report)),
+    )
+
+
+def _levels(report: LoadReport) -> Rows:
+    """Return the line of each level that says most."""
+    head = (
+        "load",
+        "answered",
+        "generated/s (p5 to p95)",
+        "first chunk p50",
+        "p99",
+        "per token p50",
+        "p99",
+        "gap p50",
+        "p99",
+        "Jain",
+    )
+    rows = [
+        (
+            level.name,
+            f"{level.answered}/{level.turns}",
+            _throughput(level.generated),
+            *_times(level.first_chunk),
+            *_times(level.per_token),
+            *_times(level.gaps),
+            "-" if level.fairness is None else f"{level.fairness.jain:.3f}",
+        )
+        for level in report.levels
+    ]
+    return Rows("Levels", head, rows)
+
+
+def glance(report: LoadReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return what a terminal has room for: names of columns, and a line for each level."""
+    rows = [
+        (
+            level.name,
+            f"{level.answered}/{level.turns}",
+            "-" if level.generated is None else f"{level.generated.mean:,.1f}",
+            *_times(level.first_chunk),
+            *((_ms(level.gaps.p99),) if level.gaps else ("-",)),
+            "-" if level.fairness is None else f"{level.fairness.jain:.3f}",
+        )
+        for level in report.levels
+    ]
+    return ("", "answered", "tokens/s", "first chunk", "p99", "gaps p99", "Jain"), rows
+
+
+def _details(report: LoadReport) -> tuple[Rows, ...]:
+    head = (
+        "load",
+        "prefilled/s (p5 to p95)",
+        "whole turn p50",
+        "p99",
+        "queued p50",
+        "p99",
+        "sent late p50",
+        "p99",
+        "best/worst session",
+        "event loop late (mean, p99)",
+        "process",
+    )
+    rows = [
+        (
+            level.name,
+            _throughput(level.prefilled),
+            *_times(level.whole),
+            *_times(level.queued),
+            *_times(level.lateness),
+            "-" if level.fairness is None else f"{level.fairness.max_min:.2f} of {level.fairness.sessions}",
+            _lag(level),
+            "-" if level.process_bytes is None else f"{level.process_bytes / 2**20:,.0f} MiB",
+        )
+        for level in report.levels
+    ]
+    return (Rows("Queues, fairness, the process", head, rows),)
+
+
+def _stall(report: LoadReport) -> tuple[Rows, ...]:
+    found = report.stall
+    if found is None:
+        return ()
+    rows = [
+        (
+            name,
+            f"{gaps.count}",
+            f"{gaps.p50 * MS:.1f} ms",
+            f"{gaps.p99 * MS:.1f} ms",
+            f"{gaps.max * MS:.1f} ms",
+        )
+        for name, gaps in (("alone", found.alone), ("beside the prompt", found.during))
+        if gaps is not None
+    ]
+    ratio = (
+        "" if found.ratio is None else ": {:.2f} times the median, 95% {:.2f} to {:.2f}".format(*found.ratio)
+    )
+    title = f"Running answers beside {found.rounds} prompts of {found.tokens:,.0f} tokens{ratio}"
+    return (Rows(title, ("gaps", "count", "p50", "p99", "max"), rows),)
+
+
+def _throughput(measured: Throughput | None) -> str:
+    return "-" if measured is None else f"{measured.mean:,.1f} ({measured.low:,.1f} to {measured.high:,.1f})"
+
+
+def _times(measured: Spread | None) -> tuple[str, str]:
+    return ("-", "-") if measured is None else (_ms(measured.p50), _ms(measured.p99))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * MS:,.1f} ms"
+
+
+def _lag(level: LevelSummary) -> str:
+    if level.lag is None:
+        return "-"
+    bound = "above all bounds" if level.lag.p99_s is None else f"<= {level.lag.p99_s * MS:g} ms"
+    return f"{level.lag.mean_s * MS:.1f} ms, {bound}"
+
+
+def _errors(report: LoadReport) -> tuple[Rows, ...]:
+    rows = [
+        (name, level.name, f"{count}", report.messages.get(name, ""))
+        for level in report.levels
+        for name, count in level.errors.items()
+    ]
+    return (Rows("Errors", ("class", "load", "turns", "the first one"), rows, numbers=False),) if rows else ()
+
+
+def _plots(report: LoadReport) -> tuple[Plot, ...]:
+    if not any(level.answered for level in report.levels):
+        return ()
+    plots = [
+        Plot(
+            "Throughput against concurrency",
+            "Tokens generated per second by sessions at a time; bars are the 5th to 95th percentile over a"
+            " level's tenths.",
+            lambda axes: _against(axes, report),
+        ),
+        Plot(
+            "Time to the first chunk",
+            "From when a turn was due: what a user waits before anything is seen.",
+            lambda axes: _cdfs(axes, report, first_chunk_s, "time to the first chunk (ms)"),
+        ),
+        Plot(
+            "Time per token",
+            "After the first chunk, turn by turn.",
+            lambda axes: _cdfs(axes, report, per_token_s, "time per token (ms)"),
+        ),
+        Plot(
+            "Gaps between chunks",
+            "How long a running answer stood still; a long shoulder is waiting for the prefill of others.",
+            lambda axes: _gaps(axes, report),
+        ),
+        Plot(
+            "Fairness",
+            "Tokens per second of each session that did equal work. A level that is fair is a small cloud.",
+            lambda axes: _fairness(axes, report),
+        ),
+        *_stall_plot(report),
+    ]
+    if len(report.readings) > 1:
+        plots += [
+            Plot(
+                "Memory",
+                "The worker's process, and KV on its device; shaded where a level ran.",
+                lambda axes: _memory(axes, report),
+                wide=True,
+            ),
+            Plot(
+                "Bytes written to SSD",
+                "Snapshots of KV, since the run began.",
+                lambda axes: _written(axes, report),
+                wide=True,
+            ),
+        ]
+    return tuple(plots)
+
+
+def _shades(count: int) -> list[Any]:
+    """Colours from the lightest load to the heaviest."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def _against(axes: Any, report: LoadReport) -> None:
+    for kind, colour, name in (
+        ("closed", BLUE, "closed loop"),
+        ("poisson", ORANGE, "open loop (due per second)"),
+    ):
+        found = [
+            (level.amount, level.generated)
+            for level in report.levels
+            if level.kind == kind and level.generated
+        ]
+        if found:
+            means = [one.mean for _, one in found]
+            below = [max(0.0, one.mean - one.low) for _, one in found]
+            above = [max(0.0, one.high - one.mean) for _, one in found]
+            axes.errorbar(
+                [amount for amount, _ in found],
+                means,
+                yerr=[below, above],
+                color=colour,
+                marker="o",
+                markersize=4,
+                capsize=3,
+                linewidth=1.2,
+                label=name,
+            )
+    axes.set(xlabel="sessions at a time", ylabel="generated tokens a second")
+    closed = [level.amount for level in report.levels if level.kind == "closed"]
+    if closed:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(closed, [f"{amount:g}" for amount in closed])
+    axes.set_ylim(bottom=0)
+    if axes.get_legend_handles_labels()[0]:
+        legend(axes)
+
+
+def _cdfs(axes: Any, report: LoadReport, measure: Callable[[Turn], float | None], name: str) -> None:
+    values = [
+        [value * MS for turn in _load(report, number) if (value := measure(turn)) is not None]
+        for number in range(len(report.levels))
+    ]
+    _distributions(axes, report, values, name, "turns")
+
+
+def _gaps(axes: Any, report: LoadReport) -> None:
+    values = [
+        [gap * MS for turn in _load(report, number) for gap in turn.gaps_s]
+        for number in range(len(report.levels))
+    ]
+    _distributions(axes, report, values, "gap (ms)", "gaps")
+
+
+def _distributions(
+    axes: Any, report: LoadReport, values: Sequence[Sequence[float]], name: str, of: str
+) -> None:
+    for level, some, colour in zip(report.levels, values, _shades(len(values)), strict=True):
+        if some:
+            steps(axes, some, level.name, colour)
+    axes.set(xlabel=name, ylabel=f"share of {of}", xscale="log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    percent(axes)
+    if any(values):
+        axes.legend(loc="lower right", fontsize=8)
+
+
+def _fairness(axes: Any, report: LoadReport) -> None:
+    for number, colour in enumerate(_shades(len(report.levels))):
+        found = list(rates(_load(report, number)).values())
+        # Side by side in a fixed order, so that equal points do not hide one another.
+        places = [number + 0.5 * ((i + 0.5) / len(found) - 0.5) for i in range(len(found))]
+        axes.plot(places, found, linestyle="none", marker="o", markersize=3, color=colour)
+    axes.set(ylabel="tokens a second of a session")
+    axes.set_xticks(range(len(report.levels)), [level.name for level in report.levels], fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
+def _stall_plot(report: LoadReport) -> tuple[Plot, ...]:
+    alone = [gap * MS for one in report.stalls for gap in one.alone_s]
+    during = [gap * MS for one in report.stalls for gap in one.during_s]
+    if not alone or not during:
+        return ()
+
+    def draw(axes: Any) -> None:
+        steps(axes, alone, "alone", BLUE)
+        steps(axes, during, "beside a long prompt", ORANGE)
+        axes.set(xlabel="gap (ms)", ylabel="share of gaps", xscale="log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        percent(axes)
+        legend(axes)
+
+    return (Plot("Running answers beside a long prompt", "Gaps between chunks, alone and beside it.", draw),)
+
+
+def _memory(axes: Any, report: LoadReport) -> None:
+    readings = report.readings
+    span, unit = duration(readings[-1].at_s)
+    scale, name = byte_unit(max(reading.process_bytes for reading in readings))
+    times = [reading.at_s / span for reading in readings]
+    raster = len(readings) > MAX_SHAPES
+    for size, colour, label in (
+        ([reading.process_bytes for reading in readings], GREY, "process"),
+        ([reading.resident_kv_bytes for reading in readings], BLUE, "KV on the device"),
+    ):
+        axes.plot(
+            times, [one / scale for one in size], color=colour, linewidth=1.2, label=label, rasterized=raster
+        )
+    for one in report.spans:
+        axes.axvspan(one.started_s / span, one.ended_s / span, color=GREEN, alpha=0.08, linewidth=0)
+    axes.set(xlabel=f"time ({unit})", ylabel=f"memory ({name})")
+    axes.set_ylim(bottom=0)
+    legend(axes)
+
+
+def _written(axes: Any, report: LoadReport) -> None:
+    readings = report.readings
+    span, unit = duration(readings[-1].at_s)
+    sizes = [max(0, reading.written_bytes - readings[0].written_bytes) for reading in readings]
+    scale, name = byte_unit(max(sizes))
+    axes.plot([r.at_s / span for r in readings], [size / scale for size in sizes], color=GREEN, linewidth=1.2)
+    axes.set(xlabel=f"time ({unit})", ylabel=f"written ({name})")
+    axes.set_ylim(bottom=0)
+
+
+def _load(report: LoadReport, number: int) -> list[Turn]:
+    return [turn for turn in report.turns if turn.level == number and turn.turn]
