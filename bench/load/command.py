@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from .plan import Level
 
 CONCURRENCY: Final = "1,2,4,8,16"
-SMOKE_CONCURRENCY: Final = "1,2,4"
-SMOKE_SESSIONS: Final = 6
-SMOKE_TURNS: Final = 2
-SMOKE_TOKENS: Final = 12
+#: Of an answer that runs beside the long prompt.
+ANSWER_TOKENS: Final = 256
+SMOKE_CONCURRENCY: Final = "1,4"
+SMOKE_SESSIONS: Final = 4
+SMOKE_TURNS: Final = 3
+SMOKE_TOKENS: Final = 6
 SMOKE_PROMPT: Final = 256
+SMOKE_ANSWER: Final = 16
+SMOKE_HISTORY: Final = 3
 SMOKE_DURATION_S: Final = 2.0
 SMOKE_RATE: Final = 2.0
 
@@ -135,6 +139,7 @@ def load(
         concurrency = concurrency or (None if recorded or rate else _numbers(SMOKE_CONCURRENCY))
         rate = rate or (None if recorded else (SMOKE_RATE,))
         sessions, turns = min(sessions, SMOKE_SESSIONS), min(turns, SMOKE_TURNS)
+        history = min(history, SMOKE_HISTORY)
         max_tokens, duration = min(max_tokens, SMOKE_TOKENS), min(duration, SMOKE_DURATION_S)
         long_prompt, rounds = long_prompt or SMOKE_PROMPT, 1
     elif concurrency is None and rate is None and not recorded:
@@ -149,6 +154,7 @@ def load(
         long_prompt=long_prompt,
         rounds=rounds,
         pause_s=0.5 if smoke else 5.0,
+        answer_tokens=SMOKE_ANSWER if smoke else ANSWER_TOKENS,
         turn_timeout_s=turn_timeout,
         seed=seed,
     )

@@ -127,7 +127,10 @@ class Driver:
     async def _open_loop(
         self, talks: Sequence[Talk], dues: Sequence[Sequence[float]], started_s: float
     ) -> float:
-        """Send each session's turns when they are due, or as soon as the one before is answered."""
+        """Send each session's turns when they are due, or as soon as the one before is answered.
+
+        Returns for how long more of them were due.
+        """
 
         async def work(talk: Talk, times: Sequence[float]) -> None:
             for due_s in times:
@@ -135,7 +138,7 @@ class Driver:
                 await self._tell(talk, await talk.turn(self._plan.max_tokens, started_s, due_s))
 
         await together(*(work(talk, times) for talk, times in zip(talks, dues, strict=True)))
-        return max((due for times in dues for due in times), default=0.0)
+        return min(self._plan.duration_s, monotonic() - started_s)
 
     async def _tell(self, talk: Talk, turn: Turn) -> None:
         self._on_turn(turn, None if turn.error is None else str(talk.fault))

@@ -91,6 +91,7 @@ class LoadBench(Bench[LoadReport]):
                 self._corpus,
                 run=run,
                 answers=ANSWERS,
+                answer_tokens=plan.answer_tokens,
                 timeout_s=plan.turn_timeout_s,
                 pause_s=plan.pause_s,
             )

@@ -80,7 +80,7 @@ def _levels(report: LoadReport) -> Rows:
 
 def glance(report: LoadReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return what a terminal has room for: names of columns, and a line for each level."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             level.name,
             f"{level.answered}/{level.turns}",

@@ -42,6 +42,7 @@ class Plan:
     long_prompt: int | None
     rounds: int
     pause_s: float
+    answer_tokens: int
     turn_timeout_s: float
     seed: int
 
@@ -60,6 +61,8 @@ class Plan:
             "duration_s": self.duration_s,
             "long_prompt": self.long_prompt,
             "rounds": self.rounds,
+            "answer_tokens": self.answer_tokens,
+            "pause_s": self.pause_s,
             "turn_timeout_s": self.turn_timeout_s,
             "seed": self.seed,
         }

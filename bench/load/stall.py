@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from bench.ask import ask
 from bench.report import BenchError
 from bench.together import together
-from protocol.errors import TurnkeepError
+from protocol.errors import RequestFailedError, TurnkeepError
 
-from .turns import Stall
+from .turns import Stall, gaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,8 +24,10 @@ if TYPE_CHECKING:
 
 #: Text from which the length of a token is told, in characters.
 SAMPLE_CHARS: Final = 1000
-#: Long answers leave few gaps between answers, in which nothing could stand still.
-ANSWER_TOKENS: Final = 256
+#: How often is looked whether all answers run.
+POLL_S: Final = 0.005
+#: Waiting for that longer than this, a prompt is sent beside those that do.
+PATIENCE_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -35,17 +35,30 @@ class Beside:
     """Answers that run all the time, and a long prompt now and then."""
 
     def __init__(
-        self, client: Client, corpus: Corpus, *, run: str, answers: int, timeout_s: float, pause_s: float
+        self,
+        client: Client,
+        corpus: Corpus,
+        *,
+        run: str,
+        answers: int,
+        answer_tokens: int,
+        timeout_s: float,
+        pause_s: float,
     ) -> None:
-        """`answers` run at a time; between two prompts they are alone for `pause_s`."""
+        """`answers` of `answer_tokens` run at a time; between two prompts they are alone for `pause_s`.
+
+        Long answers leave few pauses between answers, in which nothing could stand still.
+        """
         self._client = client
         self._texts = corpus.texts()
         self._run = run
         self._answers = answers
+        self._answer_tokens = answer_tokens
+        self._running: dict[int, int] = {}
         self._timeout_s = timeout_s
         self._pause_s = pause_s
         self._chunks_s: list[list[float]] = []
-        self._ending = False
+        self._ending = asyncio.Event()
 
     async def measure(self, num_tokens: int, rounds: int, stalls: list[Stall]) -> None:
         """Prefill `rounds` prompts of about `num_tokens`, and add what they cost to `stalls` at the end.
@@ -58,17 +71,19 @@ class Beside:
 
         async def prompts() -> None:
             for number in range(rounds):
+                await self._until_all_run()
                 await asyncio.sleep(self._pause_s)
+                await self._until_all_run()
                 text = self._prompt(number, round(num_tokens * per_token))
                 before_s = monotonic()
                 tokens, prefilled = await self._append(f"{self._run}-long-{number}", text)
                 windows.append((before_s, monotonic(), tokens, prefilled))
             await asyncio.sleep(self._pause_s)
-            self._ending = True
+            self._ending.set()
 
         await together(prompts(), *(self._answer(i) for i in range(self._answers)))
-        gaps = [pair for chunks in self._chunks_s for pair in pairwise(chunks)]
-        stalls.extend(by_round(gaps, windows, started_s))
+        stood = [pair for chunks in self._chunks_s for pair in gaps(chunks)]
+        stalls.extend(by_round(stood, windows, started_s))
 
     async def _chars_per_token(self) -> float:
         text = self._prompt(0, SAMPLE_CHARS)
@@ -95,33 +110,52 @@ class Beside:
     async def _answer(self, number: int) -> None:
         """Let one answer follow another, each in a session of its own, until the end."""
         turn = 0
-        while not self._ending:
+        while not self._ending.is_set():
             turn += 1
             name = f"{self._run}-beside-{number}-{turn}"
             session = self._client.session(name)
-            asked = await ask(
-                session,
+            chunks_s: list[float] = []
+            self._chunks_s.append(chunks_s)
+            self._running[number] = 0
+            generation = session.generate(
                 messages=[{"role": "user", "content": f"[{name}] {next(self._texts)}"}],
-                max_tokens=ANSWER_TOKENS,
+                max_tokens=self._answer_tokens,
                 timeout_s=self._timeout_s,
             )
-            if asked.fault is not None:
-                raise BenchError(f"an answer beside the long prompt failed: {asked.fault}")
-            self._chunks_s.append([asked.sent_s + chunk_s for chunk_s in asked.chunks_s])
+            try:
+                async for chunk in generation:
+                    chunks_s.append(monotonic())
+                    self._running[number] += len(chunk.tokens)
+                    if self._ending.is_set():
+                        await generation.cancel()
+                        break
+            except RequestFailedError as error:
+                if not self._ending.is_set():
+                    raise BenchError(f"an answer beside the long prompt failed: {error}") from None
+            del self._running[number]
             with contextlib.suppress(TurnkeepError):
                 await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
+    async def _until_all_run(self) -> None:
+        """Wait until every answer has begun, and none of them is about to end."""
+        deadline = monotonic() + PATIENCE_S
+        while monotonic() < deadline:
+            tokens = self._running.values()
+            if len(tokens) == self._answers and all(0 < count <= self._answer_tokens / 2 for count in tokens):
+                return
+            await asyncio.sleep(POLL_S)
+
 
 def by_round(
-    gaps: Sequence[tuple[float, float]],
+    stood: Sequence[tuple[float, float]],
     windows: Sequence[tuple[float, float, int, int]],
     started_s: float,
 ) -> Iterator[Stall]:
     """Sort the gaps: those that overlap a prompt's window, and those since the window before."""
     before_s = started_s
     for start_s, end_s, tokens, prefilled in windows:
-        during = [b - a for a, b in gaps if a < end_s and b > start_s]
-        alone = [b - a for a, b in gaps if a >= before_s and b <= start_s]
+        during = [b - a for a, b in stood if a < end_s and b > start_s]
+        alone = [b - a for a, b in stood if a >= before_s and b <= start_s]
         yield Stall(
             tokens=tokens,
             prefilled_tokens=prefilled,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +10,7 @@ from bench.ask import ask
 from bench.session.turns import answer_of
 from protocol.errors import TurnkeepError
 
-from .turns import Turn
+from .turns import Turn, gaps
 
 if TYPE_CHECKING:
     from bench.script import Messages, Script
@@ -82,7 +81,7 @@ class Talk:
             due_s=min(due, asked.sent_s) - started_s,
             sent_s=asked.sent_s - started_s,
             latency_s=asked.latency_s,
-            gaps_s=tuple(later - earlier for earlier, later in pairwise(asked.chunks_s)),
+            gaps_s=tuple(later - earlier for earlier, later in gaps(asked.chunks_s)),
             answer=answer,
             joined=joined,
             error=asked.error,

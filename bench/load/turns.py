@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 from msgspec import Struct
 
 from bench.session.turns import Answer  # noqa: TC001  # msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Chunks closer than this came in one packet: their reader cannot see a gap between them.
+ONE_ARRIVAL_S: Final = 0.0005
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -43,6 +51,18 @@ class Stall(Struct, frozen=True, kw_only=True):
     seconds: float
     alone_s: tuple[float, ...]
     during_s: tuple[float, ...]
+
+
+def gaps(chunks_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Return where a running answer stood still: pairs of one arrival and the next."""
+    found = []
+    before = None
+    for at_s in chunks_s:
+        if before is None or at_s - before >= ONE_ARRIVAL_S:
+            if before is not None:
+                found.append((before, at_s))
+            before = at_s
+    return found
 
 
 def lateness_s(turn: Turn) -> float:
