@@ -57,11 +57,8 @@ def _levels(report: LoadReport) -> Rows:
         "generated/s (p5 to p95)",
         "first chunk p50",
         "p99",
-        "per token p50",
-        "p99",
         "gap p50",
         "p99",
-        "Jain",
     )
     rows = [
         (
@@ -69,9 +66,7 @@ def _levels(report: LoadReport) -> Rows:
             f"{level.answered}/{level.turns}",
             _throughput(level.generated),
             *_times(level.first_chunk),
-            *_times(level.per_token),
             *_times(level.gaps),
-            "-" if level.fairness is None else f"{level.fairness.jain:.3f}",
         )
         for level in report.levels
     ]
@@ -95,33 +90,33 @@ def glance(report: LoadReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _details(report: LoadReport) -> tuple[Rows, ...]:
-    head = (
-        "load",
-        "prefilled/s (p5 to p95)",
-        "whole turn p50",
-        "p99",
-        "queued p50",
-        "p99",
-        "sent late p50",
-        "p99",
-        "best/worst session",
-        "event loop late (mean, p99)",
-        "process",
-    )
-    rows = [
+    queues = [
         (
             level.name,
-            _throughput(level.prefilled),
             *_times(level.whole),
             *_times(level.queued),
             *_times(level.lateness),
-            "-" if level.fairness is None else f"{level.fairness.max_min:.2f} of {level.fairness.sessions}",
+            *_times(level.per_token),
+        )
+        for level in report.levels
+    ]
+    shared = [
+        (
+            level.name,
+            "-" if level.fairness is None else f"{level.fairness.max_min:.2f}, {level.fairness.jain:.3f}",
+            "-" if level.fairness is None else f"{level.fairness.sessions}",
+            _throughput(level.prefilled),
             _lag(level),
             "-" if level.process_bytes is None else f"{level.process_bytes / 2**20:,.0f} MiB",
         )
         for level in report.levels
     ]
-    return (Rows("Queues, fairness, the process", head, rows),)
+    head = ("load", "whole turn", "p99", "queued", "p99", "sent late", "p99", "per token", "p99")
+    more = ("load", "best/worst, Jain", "of sessions", "prefilled/s (p5 to p95)", "loop late, p99", "process")
+    return (
+        Rows("Times from when a turn was due, medians and p99", head, queues),
+        Rows("Fairness and the process", more, shared),
+    )
 
 
 def _stall(report: LoadReport) -> tuple[Rows, ...]:
@@ -180,7 +175,7 @@ def _plots(report: LoadReport) -> tuple[Plot, ...]:
     plots = [
         Plot(
             "Throughput against concurrency",
-            "Tokens generated per second by sessions at a time; bars are the 5th to 95th percentile over a"
+            "Tokens generated per second in the closed loops; bars are the 5th to 95th percentile over a"
             " level's tenths.",
             lambda axes: _against(axes, report),
         ),
@@ -232,38 +227,26 @@ def _shades(count: int) -> list[Any]:
 
 
 def _against(axes: Any, report: LoadReport) -> None:
-    for kind, colour, name in (
-        ("closed", BLUE, "closed loop"),
-        ("poisson", ORANGE, "open loop (due per second)"),
-    ):
-        found = [
-            (level.amount, level.generated)
-            for level in report.levels
-            if level.kind == kind and level.generated
-        ]
-        if found:
-            means = [one.mean for _, one in found]
-            below = [max(0.0, one.mean - one.low) for _, one in found]
-            above = [max(0.0, one.high - one.mean) for _, one in found]
-            axes.errorbar(
-                [amount for amount, _ in found],
-                means,
-                yerr=[below, above],
-                color=colour,
-                marker="o",
-                markersize=4,
-                capsize=3,
-                linewidth=1.2,
-                label=name,
-            )
+    closed = [level for level in report.levels if level.kind == "closed"]
+    found = [(level.amount, level.generated) for level in closed if level.generated is not None]
+    axes.errorbar(
+        [amount for amount, _ in found],
+        [one.mean for _, one in found],
+        yerr=[
+            [max(0.0, one.mean - one.low) for _, one in found],
+            [max(0.0, one.high - one.mean) for _, one in found],
+        ],
+        color=BLUE,
+        marker="o",
+        markersize=4,
+        capsize=3,
+        linewidth=1.2,
+    )
     axes.set(xlabel="sessions at a time", ylabel="generated tokens a second")
-    closed = [level.amount for level in report.levels if level.kind == "closed"]
-    if closed:
+    if found:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(closed, [f"{amount:g}" for amount in closed])
+        axes.set_xticks([amount for amount, _ in found], [f"{amount:g}" for amount, _ in found])
     axes.set_ylim(bottom=0)
-    if axes.get_legend_handles_labels()[0]:
-        legend(axes)
 
 
 def _cdfs(axes: Any, report: LoadReport, measure: Callable[[Turn], float | None], name: str) -> None:

@@ -55,8 +55,8 @@ class Stall(Struct, frozen=True, kw_only=True):
 
 def gaps(chunks_s: Sequence[float]) -> list[tuple[float, float]]:
     """Return where a running answer stood still: pairs of one arrival and the next."""
-    found = []
-    before = None
+    found: list[tuple[float, float]] = []
+    before: float | None = None
     for at_s in chunks_s:
         if before is None or at_s - before >= ONE_ARRIVAL_S:
             if before is not None:
