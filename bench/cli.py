@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from .load.command import load
+from .many.command import many
 from .options import Group
 from .session.command import session
 
@@ -21,6 +22,7 @@ def bench() -> None:
 
 bench.add_command(session)
 bench.add_command(load)
+bench.add_command(many)
 
 
 @bench.command()
