@@ -1,7 +1,7 @@
 """What many sessions say: each one its own part of a corpus, and a history to begin with.
 
 A session's first words carry its name, so that no two sessions share them: a worker keeps KV by content, and
-would find in its cache what another session, or an earlier run, has said.
+would find in its cache what another session, or an earlier run, has said. So names should differ early.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Driver:
         run: str,
         on_turn: Callable[[Turn, str | None], None],
     ) -> None:
-        """`run` begins the names of all sessions; `on_turn` also gets the message of a fault."""
+        """`run` ends the names of all sessions; `on_turn` also gets the message of a fault."""
         self._client = client
         self._plan = plan
         self._corpus = corpus
@@ -96,7 +96,7 @@ class Driver:
             Talk(
                 self._client,
                 script,
-                f"{self._run}-{number}-{i}",
+                f"{i}-{number}-{self._run}",
                 level=number,
                 session=i,
                 timeout_s=plan.turn_timeout_s,

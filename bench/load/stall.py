@@ -91,7 +91,7 @@ class Beside:
         return len(text) / max(tokens, 1)
 
     def _prompt(self, number: int, chars: int) -> str:
-        parts, size = [f"[{self._run}-{number}]"], 0
+        parts, size = [f"[{number}-{self._run}]"], 0
         while size < chars:
             parts.append(next(self._texts))
             size += len(parts[-1]) + 2
@@ -112,7 +112,7 @@ class Beside:
         turn = 0
         while not self._ending.is_set():
             turn += 1
-            name = f"{self._run}-beside-{number}-{turn}"
+            name = f"{turn}-{number}-beside-{self._run}"
             session = self._client.session(name)
             chunks_s: list[float] = []
             self._chunks_s.append(chunks_s)

@@ -154,12 +154,15 @@ def wait(turns: Sequence[Turn]) -> Wait | None:
     """Hold the wait for the first chunk against the tokens that the worker says it prefilled.
 
     `turns` are those of one session at a time, openings included. The time of a prefilled token is that of
-    turns that found nothing in any cache. What a turn waits beyond its own prefill must not grow with the
-    session's length. None where there is too little to fit.
+    turns that found next to nothing in any cache: what a chat template puts first is the same for all. What a
+    turn waits beyond its own prefill must not grow with the session's length. None where there is too little
+    to fit.
     """
     answers = [turn.answer for turn in turns if turn.answer is not None]
     cold = [
-        a.first_chunk_s / a.prompt_tokens for a in answers if a.position_before == 0 and not a.cached_tokens
+        a.first_chunk_s / a.prefilled_tokens
+        for a in answers
+        if a.position_before == 0 and a.prefilled_tokens > a.cached_tokens
     ]
     warm = [(a.position_before, a) for a in answers if a.position_before]
     if not cold or len(warm) < MIN_READINGS:

@@ -12,6 +12,7 @@ import msgspec
 
 from bench.ask import ask
 from bench.script import scripts
+from bench.session.conversation import FULL
 from bench.together import together
 from protocol.errors import TurnkeepError
 
@@ -57,7 +58,7 @@ class Crowd:
     """All sessions. What it measures grows as it goes on."""
 
     def __init__(self, client: Client, plan: Plan, corpus: Corpus, watch: Watch, run: str) -> None:
-        """`run` begins the names of all sessions."""
+        """`run` ends the names of all sessions."""
         self.built: list[Built] = []
         self.turns: list[Turn] = []
         self.rewinds = 0
@@ -70,7 +71,7 @@ class Crowd:
         self._texts = corpus.texts()
         made = scripts(corpus, ((plan.history, 0) for _ in range(plan.sessions)))
         self._members = [
-            _Member(client.session(f"{run}-{i}"), f"{run}-{i}", script) for i, script in enumerate(made)
+            _Member(client.session(f"{i}-{run}"), f"{i}-{run}", script) for i, script in enumerate(made)
         ]
 
     async def build(self) -> None:
@@ -141,13 +142,12 @@ class Crowd:
         if member.turns == KEPT_TURNS:
             await self._rewind(member)
         held, (told, resident) = member.position, await self._look(member)
-        at_s = self._watch.elapsed_s
-        asked = await ask(
-            member.session,
-            messages=[{"role": "user", "content": next(self._texts)}],
-            max_tokens=self._plan.max_tokens,
-            timeout_s=self._plan.turn_timeout_s,
-        )
+        at_s, text = self._watch.elapsed_s, next(self._texts)
+        asked = await self._say(member, text)
+        if asked.error in FULL and member.turns:
+            await self._rewind(member)
+            held, (told, resident) = member.position, await self._look(member)
+            at_s, asked = self._watch.elapsed_s, await self._say(member, text)
         member.turns += 1
         result = asked.result
         known = Turn(
@@ -167,6 +167,14 @@ class Crowd:
             return
         member.position = result.position
         self.turns.append(_answered(known, asked))
+
+    async def _say(self, member: _Member, text: str) -> Asked:
+        return await ask(
+            member.session,
+            messages=[{"role": "user", "content": text}],
+            max_tokens=self._plan.max_tokens,
+            timeout_s=self._plan.turn_timeout_s,
+        )
 
     async def _look(self, member: _Member) -> tuple[int | None, bool]:
         """Ask where a session is, outside of the time that is measured."""
@@ -213,7 +221,7 @@ async def longest_kv(client: Client, plan: Plan, corpus: Corpus, run: str) -> in
     texts, most = corpus.texts(), 0
     made = scripts(corpus, ((plan.history, 0) for _ in range(min(plan.room, plan.sessions))))
     for number, script in enumerate(made):
-        name = f"{run}-probe-{number}"
+        name = f"{number}-probe-{run}"
         session = client.session(name)
         messages = [
             script.opening(name),

@@ -10,7 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: A session is rewound to its beginning after so many turns: popular ones must not outgrow the memory.
+#: A session is rewound to its beginning after so many turns, or when it is full: popular ones must not
+#: outgrow the memory.
 KEPT_TURNS: Final = 4
 
 
