@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.about import about, endings, subject
-from bench.figures import BLUE, GREEN, GREY, MAX_SHAPES, ORANGE, byte_unit, duration, legend, percent, steps
+from bench.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    MAX_SHAPES,
+    ORANGE,
+    byte_unit,
+    duration,
+    legend,
+    logarithmic,
+    percent,
+    steps,
+)
 from bench.page import Page, Plot, Rows
 
 from .summary import growing
@@ -139,8 +151,8 @@ def _cdfs(axes: Any, report: ManyReport, timed: Sequence[tuple[Turn, float]], na
     for one in report.summary.places:
         values = [time_s * MS for turn, time_s in timed if found(turn) == one.place]
         steps(axes, values, f"{SHOWN[one.place]} ({len(values):,})", COLOURS[one.place])
-    axes.set(xlabel=name, ylabel="share of turns", xscale="log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel=name, ylabel="share of turns")
+    logarithmic(axes)
     percent(axes)
     legend(axes)
 
