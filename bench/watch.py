@@ -49,6 +49,12 @@ class Watch:
         self._started_s = time.monotonic()
 
     @property
+    def of_one(self) -> list[Reading]:
+        """The readings of the worker that was heard first; there may be others on the same NATS."""
+        name = self.worker.worker if self.worker else None
+        return [reading for reading in self.readings if reading.worker == name]
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the watch began."""
         return time.monotonic() - self._started_s

@@ -111,7 +111,7 @@ class LoadBench(Bench[LoadReport]):
     def report(self, facts: Facts) -> LoadReport:
         """Make the report of the levels so far."""
         plan, turns = self._plan, self._turns
-        readings = self._watch.readings if self._watch else []
+        readings = self._watch.of_one if self._watch else []
         begun = max((turn.level + 1 for turn in turns), default=0)
         levels = tuple(
             summarise(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.report import Check
-from bench.session.checks import growth_check
+from bench.session.checks import growth_check, wait_check
 
 if TYPE_CHECKING:
     from .summary import ManySummary
@@ -40,6 +40,7 @@ def checks(summary: ManySummary, sessions: int, *, own: bool) -> tuple[Check, ..
             exact=True,
         ),
         _accounts(summary, own=own),
+        wait_check(summary.wait),
         growth_check(summary.beyond_kv),
     )
 

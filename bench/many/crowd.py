@@ -213,26 +213,44 @@ class Crowd:
             self.messages.setdefault(asked.error, str(asked.fault))
 
 
-async def longest_kv(client: Client, plan: Plan, corpus: Corpus, run: str) -> int:
-    """Hold a few of the sessions to their full length; returns the bytes of KV of the longest.
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a few sessions of full length told: the most bytes of KV, and seconds per prefilled token.
 
-    Raises what their requests raise.
+    The latter are those of their beginnings, which found next to nothing in a cache.
     """
-    texts, most = corpus.texts(), 0
+
+    most_bytes: int
+    cold_s: tuple[float, ...]
+
+
+async def probe(client: Client, plan: Plan, corpus: Corpus, run: str) -> Probe:
+    """Hold a few of the sessions to their full length, one after another.
+
+    Raises the fault of a beginning that is not answered, or of a turn that fails for another reason than that
+    its session is full.
+    """
+    texts, most, cold_s = corpus.texts(), 0, []
     made = scripts(corpus, ((plan.history, 0) for _ in range(min(plan.room, plan.sessions))))
     for number, script in enumerate(made):
         name = f"{number}-probe-{run}"
         session = client.session(name)
-        messages = [
-            script.opening(name),
-            *([{"role": "user", "content": next(texts)}] for _ in range(KEPT_TURNS)),
-        ]
-        for said in messages:
-            answer = await session.generate(
-                messages=said, max_tokens=plan.max_tokens, timeout_s=plan.turn_timeout_s
+        turns = ([{"role": "user", "content": next(texts)}] for _ in range(KEPT_TURNS))
+        for messages in (script.opening(name), *turns):
+            asked = await ask(
+                session, messages=messages, max_tokens=plan.max_tokens, timeout_s=plan.turn_timeout_s
             )
-            most = max(most, answer.kv_live_bytes)
-    return most
+            if asked.error in FULL and most:
+                break
+            if asked.result is None:
+                raise asked.fault or ValueError(asked)
+            usage = asked.result.usage
+            most = max(most, asked.result.kv_live_bytes)
+            if usage.prefilled_tokens > usage.cached_tokens:
+                cold_s.append(asked.first_chunk_s / usage.prefilled_tokens)
+        with contextlib.suppress(TurnkeepError):
+            await session.close(timeout_s=CLOSE_TIMEOUT_S)
+    return Probe(most, tuple(cold_s))
 
 
 def _answered(turn: Turn, asked: Asked) -> Turn:

@@ -13,10 +13,10 @@ from bench.report import BenchError
 from bench.run import Bench
 from bench.together import beside
 from bench.watch import Watch
-from protocol.errors import TurnkeepError
+from protocol.errors import RequestFailedError
 
 from .checks import checks
-from .crowd import Crowd, longest_kv
+from .crowd import Crowd, Probe, probe
 from .page import page_of
 from .summary import ManyReport, series, summarise
 
@@ -54,6 +54,7 @@ class ManyBench(Bench[ManyReport]):
         self._crowd: Crowd | None = None
         self._watch: Watch | None = None
         self._written_at_s: float | None = None
+        self._probe: Probe | None = None
 
     @property
     def measured(self) -> bool:
@@ -64,14 +65,18 @@ class ManyBench(Bench[ManyReport]):
         """Build the sessions and ask them. Raises `NoWorkerError` where there is no worker."""
         options = ["--metrics-interval-s", f"{METRICS_S}s"]
         if self._where.url is None:
-            options += ["--max-memory", f"{await self._budget(run)}"]
+            # Another worker tells what sessions take: a limit is set at the start.
+            async with run.worker(where=self._where) as (_, client):
+                self._probe = await self._size(run, client)
+            options += ["--max-memory", f"{max(LEAST_MEMORY, self._plan.room * self._probe.most_bytes)}"]
         async with run.target(self._where, *options) as client:
+            self._probe = self._probe or await self._size(run, client)
             self._watch = watch = Watch(client)
             self._crowd = crowd = Crowd(client, self._plan, self._corpus, watch, self._run)
             total = None if self._plan.turns is None else self._plan.sessions + self._plan.turns
             with run.bar(total) as step:
                 try:
-                    async with beside(watch.run(), self._pulse(crowd, step)):
+                    async with beside(watch.run(), self._pulse(step)):
                         await crowd.build()
                         await self._until_written(watch)
                         await crowd.converse()
@@ -80,27 +85,12 @@ class ManyBench(Bench[ManyReport]):
                     await crowd.close(in_time=True)
                     raise
 
-    async def _budget(self, run: Run) -> int:
-        """Return the memory for as many of the longest sessions as the plan has room for.
-
-        A worker of its own tells what they take: its limit is set at its start.
-        """
-        with run.bar(None) as step:
-            async with run.worker(where=self._where) as (_, client):
-                step(0, "sizing the sessions")
-                most = await self._size(client, step)
-        return max(LEAST_MEMORY, self._plan.room * most)
-
-    async def _size(self, client: Client, step: Callable[[float, str], None]) -> int:
-        async def pulse() -> None:
-            while True:
-                step(0, "sizing the sessions")
-                await asyncio.sleep(PULSE_S)
-
+    async def _size(self, run: Run, client: Client) -> Probe:
         try:
-            async with beside(pulse()):
-                return await longest_kv(client, self._plan, self._corpus, self._run)
-        except TurnkeepError as error:
+            with run.bar(None) as step:
+                async with beside(self._pulse(step)):
+                    return await probe(client, self._plan, self._corpus, self._run)
+        except RequestFailedError as error:
             raise BenchError(f"a session cannot be held to its full length: {error}") from None
 
     async def _until_written(self, watch: Watch) -> None:
@@ -111,20 +101,21 @@ class ManyBench(Bench[ManyReport]):
                 break
         self._written_at_s = watch.readings[-1].at_s if watch.readings else watch.elapsed_s
 
-    async def _pulse(self, crowd: Crowd, step: Callable[[float, str], None]) -> None:
+    async def _pulse(self, step: Callable[[float, str], None]) -> None:
         """Move the bar, which also notices a worker's death, whatever is waited for."""
         while True:
-            what = f"session {len(crowd.built):,}"
-            if self._written_at_s is not None:
-                what = f"turn {len(crowd.turns):,}"
-            step(len(crowd.built) + len(crowd.turns), what)
+            done, what = 0, "sizing the sessions"
+            if self._crowd is not None:
+                built, turns = len(self._crowd.built), len(self._crowd.turns)
+                done, what = built + turns, f"turn {turns:,}" if turns else f"session {built:,}"
+            step(done, what)
             await asyncio.sleep(PULSE_S)
 
     def report(self, facts: Facts) -> ManyReport:
         """Make the report of what was measured so far."""
         crowd, watch = self._crowd, self._watch
         built, turns = (crowd.built, crowd.turns) if crowd else ([], [])
-        readings = watch.readings if watch else []
+        readings = watch.of_one if watch else []
         summary = summarise(
             built,
             turns,
@@ -134,6 +125,7 @@ class ManyBench(Bench[ManyReport]):
             over_limit=crowd.over_limit if crowd else 0,
             written_at_s=self._written_at_s,
             account=crowd.account if crowd else None,
+            cold_s=self._probe.cold_s if self._probe else (),
         )
         return ManyReport(
             **facts,

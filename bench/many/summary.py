@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from bench import stats
 from bench.report import Report, Series
-from bench.session.summary import Slope, growth
+from bench.session.summary import MIN_READINGS as MIN_WAITS
+from bench.session.summary import Slope, Wait, growth
 from bench.session.turns import Memory
 from bench.stats import Spread, spread
 from bench.watch import Reading  # noqa: TC001  # msgspec reads the annotations
@@ -71,6 +72,7 @@ class ManySummary(Struct, frozen=True, kw_only=True):
     beyond_kv: Slope | None
     counted: Account
     account: Account | None
+    wait: Wait | None
 
 
 class ManyReport(Report, frozen=True, kw_only=True):
@@ -109,10 +111,12 @@ def summarise(
     over_limit: int,
     written_at_s: float | None,
     account: Account | None,
+    cold_s: Sequence[float],
 ) -> ManySummary:
     """Aggregate all so far.
 
     `looks` are readings that were checked but not kept, `over_limit` those of them that were over it.
+    `cold_s` are seconds per prefilled token where nothing was cached.
     """
     good = [one for one in built if one.error is None]
     answered = [turn for turn in turns if turn.error is None]
@@ -144,6 +148,7 @@ def summarise(
         beyond_kv=growth([memory(r) for r in turned], lambda m: m.process_bytes - m.resident_kv_bytes),
         counted=counted(built, turns),
         account=account,
+        wait=wait(turns, cold_s),
     )
 
 
@@ -185,6 +190,25 @@ def per_session(built: Sequence[Built], readings: Sequence[Reading]) -> PerSessi
     if line is None or len(kept) < MIN_READINGS:
         return None
     return PerSession(size_bytes=line.slope, low=line.low, high=line.high, readings=len(kept))
+
+
+def wait(turns: Sequence[Turn], cold_s: Sequence[float]) -> Wait | None:
+    """Hold the wait for the first chunk against the tokens that the worker says it prefilled.
+
+    What a turn waits beyond its own prefill must not grow with the session as if it were all prefilled anew.
+    None where there is too little to fit.
+    """
+    kept = [turn for turn in turns if turn.held and turn.error is None]
+    if not cold_s or len(kept) < MIN_WAITS:
+        return None
+    rate = min(cold_s)
+    line = stats.robust_line(
+        [turn.held or 0 for turn in kept],
+        [turn.first_chunk_s - rate * turn.prefilled_tokens for turn in kept],
+    )
+    if line is None:
+        return None
+    return Wait(per_position_s=line.slope, low_s=line.low, high_s=line.high, per_prefilled_s=rate)
 
 
 def counted(built: Sequence[Built], turns: Sequence[Turn]) -> Account:

@@ -11,10 +11,10 @@ from bench_runs import check_death, check_interrupted, check_one_line, turnkeep,
 from bench import report
 from bench.corpus import built_in
 from bench.many.measure import ManyBench
-from bench.many.plan import Plan
+from bench.many.plan import KEPT_TURNS, Plan
 from bench.many.summary import ManyReport
 from bench.run import Run, Where
-from worker import history
+from worker import device, history
 from worker.admission import Ledger
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ async def test_more_sessions_than_fit_are_all_remembered_within_the_limit(local_
     assert {one.place for one in summary.places} == {"memory", "SSD"}
     assert summary.restored_bytes > 0
     assert summary.ssd_bytes_per_session > 0
-    assert summary.counted == summary.account  # nobody else asked this worker
 
 
 async def test_a_popular_session_is_rewound_and_still_remembered(local_worker):
@@ -78,12 +77,13 @@ async def test_a_session_that_is_full_begins_anew_and_is_no_fault(local_worker):
 
 
 async def test_a_worker_that_forgets_a_session_is_caught(local_worker, monkeypatch):
-    """It answers as if the session began with this turn."""
-    extend, forgot = history.Folder.extend, []
+    """Once all sessions are built, it answers one turn as if the session began with it."""
+    extend, extended = history.Folder.extend, []
+    before_turns = 4 * (1 + KEPT_TURNS) + 4  # those that size the sessions, and the four beginnings
 
     def forget(self: history.Folder, before: history.History, request: Any) -> Any:
-        if before.position and not forgot:
-            forgot.append(before)
+        extended.append(before)
+        if len(extended) == before_turns + 3:
             before = self.begin(before.conversation.started)
         return extend(self, before, request)
 
@@ -93,6 +93,22 @@ async def test_a_worker_that_forgets_a_session_is_caught(local_worker, monkeypat
     assert len(found.summary.forgotten) == 1
     exact = [check.passed for check in found.checks if check.exact]
     assert exact == [True, True, False, True, None]
+
+
+async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
+    """It prefills the whole session every turn, and reports what an honest one would."""
+    begin = device.Device._begin
+
+    def lie(self: device.Device, turn: Any) -> None:
+        kept, turn.num_kept, turn.restored = max(turn.num_kept, turn.num_restored), 0, None
+        begin(self, turn)
+        turn.num_reused = kept
+        turn.num_prefilled -= kept
+
+    monkeypatch.setattr(device.Device, "_begin", lie)
+    worker = await local_worker()
+    found = await measure(worker, plan(sessions=8, turns=40, history=8))
+    assert found.checks[5].passed is False, found.checks[5].detail
 
 
 async def test_a_worker_that_exceeds_its_memory_is_caught(local_worker, monkeypatch):

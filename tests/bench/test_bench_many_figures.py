@@ -51,6 +51,7 @@ def summary(**changes: Any) -> ManySummary:
         "over_limit": 0,
         "written_at_s": 100.0,
         "account": TOTAL,
+        "cold_s": (0.002,),
     }
     fields |= changes
     return summarise(fields.pop("built"), fields.pop("turns"), fields.pop("readings"), **fields)
@@ -136,6 +137,21 @@ def test_a_worker_that_counts_other_tokens_than_it_told_is_caught():
     other = Account(cached=TOTAL.cached, prefilled=TOTAL.prefilled + 1, generated=TOTAL.generated)
     assert verdicts(summary(account=other))[ACCOUNT] is False
     assert verdicts(summary(account=other), own=False)[ACCOUNT] is None
+
+
+def test_a_worker_whose_first_chunks_wait_for_the_whole_session_is_caught():
+    """One prefilled token takes 2 ms; it says 20 of them, and lets the client wait for all."""
+
+    def turns(of: Any) -> list[Any]:
+        return [
+            make_turn(i % SESSIONS, held=100 + 10 * i, told=100 + 10 * i, first_chunk_s=0.01 + 0.002 * of(i))
+            for i in range(40)
+        ]
+
+    honest = summary(turns=turns(lambda i: 20 + i % 3))
+    liar = summary(turns=turns(lambda i: 120 + 10 * i + i % 3))
+    assert [checks(made, SESSIONS, own=True)[5].passed for made in (honest, liar)] == [True, False]
+    assert summary(cold_s=()).wait is None
 
 
 def test_memory_of_a_session_needs_several_readings():
