@@ -66,7 +66,15 @@ def _places(summary: ManySummary) -> Rows:
     ]
     if summary.build is not None:
         rows.append(
-            ("a session's beginning", f"{summary.build.count:,}", *_times(summary.build), "", "", "", "")
+            (
+                "a beginning, many at a time",
+                f"{summary.build.count:,}",
+                *_times(summary.build),
+                "",
+                "",
+                "",
+                "",
+            )
         )
     head = ("KV found", "turns", "whole p50", "p95", "p99", "first chunk p50", "p95", "p99", "prefilled p50")
     return Rows("Time of a turn by where its session was found", head, rows)

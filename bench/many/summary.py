@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from bisect import bisect_right
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, get_args
 
 from msgspec import Struct
 
 from bench import stats
 from bench.report import Report, Series
-from bench.session.summary import MIN_READINGS as MIN_WAITS
-from bench.session.summary import Slope, Wait, growth
+from bench.session.summary import MIN_READINGS, Slope, Wait, growth
 from bench.session.turns import Memory
 from bench.stats import Spread, spread
 from bench.watch import Reading  # noqa: TC001  # msgspec reads the annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 MAX_NAMED: Final = 20
 #: A process fills its caches with the first sessions; what each costs is looked for in the others.
 WARM_UP: Final = 0.25
-MIN_READINGS: Final = 5
+PARTS: Final = 8
+MIN_SLOPES: Final = 4
 
 
 class PerSession(Struct, frozen=True, kw_only=True):
@@ -183,13 +186,21 @@ def growing(built: Sequence[Built], readings: Sequence[Reading]) -> list[tuple[i
 
 
 def per_session(built: Sequence[Built], readings: Sequence[Reading]) -> PerSession | None:
-    """Fit what each session more costs the process; None where there is too little to fit."""
-    points = growing(built, readings)
-    kept = [point for point in points if point[0] >= WARM_UP * len(built)]
-    line = stats.fit_line([number for number, _ in kept], [size for _, size in kept])
-    if line is None or len(kept) < MIN_READINGS:
+    """Say what each session more costs the process; None where there is too little to tell.
+
+    A process grows in steps, and neighbouring readings are not independent: the interval is that of the
+    mean over `PARTS` parts of the build.
+    """
+    kept = [point for point in growing(built, readings) if point[0] >= WARM_UP * len(built)]
+    if len(kept) <= PARTS:
         return None
-    return PerSession(size_bytes=line.slope, low=line.low, high=line.high, readings=len(kept))
+    edges = [kept[round(i * (len(kept) - 1) / PARTS)] for i in range(PARTS + 1)]
+    slopes = [(d - b) / (c - a) for (a, b), (c, d) in pairwise(edges) if c > a]
+    if len(slopes) < MIN_SLOPES:
+        return None
+    mean = statistics.fmean(slopes)
+    margin = stats.student_t(len(slopes) - 1) * statistics.stdev(slopes) / math.sqrt(len(slopes))
+    return PerSession(size_bytes=mean, low=mean - margin, high=mean + margin, readings=len(kept))
 
 
 def wait(turns: Sequence[Turn], cold_s: Sequence[float]) -> Wait | None:
@@ -199,7 +210,7 @@ def wait(turns: Sequence[Turn], cold_s: Sequence[float]) -> Wait | None:
     None where there is too little to fit.
     """
     kept = [turn for turn in turns if turn.held and turn.error is None]
-    if not cold_s or len(kept) < MIN_WAITS:
+    if not cold_s or len(kept) < MIN_READINGS:
         return None
     rate = min(cold_s)
     line = stats.robust_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 from typing import Any
 
@@ -152,6 +153,18 @@ def test_a_worker_whose_first_chunks_wait_for_the_whole_session_is_caught():
     liar = summary(turns=turns(lambda i: 120 + 10 * i + i % 3))
     assert [checks(made, SESSIONS, own=True)[5].passed for made in (honest, liar)] == [True, False]
     assert summary(cold_s=()).wait is None
+
+
+def test_memory_of_a_session_is_told_with_its_spread_over_the_build():
+    built = [make_built(i) for i in range(200)]
+    noise = random.Random(5)
+    readings = [
+        make_reading(float(i), process_bytes=round(50e6 + 4000 * i + noise.gauss(0, 3000)))
+        for i in range(200)
+    ]
+    made = per_session(built, readings)
+    assert made.low < 4000 < made.high
+    assert made.high - made.low < 1000
 
 
 def test_memory_of_a_session_needs_several_readings():
