@@ -157,10 +157,11 @@ class LoadBench(Bench[LoadReport]):
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
-        if report.stall is not None and report.stall.worst is not None:
+        stalled = report.stall
+        if stalled is not None and stalled.alone is not None and stalled.during is not None:
             console.print(
-                f"beside a prompt of {report.stall.tokens:,.0f} tokens an answer's worst gaps (p99) are"
-                f" {report.stall.worst:.1f} times its median gap alone",
+                f"gaps of running answers: p99 {stalled.during.p99 * 1000:.1f} ms beside prompts of"
+                f" {stalled.tokens:,.0f} tokens, {stalled.alone.p99 * 1000:.1f} ms alone",
                 soft_wrap=True,
             )
         for name, message in report.messages.items():

@@ -26,7 +26,7 @@ class Level:
             case "poisson":
                 return f"{self.amount:g} a second"
             case "recorded":
-                return f"recorded, {self.amount:g} times as fast"
+                return f"recorded x{self.amount:g}"
 
 
 @dataclass(frozen=True, slots=True)
