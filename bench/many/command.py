@@ -13,8 +13,9 @@ from bench.options import COUNT, NOT_NEGATIVE, POSITIVE, choosing_worker, conduc
 if TYPE_CHECKING:
     from bench.run import Where
 
-SMOKE_SESSIONS: Final = 24
-SMOKE_TOKENS: Final = 4
+SMOKE_SESSIONS: Final = 20
+SMOKE_TOKENS: Final = 2
+SMOKE_ROOM: Final = 2
 
 
 @click.command()
@@ -88,7 +89,7 @@ def many(
 
     if smoke:
         sessions, max_tokens = min(sessions, SMOKE_SESSIONS), min(max_tokens, SMOKE_TOKENS)
-        room, history = min(room, 4), 1
+        room, history = min(room, SMOKE_ROOM), 1
     if turns is None and duration is None:
         turns = 2 * sessions
     plan = Plan(
