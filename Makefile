@@ -38,6 +38,7 @@ bench: $(STAMP) ## Run the short session benchmark
 lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer versions)
 	$(COMPILE) requirements/base.in -o requirements/base.lock
 	$(COMPILE) requirements/dev.in -o requirements/dev.lock
+	$(COMPILE) --no-deps requirements/corpora.in -o requirements/corpora.lock
 
 clean: ## Remove caches and build output; `rm -rf .venv` starts over
 	rm -rf dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -58,8 +59,9 @@ $(BIN)/pip:
 		fi; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements/dev.lock pyproject.toml | $(BIN)/pip
+$(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/dev.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/corpora.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
 	@$(BIN)/python -c 'import sys; from worker.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \

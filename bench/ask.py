@@ -18,7 +18,8 @@ class Asked:
     """How one generate went. Exactly one of `result` and `fault` is set.
 
     `sent_s` is on the monotonic clock; `chunks_s` are the arrivals of its chunks, `first_text_s` that of the
-    first one with text, and `latency_s` that of its end, in seconds from there.
+    first one with text, and `latency_s` that of its end, in seconds from there. `tokens` are those of the
+    chunks, joined.
     """
 
     sent_s: float
@@ -27,6 +28,7 @@ class Asked:
     result: Generated | None = None
     fault: TurnkeepError | None = None
     first_text_s: float | None = None
+    tokens: tuple[int, ...] = ()
 
     @property
     def first_chunk_s(self) -> float:
@@ -53,6 +55,7 @@ async def ask(session: Session, *, timeout_s: float, **request: Any) -> Asked:
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
+    tokens: list[int] = []
     result: Generated | None = None
     fault: TurnkeepError | None = None
     first_text_s: float | None = None
@@ -60,12 +63,14 @@ async def ask(session: Session, *, timeout_s: float, **request: Any) -> Asked:
         generation = session.generate(timeout_s=timeout_s, **request)
         async for chunk in generation:
             chunks_s.append(time.monotonic() - sent_s)
+            tokens.extend(chunk.tokens)
             if chunk.text and first_text_s is None:
                 first_text_s = chunks_s[-1]
         result = generation.result
     except TurnkeepError as error:
         fault = error
-    return Asked(sent_s, time.monotonic() - sent_s, tuple(chunks_s), result, fault, first_text_s)
+    ended_s = time.monotonic() - sent_s
+    return Asked(sent_s, ended_s, tuple(chunks_s), result, fault, first_text_s, tuple(tokens))
 
 
 def error_class(fault: TurnkeepError) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from .load.command import load
+from .many.command import many
 from .options import Group
 from .overhead.command import overhead
 from .peers.command import peers
@@ -22,11 +24,8 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-bench.add_command(session)
-bench.add_command(peers)
-bench.add_command(replay)
-bench.add_command(overhead)
-bench.add_command(restart)
+for command in (session, load, restart, overhead, many, peers, replay):
+    bench.add_command(command)
 
 
 @bench.command()
@@ -36,7 +35,8 @@ def compare(base: Path, other: Path) -> None:
     """Ratios of the medians of two reports, with their spread."""
     from rich.console import Console
 
-    from .compare import load, show
+    from .compare import load as read
+    from .compare import show
 
-    first, second = load(base, other)
+    first, second = read(base, other)
     show(first, second, Console(highlight=False))

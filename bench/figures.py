@@ -37,6 +37,16 @@ def legend(axes: Any) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
 
 
+def logarithmic(axes: Any) -> None:
+    """Make the horizontal axis logarithmic, with numbers that are read at a glance."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def cdf(axes: Any, values: Sequence[float], name: str, colour: str, of: str = "turns") -> None:
     """Draw the distribution of one measure, with its median and its 95th percentile."""
     steps(axes, values, None, colour)

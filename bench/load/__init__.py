@@ -1,0 +1,1 @@
+"""`turnkeep bench load`: many sessions at once."""

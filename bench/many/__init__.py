@@ -1,0 +1,1 @@
+"""`turnkeep bench many`: far more sessions than fit in memory."""

@@ -1,0 +1,36 @@
+"""Several things at once within a bench; a fault in one ends the others and is raised as it is.
+
+A task group alone would raise it in a group, which no command tells in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all of it to its end."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+
+
+@asynccontextmanager
+async def beside(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
+    """Run it while the block runs; it is cancelled at the block's end."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
