@@ -297,6 +297,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     prefilled_tokens: int
     cached_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     time_to_first_token: Histogram
     time_per_output_token: Histogram
     batch_size: Histogram

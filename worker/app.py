@@ -131,6 +131,7 @@ class App:
             max_batch=settings.max_batch,
             stall_s=settings.max_stall_s,
             limit_bytes=settings.device_memory,
+            max_draft=settings.max_draft,
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
@@ -295,6 +296,8 @@ class App:
             prefilled_tokens=telemetry.prefilled_tokens,
             cached_tokens=telemetry.cached_tokens,
             generated_tokens=telemetry.generated_tokens,
+            draft_tokens=telemetry.draft_tokens,
+            accepted_draft_tokens=telemetry.accepted_draft_tokens,
             time_to_first_token=telemetry.time_to_first_token.histogram(),
             time_per_output_token=telemetry.time_per_output_token.histogram(),
             batch_size=telemetry.batch_size.histogram(),

@@ -14,6 +14,7 @@ import structlog
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .forward import Forward, OwnPart
+from .lookup import Lookup
 from .sampling import Sampling, draw_all
 from .slots import Pool, capacity_for
 
@@ -26,18 +27,29 @@ log = structlog.get_logger()
 
 #: A row joins a pool that has room for at least this many more tokens, so that it does not move at once.
 _ROOM = 32
+#: Fewer rows of like length stay on their own caches.
+_POOLED_ROWS = 3
+#: With more rows than this a step computes as much as it reads, and guessing costs other rows their time.
+_DRAFTING_ROWS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot."""
+    """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot.
+
+    `known` are all tokens of its session, `num_left` is how many more it may have; `drawn` are those of the
+    last step, of which the last one has no KV yet. `num_drawn` counts the answer's tokens.
+    """
 
     caches: list[Any] | None
-    last_token: int
+    known: list[int]
     sampling: Sampling
     num_drawn: int
     num_cached: int
+    num_left: int
     seen: set[int] = field(default_factory=set)
+    drawn: list[int] = field(default_factory=list)
+    lookup: Lookup | None = None
     pool: Pool | None = None
     slot: int = 0
 
@@ -58,13 +70,18 @@ class Piece:
 class Batch:
     """The running answers, and the steps over them."""
 
-    def __init__(self, model: Any, room: Callable[[int], bool] = lambda _: True) -> None:
-        """`room` says whether a pool may allocate so many bytes more."""
+    def __init__(
+        self, model: Any, room: Callable[[int], bool] = lambda _: True, *, max_draft: int = 0
+    ) -> None:
+        """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's guesses."""
         self._model = model
         self._room = room
+        self._max_draft = max_draft
+        self.num_drafted = 0
+        self.num_accepted = 0
         self._forward = Forward(model)
         self._shares = self._forward.fits()
-        self._pools_rows = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
+        self._all_plain = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
         self._rows: list[Row] = []
         self._pools: dict[int, Pool] = {}
         if not self._shares:
@@ -117,64 +134,100 @@ class Batch:
         return True
 
     def step(self, pieces: Sequence[Piece]) -> None:
-        """Draw a token for every row, and for the rows that begin with this step; they run from now on.
+        """Draw the next tokens of every row, and the first of the rows that begin here; they run from now on.
 
-        The token is a row's `last_token` afterwards. Every row's and piece's KV has what was run.
+        A row gets one token, or more where it had guessed them: see `Row.drawn`. The KV of every row and
+        piece has what was run.
         """
         if not self._rows and not pieces:
             return
-        drawing = [*self._rows, *(piece.row for piece in pieces if piece.row is not None)]
+        beginning = [piece.row for piece in pieces if piece.row is not None]
+        drafts: list[tuple[Row, list[int]]] = [(row, []) for row in (*self._rows, *beginning)]
         if self._shares:
             self._place_rows()
-            drawing, logits, changed = self._run_together(pieces)
+            drafts, logits, changed = self._run_together(pieces)
         else:
             logits, changed = self._run_singly(pieces)
-        tokens: list[int] = []
         if logits is None:
             mx.eval(changed)
-        else:
-            drawn = draw_all(logits, [(row.sampling, row.num_drawn, row.seen) for row in drawing])
-            mx.eval(drawn, changed)
-            chosen: Any = drawn.tolist()
-            tokens = chosen
-        for row in self._rows:
-            row.num_cached += 1
-        self._rows += [piece.row for piece in pieces if piece.row is not None]
-        for row, token in zip(drawing, tokens, strict=True):
-            row.last_token = token
-            row.num_drawn += 1
-            if row.sampling.repetition_penalty != 1.0:
-                row.seen.add(token)
+            return
+        choice = draw_all(
+            logits,
+            [
+                (row.sampling, row.num_drawn + i, row.seen)
+                for row, draft in drafts
+                for i in range(len(draft) + 1)
+            ],
+        )
+        mx.eval(choice, changed)
+        tokens: Any = choice.tolist()
+        for row, draft in drafts:
+            mine, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
+            self._take(row, draft, mine, begins=row in beginning)
+        self._rows += beginning
 
-    def _run_together(self, pieces: Sequence[Piece]) -> tuple[list[Row], mx.array | None, list[Any]]:
+    def _take(self, row: Row, draft: list[int], tokens: list[int], *, begins: bool) -> None:
+        """Give a row what was drawn for it: up to the first token that its draft had not foreseen."""
+        num_right = next((i for i, token in enumerate(draft) if tokens[i] != token), len(draft))
+        row.drawn = tokens[: num_right + 1]
+        row.known += row.drawn
+        row.num_drawn += len(row.drawn)
+        row.num_left -= len(row.drawn)
+        if not begins:
+            row.num_cached += len(row.drawn)
+        if row.sampling.repetition_penalty != 1.0:
+            row.seen.update(row.drawn)
+        if row.lookup is not None:
+            for token in row.drawn:
+                row.lookup.push(token)
+        if draft and row.lookup is not None:
+            row.lookup.learn(len(draft), num_right)
+            self.num_drafted += len(draft)
+            self.num_accepted += num_right
+            for cache in row.caches or ():
+                cache.offset = row.num_cached  # what was guessed wrong is overwritten
+
+    def _draft(self, row: Row) -> list[int]:
+        """Guess what a row says next, where a longer pass costs little: beside few others."""
+        most = min(self._max_draft, row.num_left - 1)
+        if most < 1 or len(self._rows) > _DRAFTING_ROWS or not self._all_plain:
+            return []
+        if row.sampling.repetition_penalty != 1.0:  # which draws with regard to the tokens before
+            return []
+        row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
+        return row.lookup.propose(most)
+
+    def _run_together(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[list[tuple[Row, list[int]]], mx.array | None, list[Any]]:
         parts: list[Part] = []
-        rows: list[Row] = []
+        drafts: list[tuple[Row, list[int]]] = []
         for pool in self._pools.values():
             in_pool = sorted((row for row in self._rows if row.pool is pool), key=lambda row: row.slot)
             if in_pool:
                 parts.append(pool.part([row.slot for row in in_pool]))
-                rows += in_pool
+                drafts += [(row, []) for row in in_pool]
         for row in self._rows:
             if row.caches is not None:
-                parts.append(OwnPart(row.caches, row.num_cached, 1))
-                rows.append(row)
-        tokens = [row.last_token for row in rows]
-        wanted = list(range(len(rows)))
+                drafts.append((row, self._draft(row)))
+                parts.append(OwnPart(row.caches, row.num_cached, 1 + len(drafts[-1][1])))
+        tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
+        wanted = list(range(len(tokens)))
         for piece in pieces:
             parts.append(OwnPart(piece.caches, piece.start, len(piece.tokens)))
             tokens += piece.tokens
             if piece.row is not None:
                 wanted.append(len(tokens) - 1)
-                rows.append(piece.row)
+                drafts.append((piece.row, []))
         logits = self._forward(parts, mx.array(tokens), wanted or [0])
         for row in self._rows:
             if row.pool is not None:
                 row.pool.advance(row.slot)
-        return rows, logits if wanted else None, [part.states() for part in parts]
+        return drafts, logits if wanted else None, [part.states() for part in parts]
 
     def _run_singly(self, pieces: Sequence[Piece]) -> tuple[mx.array | None, list[Any]]:
         """Run every row and piece by itself, for a model that cannot do otherwise."""
-        logits = [self._model(mx.array([[row.last_token]]), cache=row.caches)[0, -1] for row in self._rows]
+        logits = [self._model(mx.array([row.known[-1:]]), cache=row.caches)[0, -1] for row in self._rows]
         for piece in pieces:
             if piece.row is None:
                 self._model(mx.array([piece.tokens]), cache=piece.caches)
@@ -186,8 +239,8 @@ class Batch:
         return mx.stack(logits) if logits else None, changed
 
     def _place_rows(self) -> None:
-        """Bring rows of like length into one pool, once there are two of them."""
-        if not self._pools_rows:
+        """Bring rows of like length into one pool, once there are enough of them to pay for the copies."""
+        if not self._all_plain:
             return
         for row in self._rows:
             if row.pool is not None and row.num_cached >= row.pool.capacity:
@@ -197,7 +250,7 @@ class Batch:
         }
         together = Counter(wanted.values())
         for row, capacity in wanted.items():
-            if row.caches is None or together[capacity] == 1:
+            if row.caches is None or together[capacity] < _POOLED_ROWS:
                 continue
             pool = self._pools.get(capacity) or Pool(capacity)
             if self._room(pool.growth_bytes(row.caches) + self.leaving_bytes):

@@ -88,6 +88,7 @@ class Device:
         max_batch: int,
         stall_s: float,
         limit_bytes: int | None = None,
+        max_draft: int = 0,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
@@ -108,6 +109,8 @@ class Device:
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
         self._peak = 0
+        self._num_decoded = 0
+        self._max_draft = max_draft
         #: Known once `start` has returned: the cache class that cannot be snapshotted, and the device.
         self.unsupported_cache: str | None = None
         self.name = ""
@@ -180,7 +183,7 @@ class Device:
             num_layers=len(make_prompt_cache(loaded.model)),
             fused=mx.default_device() != mx.cpu,
         )
-        self._batch = Batch(loaded.model, self._make_room)
+        self._batch = Batch(loaded.model, self._make_room, max_draft=self._max_draft)
         self._bytes_per_token = loaded.kv_bytes_per_token
         self._vocab_size = loaded.vocab_size
         caches = make_prompt_cache(loaded.model)
@@ -264,7 +267,21 @@ class Device:
         events, self._events = tuple(self._events), []
         active = mx.get_active_memory()
         self._peak = max(self._peak, mx.get_peak_memory(), active)
-        self._report(Report(events, num_rows, step_s, active, self._peak, estimated, measured))
+        num_decoded, self._num_decoded = self._num_decoded, 0
+        self._report(
+            Report(
+                events,
+                num_rows,
+                num_decoded,
+                step_s,
+                active,
+                self._peak,
+                estimated,
+                measured,
+                self._batch.num_drafted,
+                self._batch.num_accepted,
+            )
+        )
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
         """Run `action`; a failure costs this turn and its KV, never the thread."""
@@ -338,10 +355,11 @@ class Device:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                last_token=turn.context[-1],
+                known=turn.context.copy(),
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
+                num_left=turn.answer.max_tokens - len(turn.answer.tokens),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
             )
         return Piece(turn.caches or [], start, turn.context[start:end], turn.row)
@@ -356,21 +374,26 @@ class Device:
         if turn.row is not None:
             turn.caches = None
             self._scheduler.begun(turn)
-            self._sampled(turn)
+            self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
 
     def _decoded(self, turn: Turn) -> None:
-        turn.num_cached += 1
-        if turn.num_cached % self._block == 0:
-            self._cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
-        self._sampled(turn)
+        """Take over what a step has drawn for a row, up to the answer's end."""
+        for token in turn.row.drawn if turn.row is not None else ():
+            turn.num_cached += 1
+            self._num_decoded += 1
+            if turn.num_cached % self._block == 0:
+                self._cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
+            self._sampled(turn, token)
+            if turn.row is None:
+                return
 
-    def _sampled(self, turn: Turn) -> None:
-        """Take over the token that was drawn for a row; the answer may be over with it."""
-        if turn.answer is None or turn.row is None:
+    def _sampled(self, turn: Turn, token: int) -> None:
+        """Add a token to the answer, which may be over with it."""
+        if turn.answer is None:
             raise AssertionError("only answers decode")
-        token, index = turn.row.last_token, len(turn.answer.tokens)
+        index = len(turn.answer.tokens)
         self._events.append(Sampled(turn, index, token, turn.answer.push(token)))
         if turn.answer.finish_reason is not None:
             self._leave(turn)
@@ -392,6 +415,8 @@ class Device:
         self._scheduler.remove(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
+            if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
+                layers.trim(turn.caches, turn.num_cached)
             turn.row = None
             start = turn.num_cached // self._block * self._block
             if start < turn.num_cached:

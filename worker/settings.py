@@ -258,6 +258,9 @@ class Settings:
     max_stall_s: float = _setting(
         _duration(0.01, 60), 0.25, "seconds that a step may take while answers run; prompts get what is left"
     )
+    max_draft: int = _setting(
+        _count(0, 64), 8, "tokens that a step may guess ahead for an answer from what was said before"
+    )
     max_waiting: int = _setting(
         _count(1, 1_000_000),
         1024,

@@ -127,14 +127,18 @@ class NoRoomError(Exception):
 class Report:
     """What one step did, and how the device stands after it.
 
-    `estimated_bytes` is what the step was thought to need besides weights and KV, `measured_bytes` what it
-    did need.
+    `num_decoded` tokens were drawn for the `num_rows` answers that ran before it. `num_drafted` counts the
+    tokens guessed since the start, `num_accepted` those that were right. `estimated_bytes` is what the step
+    was thought to need besides weights and KV, `measured_bytes` what it did need.
     """
 
     events: tuple[Event, ...]
     num_rows: int
+    num_decoded: int
     step_s: float
     active_bytes: int
     peak_bytes: int
     estimated_bytes: int
     measured_bytes: int
+    num_drafted: int
+    num_accepted: int

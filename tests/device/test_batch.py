@@ -28,7 +28,7 @@ def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
     """Prefill all but the last token, which draws the first one of the answer."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
-    row = Row(caches, tokens[-1], sampling, 0, len(tokens), set(tokens))
+    row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
     return Piece(caches, len(tokens) - 1, tokens[-1:], row)
 
 
@@ -40,7 +40,7 @@ def run(batch: Batch, pieces: list[Piece], num_steps: int) -> list[list[int]]:
         batch.step(pieces)
         pieces = []
         for row, tokens in zip(rows, drawn, strict=True):
-            tokens.append(row.last_token)
+            tokens.extend(row.drawn)
     return drawn
 
 
@@ -68,7 +68,7 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
                 running[pieces[-1].row] = (tokens, sampling, [])
         batch.step(pieces)
         for row, (_, _, drawn) in list(running.items()):
-            drawn.append(row.last_token)
+            drawn.extend(row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.2:
                 left[row] = (*running.pop(row), batch.remove(row))
     assert len(left) == 12
@@ -103,17 +103,17 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
             some = tokens[start : start + 10]
             if some:
                 ends = start + len(some) == len(tokens)
-                row = Row(own, some[-1], GREEDY, 0, len(tokens)) if ends else None
+                row = Row(own, tokens.copy(), GREEDY, 0, len(tokens), 1000) if ends else None
                 pieces.append(Piece(own, start, some, row))
         batch.step(pieces)
         for piece, drawn in zip(early, answers, strict=True):
-            drawn.append(piece.row.last_token)
+            drawn.extend(piece.row.drawn)
     assert answers == [alone(model, prompt(n, salt=n), 6)[0] for n in (9, 14)]
     firsts = {row.num_cached: row for row in batch.rows[2:]}
     batch.step([])
     for tokens in late:
         row = next(row for row in firsts.values() if row.num_cached - row.num_drawn + 1 == len(tokens))
-        assert row.last_token == alone(model, tokens, row.num_drawn)[0][-1]
+        assert row.known[len(tokens) :] == alone(model, tokens, row.num_drawn)[0]
 
 
 def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
@@ -134,8 +134,11 @@ def test_a_row_alone_steps_on_its_own_caches(make_model) -> None:
     assert batch.caches(one.row) is one.caches
     batch.step([other])
     batch.step([])
+    assert one.row.caches is one.caches  # two are not worth a pool either
+    batch.step([begin(model, prompt(7))])
+    batch.step([])
     assert one.row.caches is None
-    assert batch.remove(one.row)[0].offset == one.row.num_cached == 12
+    assert batch.remove(one.row)[0].offset == one.row.num_cached == 14
 
 
 def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
@@ -143,9 +146,9 @@ def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> N
     monkeypatch.setattr(slots, "SMALLEST", 64)
     model = make_model("llama")
     batch = Batch(model)
-    pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 100)]
+    pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 12, 100)]
     run(batch, pieces, 3)
-    short, other, long = (piece.row for piece in pieces)
+    short, other, _, long = (piece.row for piece in pieces)
     assert short.pool is other.pool is not None
     assert long.pool is None
     assert short.pool.capacity == 64
@@ -160,3 +163,67 @@ def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
     assert batch.rows == ()
     drawn = run(batch, [begin(model, prompt(n)) for n in (4, 14)], 2)
     assert drawn == [alone(model, prompt(n), 2)[0] for n in (4, 14)]
+
+
+class Oracle:
+    """Guesses what will be drawn, and errs in one of six tokens."""
+
+    def __init__(self, known: list[int], answers: list[list[int]], most: int) -> None:
+        self._rest = next(iter(answer for answer in answers if answer[0] == known[-1]))[1:]
+        self._most = most
+        self._dice = random.Random(len(known))
+
+    def push(self, token: int) -> None:
+        assert self._rest.pop(0) == token
+
+    def propose(self, most: int) -> list[int]:
+        guesses = self._rest[: min(most, self._dice.randint(0, self._most))]
+        return [token if self._dice.random() > 1 / 6 else (token + 1) % 90 for token in guesses]
+
+    def learn(self, num_proposed: int, num_right: int) -> None:
+        assert num_right <= num_proposed
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_guessing_changes_nothing_but_the_number_of_steps(
+    make_model, monkeypatch, sampling, num_rows
+) -> None:
+    """Right guesses, wrong ones, and their KV; alone, and beside another answer."""
+    model = make_model("llama")
+    contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
+    answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
+    monkeypatch.setattr(batch_module, "Lookup", lambda known, most: Oracle(known, answers, most))
+    batch = Batch(model, max_draft=6)
+    pieces = [begin(model, tokens, sampling) for tokens in contexts]
+    drawn = run(batch, pieces, 20)
+    assert 0 < batch.num_accepted < batch.num_drafted
+    assert sum(map(len, drawn)) == 20 * num_rows + batch.num_accepted
+    for tokens, mine, answer, piece in zip(contexts, drawn, answers, pieces, strict=True):
+        assert mine == answer[: len(mine)]
+        num_cached = len(tokens) - 1 + len(mine)
+        caches = batch.remove(piece.row)
+        assert num_cached == piece.row.num_cached == caches[0].offset
+        reference = alone(model, tokens, len(mine), sampling)[1]
+        np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
+
+
+def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
+    model = make_model("llama")
+    batch = Batch(model, max_draft=8)
+    piece = begin(model, prompt(9))
+    piece.row.num_left = 30
+    batch.step([piece])
+    while piece.row.num_left > 0:
+        batch.step([])
+    assert piece.row.num_left == 0
+    assert piece.row.num_drawn == 30
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "mamba2"])
+def test_what_cannot_be_trimmed_is_never_guessed(make_model, kind) -> None:
+    model = make_model(kind)
+    batch = Batch(model, max_draft=8)
+    drawn = run(batch, [begin(model, prompt(9))], 30)[0]
+    assert batch.num_drafted == 0
+    assert drawn == alone(model, prompt(9), 30)[0]

@@ -1,0 +1,58 @@
+"""What is proposed, and how much of it."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from worker.lookup import NGRAM, Lookup
+
+
+def test_what_followed_the_last_tokens_before_is_proposed() -> None:
+    assert Lookup([1, 2, 3, 4, 5, 9, 1, 2, 3], most=8).propose(8) == [4, 5, 9]
+    assert Lookup([1, 2, 3, 4, 5, 9, 1, 2, 3], most=8).propose(2) == [4, 5]
+
+
+def test_the_latest_place_counts() -> None:
+    assert Lookup([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], most=1).propose(1) == [8]
+
+
+def test_nothing_is_proposed_where_nothing_is_known() -> None:
+    assert Lookup([], most=8).propose(8) == []
+    assert Lookup([1, 2], most=8).propose(8) == []
+    assert Lookup([1, 2, 3, 4, 5], most=8).propose(8) == []
+
+
+def test_right_guesses_make_longer_ones_and_wrong_ones_make_pauses() -> None:
+    lookup = Lookup([1, 2, 3] * 9, most=8)
+    lengths = []
+    for _ in range(3):
+        lengths.append(len(lookup.propose(8)))
+        lookup.learn(lengths[-1], lengths[-1])
+    assert lengths == [3, 6, 8]
+    assert lookup.propose(8) == [1, 2, 3, 1, 2, 3, 1, 2]  # beyond what stands there
+    lookup = Lookup(list(range(50)) * 2, most=8)
+    lookup.push(0)
+    lookup.push(1)
+    lookup.push(2)
+    for expected in (3, 6, 8, 8):
+        assert len(lookup.propose(8)) == expected
+        lookup.learn(expected, expected)
+    pauses = []
+    for _ in range(4):
+        lookup.learn(len(lookup.propose(8)), 0)
+        pause = 0
+        while not lookup.propose(8):
+            pause += 1
+        pauses.append(pause)
+    assert pauses == [1, 3, 7, 15]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 10))
+def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most: int) -> None:
+    proposed = Lookup(tokens, most=most).propose(most)
+    assert len(proposed) <= most
+    if proposed:
+        run = [*tokens[-NGRAM:], *proposed]
+        longer = tokens + proposed
+        assert any(longer[i : i + len(run)] == run for i in range(len(tokens) - NGRAM))
