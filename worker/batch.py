@@ -38,7 +38,8 @@ class Row:
     """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot.
 
     `known` are all tokens of its session, `num_left` is how many more it may have; `drawn` are those of the
-    last step, of which the last one has no KV yet. `num_drawn` counts the answer's tokens.
+    last step, of which the last one has no KV yet. `num_drawn` counts the answer's tokens. Of the tokens that
+    its caches hold, those from `num_cached` on are in a step whose outcome nobody has looked at yet.
     """
 
     caches: list[Any] | None
@@ -48,10 +49,21 @@ class Row:
     num_cached: int
     num_left: int
     seen: set[int] = field(default_factory=set)
+    num_ahead: int = 0
     drawn: list[int] = field(default_factory=list)
     lookup: Lookup | None = None
     pool: Pool | None = None
     slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the device was told to run: each row with the tokens it had guessed, and what was drawn."""
+
+    drafts: list[tuple[Row, list[int]]]
+    beginning: list[Row]
+    choice: mx.array | None
+    changed: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class Batch:
         self._all_plain = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
         self._rows: list[Row] = []
         self._pools: dict[int, Pool] = {}
+        self._flight: _Flight | None = None
         if not self._shares:
             log.warning("sessions of this model run one after the other: it cannot share a pass")
 
@@ -105,66 +118,127 @@ class Batch:
     def caches(self, row: Row) -> list[Any]:
         """Show a row's KV, to be read before the next step."""
         if row.pool is not None:
-            return row.pool.views(row.slot)
+            return row.pool.views(row.slot, row.num_cached)
         return row.caches or []
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step runs already, so that it can take no more pieces."""
+        return self._flight is not None
 
     def remove(self, row: Row) -> list[Any]:
         """Take a row out, and return its KV as caches of its own."""
         self._rows.remove(row)
+        if not self._rows:
+            self._flight = None
         if row.pool is not None:
             self._move_out(row)
+        elif row.num_ahead:
+            self._forget_ahead(row)
         return row.caches or []
 
     def clear(self) -> None:
         """Forget every row and its KV, after a failed step left the caches in an unknown state."""
-        self._rows, self._pools = [], {}
+        self._rows, self._pools, self._flight = [], {}, None
 
     def roll_back(self) -> bool:
         """Bring every row back to where it was before a step that failed; False where that is not possible.
 
         What the step wrote lies behind the rows' ends, and is overwritten.
         """
+        self._flight = None
+        if not self._all_plain and any(row.caches for row in self._rows):
+            return False
         for row in self._rows:
-            if row.caches is None:
-                continue
-            if not all(type(cache) is KVCache for cache in row.caches):
-                return False
-            for cache in row.caches:
-                cache.offset = row.num_cached
+            self._forget_ahead(row)
         return True
 
-    def step(self, pieces: Sequence[Piece]) -> None:
+    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
         """Draw the next tokens of every row, and the first of the rows that begin here; they run from now on.
 
         A row gets one token, or more where it had guessed them: see `Row.drawn`. The KV of every row and
-        piece has what was run.
+        piece has what was run. `go_on` lets the device begin with the step after this one while the caller
+        looks at what this one drew; that step takes no pieces.
         """
         if not self._rows and not pieces:
             return
+        if self._flight is not None and pieces:
+            raise ValueError("the step that runs ahead takes no pieces")
+        flight, self._flight = self._flight or self._launch(pieces), None
+        if go_on:
+            self._flight = self._launch_next(flight)
+        mx.eval(flight.choice, flight.changed)
+        tokens: Any = [] if flight.choice is None else flight.choice.tolist()
+        for row in self._rows:
+            row.drawn = []
+        for row, draft in flight.drafts:
+            mine, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
+            if row in self._rows or row in flight.beginning:
+                self._take(row, draft, mine, begins=row in flight.beginning)
+        self._rows += flight.beginning
+
+    def _launch(self, pieces: Sequence[Piece]) -> _Flight:
         beginning = [piece.row for piece in pieces if piece.row is not None]
-        drafts: list[tuple[Row, list[int]]] = [(row, []) for row in (*self._rows, *beginning)]
-        if self._shares:
-            self._place_rows()
-            drafts, logits, changed = self._run_together(pieces)
-        else:
+        if not self._shares:
             logits, changed = self._run_singly(pieces)
-        if logits is None:
-            mx.eval(changed)
-            return
-        choice = draw_all(
-            logits,
-            [
-                (row.sampling, row.num_drawn + i, row.seen)
+            return self._draw([(row, []) for row in (*self._rows, *beginning)], beginning, logits, changed)
+        self._place_rows()
+        drafts, parts = self._row_parts(self._rows)
+        tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
+        wanted = list(range(len(tokens)))
+        for piece in pieces:
+            parts.append(OwnPart(piece.caches, piece.start, len(piece.tokens)))
+            tokens += piece.tokens
+            if piece.row is not None:
+                wanted.append(len(tokens) - 1)
+                drafts.append((piece.row, []))
+        logits = self._forward(parts, mx.array(tokens), wanted or [0])
+        changed = [part.states() for part in parts]
+        return self._draw(drafts, beginning, logits if wanted else None, changed)
+
+    def _launch_next(self, flight: _Flight) -> _Flight | None:
+        """Begin with the step after `flight` before its tokens are known here: they stay on the device."""
+        order = {row: i for i, (row, _) in enumerate(flight.drafts)}
+        rows = [row for row in self._rows if row in order and row.num_left > 1]
+        if not rows or not self._all_plain or flight.beginning or flight.choice is None:
+            return None
+        if len(order) < len(flight.choice) or any(not self._may_go_on(row) for row in rows):
+            return None
+        drafts, parts = self._row_parts(rows, drafting=False)
+        tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
+        logits = self._forward(parts, tokens, range(len(drafts)))
+        found = self._draw(drafts, [], logits, [])
+        begin: Any = mx.async_eval
+        begin(flight.choice, found.choice)
+        return found
+
+    def _may_go_on(self, row: Row) -> bool:
+        """Say whether a row's next token can be run unseen: nothing has to be decided by it."""
+        if row.pool is not None and row.num_cached + row.num_ahead >= row.pool.capacity:
+            return False
+        lookup = self._lookup(row)
+        return row.sampling.repetition_penalty == 1.0 and not (lookup and lookup.may_propose)
+
+    def _draw(
+        self,
+        drafts: list[tuple[Row, list[int]]],
+        beginning: list[Row],
+        logits: mx.array | None,
+        changed: list[Any],
+    ) -> _Flight:
+        """Build the choice of the tokens, and count what the rows' caches have got."""
+        choice = None
+        if logits is not None:
+            draws = [
+                (row.sampling, row.num_drawn + row.num_ahead + i, row.seen)
                 for row, draft in drafts
                 for i in range(len(draft) + 1)
-            ],
-        )
-        mx.eval(choice, changed)
-        tokens: Any = choice.tolist()
+            ]
+            choice = draw_all(logits, draws)
         for row, draft in drafts:
-            mine, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
-            self._take(row, draft, mine, begins=row in beginning)
-        self._rows += beginning
+            if row not in beginning:
+                row.num_ahead += 1 + len(draft)
+        return _Flight(drafts, beginning, choice, changed)
 
     def _take(self, row: Row, draft: list[int], tokens: list[int], *, begins: bool) -> None:
         """Give a row what was drawn for it: up to the first token that its draft had not foreseen."""
@@ -175,6 +249,7 @@ class Batch:
         row.num_left -= len(row.drawn)
         if not begins:
             row.num_cached += len(row.drawn)
+            row.num_ahead -= len(draft) + 1
         if row.sampling.repetition_penalty != 1.0:
             row.seen.update(row.drawn)
         if row.lookup is not None:
@@ -184,46 +259,42 @@ class Batch:
             row.lookup.learn(len(draft), num_right)
             self.num_drafted += len(draft)
             self.num_accepted += num_right
-            for cache in row.caches or ():
-                cache.offset = row.num_cached  # what was guessed wrong is overwritten
+            self._forget_ahead(row)  # what was guessed wrong
 
-    def _draft(self, row: Row) -> list[int]:
-        """Guess what a row says next, where a longer pass costs little: beside few others."""
-        most = min(self._max_draft, row.num_left - 1)
-        if most < 1 or len(self._rows) > _DRAFTING_ROWS or not self._all_plain:
-            return []
-        if row.sampling.repetition_penalty != 1.0:  # which draws with regard to the tokens before
-            return []
+    def _forget_ahead(self, row: Row) -> None:
+        """Let what comes next overwrite what a row's caches hold beyond what is known to be right."""
+        row.num_ahead = 0
+        for cache in row.caches or ():
+            cache.offset = row.num_cached
+
+    def _lookup(self, row: Row) -> Lookup | None:
+        """Return what a row guesses by; None where it does not: a longer pass is cheap beside few others."""
+        if not self._max_draft or not self._all_plain or len(self._rows) > _DRAFTING_ROWS:
+            return None
+        if row.pool is not None or row.sampling.repetition_penalty != 1.0:
+            return None
         row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
-        return row.lookup.propose(most)
+        return row.lookup
 
-    def _run_together(
-        self, pieces: Sequence[Piece]
-    ) -> tuple[list[tuple[Row, list[int]]], mx.array | None, list[Any]]:
-        parts: list[Part] = []
+    def _row_parts(
+        self, rows: list[Row], *, drafting: bool = True
+    ) -> tuple[list[tuple[Row, list[int]]], list[Part]]:
+        """Make the parts of a pass for these rows, with what they guess, in the order of the parts."""
         drafts: list[tuple[Row, list[int]]] = []
+        parts: list[Part] = []
         for pool in self._pools.values():
-            in_pool = sorted((row for row in self._rows if row.pool is pool), key=lambda row: row.slot)
+            in_pool = sorted((row for row in rows if row.pool is pool), key=lambda row: row.slot)
             if in_pool:
-                parts.append(pool.part([row.slot for row in in_pool]))
+                lengths = [row.num_cached + row.num_ahead for row in in_pool]
+                parts.append(pool.part([row.slot for row in in_pool], lengths))
                 drafts += [(row, []) for row in in_pool]
-        for row in self._rows:
+        for row in rows:
             if row.caches is not None:
-                drafts.append((row, self._draft(row)))
-                parts.append(OwnPart(row.caches, row.num_cached, 1 + len(drafts[-1][1])))
-        tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
-        wanted = list(range(len(tokens)))
-        for piece in pieces:
-            parts.append(OwnPart(piece.caches, piece.start, len(piece.tokens)))
-            tokens += piece.tokens
-            if piece.row is not None:
-                wanted.append(len(tokens) - 1)
-                drafts.append((piece.row, []))
-        logits = self._forward(parts, mx.array(tokens), wanted or [0])
-        for row in self._rows:
-            if row.pool is not None:
-                row.pool.advance(row.slot)
-        return drafts, logits if wanted else None, [part.states() for part in parts]
+                lookup = self._lookup(row) if drafting else None
+                draft = lookup.propose(row.num_left - 1) if lookup else []
+                parts.append(OwnPart(row.caches, row.num_cached + row.num_ahead, 1 + len(draft)))
+                drafts.append((row, draft))
+        return drafts, parts
 
     def _run_singly(self, pieces: Sequence[Piece]) -> tuple[mx.array | None, list[Any]]:
         """Run every row and piece by itself, for a model that cannot do otherwise."""
@@ -262,10 +333,11 @@ class Batch:
         pool = row.pool
         if pool is None:
             return
-        row.caches, row.pool = pool.leave(row.slot), None
+        row.caches, row.pool, row.num_ahead = pool.leave(row.slot, row.num_cached), None, 0
         if not pool.num_rows:
             del self._pools[pool.capacity]
 
 
 def _full(cache: Any) -> bool:
-    return type(cache) is KVCache and (cache.keys is None or cache.offset >= cache.keys.shape[2])
+    # A step ahead counts: it runs before anybody asks again.
+    return type(cache) is KVCache and (cache.keys is None or cache.offset + 1 >= cache.keys.shape[2])

@@ -23,7 +23,7 @@ from cache.blocks import Span
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
-from .scheduler import Scheduler
+from .scheduler import Scheduler, Step
 from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from protocol.subjects import SessionKey
 
     from .model import LoadedModel
-    from .scheduler import Step
 
 log = structlog.get_logger()
 
@@ -209,6 +208,8 @@ class Device:
         Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
         for the answers to end; and where no answer runs, the prompt whose turn it is gives up.
         """
+        if self._batch.is_ahead:
+            return Step(self._scheduler.decoding, ()), 0
         num_rows = len(self._scheduler.decoding)
         budget = self._pace.budget(num_rows)
         while True:
@@ -334,7 +335,9 @@ class Device:
         """Run one step. If it fails its prompts do, and its answers too where they cannot be rolled back."""
         started = time.perf_counter()
         try:
-            self._batch.step([self._piece(turn, num) for turn, num in step.prefill])
+            # A prompt that waits, or a command, gets its turn before anything that could run ahead.
+            alone = len(step.decode) == len(self._scheduler) and self._commands.empty()
+            self._batch.step([self._piece(turn, num) for turn, num in step.prefill], go_on=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(turn for turn, _ in step.prefill)
             if prompts and self._batch.roll_back():

@@ -27,6 +27,7 @@ class Lookup:
         """`most` bounds what is proposed at a time."""
         self._tokens: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # where the token after such a run stands
+        self._beginnings: set[tuple[int, ...]] = set()
         self._most = most
         self._length = min(_FIRST_LENGTH, most)
         self._pause = 0
@@ -36,18 +37,23 @@ class Lookup:
 
     def push(self, token: int) -> None:
         """Add the session's next token."""
+        self._pause = max(self._pause - 1, 0)
         # The run before this token is remembered now: the one that ends with it is what is looked up.
         if len(self._tokens) >= NGRAM:
             self._places[tuple(self._tokens[-NGRAM:])] = len(self._tokens)
         self._tokens.append(token)
+        if len(self._tokens) >= NGRAM:
+            self._beginnings.add(tuple(self._tokens[-NGRAM:-1]))
+
+    @property
+    def may_propose(self) -> bool:
+        """Whether `propose` may have something to say once one more token is known, whatever that is."""
+        return self._pause <= 1 and tuple(self._tokens[1 - NGRAM :]) in self._beginnings
 
     def propose(self, most: int) -> list[int]:
         """Return up to `most` tokens that may come next; none where nothing is known, or guesses fail."""
-        if self._pause > 0:
-            self._pause -= 1
-            return []
         place = self._places.get(tuple(self._tokens[-NGRAM:]))
-        if place is None:
+        if place is None or self._pause > 0:
             return []
         proposed = self._tokens[place : place + min(self._length, most)]
         while len(proposed) < min(self._length, most):  # what repeats itself goes on doing so

@@ -34,64 +34,57 @@ class Pool:
         self.capacity = capacity
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
-        self._lengths: list[int | None] = []  # by slot; None is a free one
+        self._used: list[bool] = []  # by slot
 
     @property
     def num_rows(self) -> int:
         """Slots in use."""
-        return sum(length is not None for length in self._lengths)
+        return sum(self._used)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, in use or not."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
-    def length(self, slot: int) -> int:
-        """Tokens of the row in a slot."""
-        length = self._lengths[slot]
-        if length is None:
-            raise LookupError(slot)
-        return length
-
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot; 0 before the first row."""
-        return self.nbytes // len(self._lengths) if self._lengths else 0
+        return self.nbytes // len(self._used) if self._used else 0
 
     def growth_bytes(self, caches: Sequence[KVCache]) -> int:
         """Say what the pool allocates at the most if a session with these caches joins, and leaves again."""
         parts: list[Any] = [part for cache in caches for part in (cache.keys, cache.values)]
         slot: int = sum(part.nbytes // part.shape[2] for part in parts) * self.capacity
-        if None in self._lengths:
+        if False in self._used:
             return slot
-        num_more = max(2, len(self._lengths))
+        num_more = max(2, len(self._used))
         # While a layer grows there are its old slots, its new ones, and both of them as one.
-        layer = 2 * (len(self._lengths) + num_more) * slot // len(caches)
+        layer = 2 * (len(self._used) + num_more) * slot // len(caches)
         return num_more * slot + layer + slot
 
     def join(self, caches: Sequence[KVCache]) -> int:
         """Copy a session's plain caches, all of one length within the capacity, into a slot; return it."""
         length = caches[0].offset
-        if None not in self._lengths:
+        if False not in self._used:
             self._grow(caches)
-        slot = self._lengths.index(None)
+        slot = self._used.index(False)
         for buffers, part in ((self._keys, "keys"), (self._values, "values")):
             for buffer, cache in zip(buffers, caches, strict=True):
                 buffer[slot : slot + 1, :, :length] = getattr(cache, part)[..., :length, :]
-        self._lengths[slot] = length
+        self._used[slot] = True
         mx.eval(self._keys, self._values)
         return slot
 
-    def leave(self, slot: int) -> list[KVCache]:
-        """Copy a row out into caches of its own, and free its slot."""
-        caches = [_copied(view) for view in self.views(slot)]
+    def leave(self, slot: int, length: int) -> list[KVCache]:
+        """Copy a row of so many tokens out into caches of its own, and free its slot."""
+        caches = [_copied(view) for view in self.views(slot, length)]
         mx.eval([(cache.keys, cache.values) for cache in caches])
-        self._lengths[slot] = None
+        self._used[slot] = False
         return caches
 
-    def views(self, slot: int) -> list[KVCache]:
+    def views(self, slot: int, length: int) -> list[KVCache]:
         """Show a row as caches that share the pool's memory: to be read, and not to be kept."""
-        length, here = self.length(slot), slice(slot, slot + 1)
+        here = slice(slot, slot + 1)
         return [
             _cache(keys[here], values[here], length)
             for keys, values in zip(self._keys, self._values, strict=True)
@@ -99,25 +92,21 @@ class Pool:
 
     def _grow(self, like: Sequence[KVCache]) -> None:
         """Add as many slots as there are, in the shapes of these caches."""
-        num_more = max(2, len(self._lengths))
+        num_more = max(2, len(self._used))
         for buffers, part in ((self._keys, "keys"), (self._values, "values")):
             for i, cache in enumerate(like):
                 _, heads, _, dim = getattr(cache, part).shape
                 more = mx.zeros((num_more, heads, self.capacity, dim), getattr(cache, part).dtype)
-                if self._lengths:
+                if self._used:
                     buffers[i] = mx.concatenate([buffers[i], more])
                 else:
                     buffers.append(more)
                 mx.eval(buffers[i])  # one by one: the old and the new of a single layer at a time
-        self._lengths += [None] * num_more
+        self._used += [False] * num_more
 
-    def part(self, slots: list[int]) -> PoolPart:
-        """Begin a pass over one new token for each of `slots` (ascending)."""
-        return PoolPart(self._keys, self._values, slots, [self.length(slot) for slot in slots])
-
-    def advance(self, slot: int) -> None:
-        """Count the token that a pass has added to a row."""
-        self._lengths[slot] = self.length(slot) + 1
+    def part(self, slots: list[int], lengths: list[int]) -> PoolPart:
+        """Begin a pass over one new token for each of `slots` (ascending), which hold so many tokens each."""
+        return PoolPart(self._keys, self._values, slots, lengths)
 
 
 class PoolPart:

@@ -89,7 +89,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
     worker = await local_worker()
     base = await measure(worker, plan())
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.03) or step(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.03) or step(self, *a, **k))
     other = await measure(worker, plan())
     for name in ("whole turn, 1 at a time", "per token, 1 at a time"):
         assert stats.median_ratio(base.series[name].values, other.series[name].values).low > 1, name
@@ -117,7 +117,7 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
 async def test_a_worker_that_hangs_costs_a_turn_its_time_and_counts_as_an_error(local_worker, monkeypatch):
     worker = await local_worker()
     held = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.4) or held(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.4) or held(self, *a, **k))
     found = await measure(worker, plan(sessions=1, turns=2, history=0, turn_timeout_s=0.3))
     assert found.levels[0].errors == {"timeout": 2}
     assert "was not answered within" in found.messages["timeout"]

@@ -159,7 +159,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(
     """The real sides, in turns: 20 ms more a step must show in the ratio, not in what is said."""
     started = await local_worker()
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.02) or step(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.02) or step(self, *a, **k))
     worker: Any = SimpleNamespace(pid=os.getpid(), url=started.settings.nats, family=())
     async with running(tiny_model, preload=None) as baseline:
         chats = [Chat(f"Number {i}", "Why are there lighthouses?", first=True) for i in range(2)]

@@ -245,7 +245,7 @@ async def test_the_slower_side_is_seen_as_the_slower_one(local_worker, monkeypat
     assert found["time to first token"].high < 1
     assert found["whole turn"].high < 1
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.05) or step(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.05) or step(self, *a, **k))
     async with fake(slowly(0.0)) as peer:
         found = ratios(await compare(worker.client, peer, plan("chat", "concurrent", turns=5)))
     assert found["time to first token"].low > 1

@@ -161,7 +161,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
     worker = await local_worker()
     record = await make_record(worker.client)
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.05) or step(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.05) or step(self, *a, **k))
     found = {row.measure: row for row in summarise((await play(worker.client, record, how())).played).beside}
     assert found["time per token"].low > 1
     assert found["whole generate"].low > 1

@@ -96,7 +96,7 @@ async def test_a_turn_that_fails_is_counted_and_the_run_goes_on(local_worker):
 async def test_a_worker_that_hangs_costs_a_turn_its_time_and_no_more(local_worker, monkeypatch):
     worker = await local_worker()
     held = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.5) or held(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.5) or held(self, *a, **k))
     conversation = await converse(worker.client, plan(2, turn_timeout_s=0.3, max_tokens=2))
     assert [turn.error for turn in conversation.turns] == ["timeout", "timeout"]
 
@@ -105,7 +105,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
     worker = await local_worker()
     base = await converse(worker.client, plan())
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, pieces: time.sleep(0.03) or step(self, pieces))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.03) or step(self, *a, **k))
     other = await converse(worker.client, plan())
     first, second = series(base.turns), series(other.turns)
     for name in ("whole turn", "per token"):

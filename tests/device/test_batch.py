@@ -32,12 +32,12 @@ def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
     return Piece(caches, len(tokens) - 1, tokens[-1:], row)
 
 
-def run(batch: Batch, pieces: list[Piece], num_steps: int) -> list[list[int]]:
+def run(batch: Batch, pieces: list[Piece], num_steps: int, *, go_on: bool = True) -> list[list[int]]:
     """Begin with these prompts; returns what each one's row has drawn."""
     rows = [piece.row for piece in pieces if piece.row is not None]
     drawn: list[list[int]] = [[] for _ in rows]
     for _ in range(num_steps):
-        batch.step(pieces)
+        batch.step(pieces, go_on=go_on)
         pieces = []
         for row, tokens in zip(rows, drawn, strict=True):
             tokens.extend(row.drawn)
@@ -45,11 +45,12 @@ def run(batch: Batch, pieces: list[Piece], num_steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ahead", [0.0, 0.8])
 @pytest.mark.parametrize("smallest", [4, 256])
 def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
-    make_model, monkeypatch, seed, smallest
+    make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
-    """Random joins, leaves and lengths, in one pool or moving from one to the next."""
+    """Random joins, leaves and lengths, in one pool or moving from one to the next, with steps run ahead."""
     monkeypatch.setattr(slots, "SMALLEST", smallest)
     monkeypatch.setattr(batch_module, "_ROOM", 2)
     model, dice = make_model("llama"), random.Random(seed)
@@ -62,11 +63,11 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 3)):
-            if waiting and len(running) < 6:
+            if waiting and len(running) < 6 and not batch.is_ahead:
                 tokens, sampling = waiting.popleft()
                 pieces.append(begin(model, tokens, sampling))
                 running[pieces[-1].row] = (tokens, sampling, [])
-        batch.step(pieces)
+        batch.step(pieces, go_on=dice.random() < ahead)
         for row, (_, _, drawn) in list(running.items()):
             drawn.extend(row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.2:
@@ -94,7 +95,7 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
     model = make_model("llama")
     batch = Batch(model)
     early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
-    answers = run(batch, early, 3)
+    answers = run(batch, early, 3, go_on=False)
     late = [prompt(n, salt=n) for n in (30, 12, 21)]
     caches = [make_prompt_cache(model) for _ in late]
     for start in (0, 10, 20):
@@ -179,6 +180,8 @@ class Oracle:
     def propose(self, most: int) -> list[int]:
         guesses = self._rest[: min(most, self._dice.randint(0, self._most))]
         return [token if self._dice.random() > 1 / 6 else (token + 1) % 90 for token in guesses]
+
+    may_propose = True
 
     def learn(self, num_proposed: int, num_right: int) -> None:
         assert num_right <= num_proposed

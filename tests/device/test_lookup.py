@@ -39,10 +39,13 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_make_pauses() -> None:
         assert len(lookup.propose(8)) == expected
         lookup.learn(expected, expected)
     pauses = []
+    said = 2
     for _ in range(4):
         lookup.learn(len(lookup.propose(8)), 0)
         pause = 0
         while not lookup.propose(8):
+            said += 1
+            lookup.push(said)
             pause += 1
         pauses.append(pause)
     assert pauses == [1, 3, 7, 15]
@@ -56,3 +59,12 @@ def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most
         run = [*tokens[-NGRAM:], *proposed]
         longer = tokens + proposed
         assert any(longer[i : i + len(run)] == run for i in range(len(tokens) - NGRAM))
+
+
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_it_is_known_before_a_token_whether_it_may_lead_to_a_proposal(tokens: list[int]) -> None:
+    for token in range(4):
+        before = Lookup(tokens, most=4)
+        may = before.may_propose
+        before.push(token)
+        assert may or not before.propose(4)
