@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,9 @@ _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 #: An idle timeout may be 0, but not the pause between two looks at who is idle.
 _LEAST_SWEEP_S = 0.1
+#: Sessions whose history is kept in memory, some 12 KB each and more for long ones; others are read from the
+#: log when their next request comes.
+_MAX_SESSIONS = 1024
 
 
 class Sessions:
@@ -107,7 +111,7 @@ class Sessions:
             await asyncio.sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
-                if session.used_s < horizon_s and key not in self._tasks and not session.has_work:
+                if session.used_s < horizon_s and self._is_idle(key):
                     del self._sessions[key]
 
     async def stop(self, timeout_s: float) -> None:
@@ -119,11 +123,21 @@ class Sessions:
             await end(late)
 
     def _hold(self, key: SessionKey) -> Session:
-        session = self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = Session(key, self._services, self._wake)
+        session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
+        self._sessions[key] = session  # last in the order in which they leave
         session.used_s = monotonic()
+        self._let_go()
         return session
+
+    def _let_go(self) -> None:
+        """Let the least recently used idle sessions go where there are too many in memory."""
+        excess = len(self._sessions) - _MAX_SESSIONS
+        for key in list(itertools.islice(self._sessions, max(excess, 0))):
+            if self._is_idle(key):
+                del self._sessions[key]
+
+    def _is_idle(self, key: SessionKey) -> bool:
+        return key not in self._tasks and not self._sessions[key].has_work
 
     def _wake(self, session: Session) -> None:
         self._sessions[session.key] = session  # it may have been let go of while somebody waited for it

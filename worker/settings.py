@@ -272,7 +272,9 @@ class Settings:
         "tokens that one session may hold; auto takes the model's limit",
     )
     idle_timeout_s: float = _setting(
-        _duration(0, 30 * 86400), 300.0, "seconds until an idle session leaves memory"
+        _duration(0, 30 * 86400),
+        300.0,
+        "seconds until an idle session's history leaves memory; its KV stays while there is room",
     )
     ack_wait_s: float = _setting(
         _duration(0.5, 3600), 3.0, "seconds without a sign of life until another worker takes a request over"
