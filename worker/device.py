@@ -38,7 +38,7 @@ log = structlog.get_logger()
 #: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. A CPU's step
 #: took the same time with none at all.
 MLX_CACHE_BYTES = 512 * 2**20
-CPU_CACHE_BYTES = 64 * 2**20
+CPU_CACHE_BYTES = 16 * 2**20
 
 
 #: Of the memory that the machine has left when the weights are loaded, for everything else on the device.

@@ -9,8 +9,10 @@ from typing import Final
 
 #: The least piece: prompts go on, however slow the device is.
 LEAST: Final = 16
-#: Weight of the last step in what was learned.
-_SHARE: Final = 0.2
+#: Pieces are of whole multiples of this.
+_GRAIN: Final = 8
+#: Weight of the last step in what was learned. A token costs more the further its prompt has come.
+_SHARE: Final = 0.4
 
 
 class Pace:
@@ -32,16 +34,14 @@ class Pace:
         self._token_s = _mixed(self._token_s, max(rest_s, 0.0) / num_tokens)
 
     def budget(self, num_rows: int) -> int:
-        """Return how many tokens of prompts the next step may run: a power of two, as blocks mostly are."""
+        """Return how many tokens of prompts the next step may run."""
         if not num_rows:
             return self._block
         if self._token_s is None or self._row_s is None:
             return min(LEAST, self._block)
-        left_s = self._stall_s - self._row_s
-        tokens = LEAST
-        while tokens * 2 <= self._block and tokens * 2 * self._token_s <= left_s:
-            tokens *= 2
-        return min(tokens, self._block)
+        left_s = max(self._stall_s - self._row_s, 0.0)
+        fitting = left_s / self._token_s if self._token_s > 0 else self._block
+        return min(max(int(min(fitting, self._block)) // _GRAIN * _GRAIN, LEAST), self._block)
 
 
 def _mixed(before: float | None, now: float) -> float:
