@@ -12,7 +12,7 @@ import click
 
 from protocol.subjects import DEFAULT_PREFIX
 
-from .report import CHECKPOINT_S, BenchError
+from .report import CHECKPOINT_S, BenchError, ReportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -105,19 +105,32 @@ def conduct(bench: Bench[Any], *, out: Path | None, checkpoint_s: float) -> None
 
 
 def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once it is cleaned up."""
+    """Run to the end; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once it is cleaned up.
+
+    What then goes wrong in cleaning up is no news, except that the report could not be written.
+    """
+    told: list[int] = []
 
     async def guarded() -> Any:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        if task is not None:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, task.cancel)
+
+        def stop(number: int) -> None:
+            told.append(number)
+            if task is not None:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
         return await work
 
     try:
         return asyncio.run(guarded())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    except ReportError:
+        raise
+    except (asyncio.CancelledError, Exception):
+        if told:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _apply(command: Command, options: tuple[Callable[[Any], Any], ...]) -> Command:

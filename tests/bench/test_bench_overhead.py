@@ -234,7 +234,7 @@ def test_a_run_that_is_cut_short_keeps_its_report_and_leaves_no_process(
     else:
         next(child for child in family if "bench.baseline" in child.cmdline()).kill()
     out, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if how == "interrupt" else 1)
+    assert process.returncode == (130 if how == "interrupt" else 1), err
     assert "Traceback" not in err
     assert "partial report: " in out
     if how != "interrupt":

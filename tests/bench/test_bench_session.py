@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -128,7 +128,9 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
 
     monkeypatch.setattr(device.Device, "_begin", lie)
     worker = await local_worker()
-    conversation = await converse(worker.client, plan(30))
+    # Turns of some length: the cost of a few tokens is lost in what every turn costs.
+    texts = chain(["x" * 300], repeat("y" * 60))
+    conversation = await converse(worker.client, plan(20), texts)
     found = checks(summarise(conversation.turns))
     assert [check.passed for check in found if check.exact] == [True] * 3
     assert found[3].passed is False, found[3].detail
