@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
+from bench_runs import turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -30,6 +29,7 @@ from bench.page import render
 from worker import batch
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 
@@ -192,20 +192,9 @@ def test_a_batch_size_that_is_none_is_refused_with_the_range(value: str) -> None
     assert "--batch" in done.stderr
 
 
-def turnkeep(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", "overhead", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")},
-        start_new_session=True,
-    )
-
-
 @pytest.mark.process
 def test_a_smoke_run_ends_well(tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep("--smoke", "--model", tiny_model, "--out", tmp_path)
+    process = turnkeep("overhead", "--smoke", "--model", tiny_model, "--out", tmp_path)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("overhead-*.json")), OverheadReport)
@@ -225,7 +214,7 @@ def test_a_run_that_is_cut_short_keeps_its_report_and_leaves_no_process(
     tmp_path: Path, tiny_model: Path, how: str
 ) -> None:
     options = ("--model", tiny_model, "--corpus", "built-in", "--batch", "1", "--rounds", 10_000)
-    process = turnkeep(*options, "--checkpoint", 0.3, "--out", tmp_path)
+    process = turnkeep("overhead", *options, "--checkpoint", 0.3, "--out", tmp_path)
     path = wait_for_a_round(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 5  # two workers with their NATS servers, and the baseline

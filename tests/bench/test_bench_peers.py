@@ -7,14 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from bench_runs import turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -35,6 +34,7 @@ from worker import batch
 from worker.cli import main
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
@@ -332,21 +332,9 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, tiny_model: Path) -> N
     assert peer.pid is None
 
 
-def turnkeep(*arguments: object, model: Path) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", "peers", "--model", str(model), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.process
 def test_a_smoke_run_against_the_real_server_ends_well(tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep("--smoke", "--out", tmp_path, model=tiny_model)
+    process = turnkeep("peers", "--smoke", "--out", tmp_path, "--model", tiny_model)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("peers-*.json")), PeersReport)
@@ -368,7 +356,9 @@ def test_a_smoke_run_against_the_real_server_ends_well(tmp_path: Path, tiny_mode
 @pytest.mark.process
 def test_ctrl_c_keeps_the_report_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     options = ("--part", "chat", "--corpus", "built-in", "--chats", 1000, "--turns", 3, "--turn-tokens", 20)
-    process = turnkeep(*options, "--max-tokens", 4, "--checkpoint", 0.2, "--out", tmp_path, model=tiny_model)
+    process = turnkeep(
+        "peers", *options, "--max-tokens", 4, "--checkpoint", 0.2, "--out", tmp_path, "--model", tiny_model
+    )
     path = wait_for_turns(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # the worker, its NATS server, and the peer
@@ -388,7 +378,9 @@ def test_a_peer_that_dies_ends_the_run_in_one_line_and_leaves_no_process(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     options = ("--part", "chat", "--corpus", "built-in", "--chats", 1000, "--turns", 3, "--turn-tokens", 20)
-    process = turnkeep(*options, "--max-tokens", 4, "--checkpoint", 0.2, "--out", tmp_path, model=tiny_model)
+    process = turnkeep(
+        "peers", *options, "--max-tokens", 4, "--checkpoint", 0.2, "--out", tmp_path, "--model", tiny_model
+    )
     path = wait_for_turns(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     next(one for one in family if "mlx_lm" in one.cmdline()).kill()

@@ -6,8 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
+from bench_runs import turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -36,6 +35,7 @@ from worker import batch
 from worker.cli import main
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
     from protocol.client import Client
@@ -295,21 +295,11 @@ async def test_an_empty_log_is_one_line(local_worker):
         await Run().conduct(ReplayBench(log, how(), Where(), ()))
 
 
-def turnkeep(*arguments: object, model: Path) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", "replay", "--model", str(model), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.process
 def test_a_smoke_run_records_and_replays_by_itself(tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep("--smoke", "--serve", "--max-batch 2", "--out", tmp_path, model=tiny_model)
+    process = turnkeep(
+        "replay", "--smoke", "--serve", "--max-batch 2", "--out", tmp_path, "--model", tiny_model
+    )
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("replay-*.json")), ReplayReport)
@@ -325,7 +315,7 @@ def test_a_smoke_run_records_and_replays_by_itself(tmp_path: Path, tiny_model: P
 @pytest.mark.process
 def test_ctrl_c_keeps_the_report_and_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     options = ("--corpus", "built-in", "--record-sessions", 2, "--record-turns", 3, "--pace", 0.02)
-    process = turnkeep(*options, "--checkpoint", 0.2, "--out", tmp_path, model=tiny_model)
+    process = turnkeep("replay", *options, "--checkpoint", 0.2, "--out", tmp_path, "--model", tiny_model)
     path = wait_for_report(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 import pytest
+from bench_runs import turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -28,6 +27,7 @@ from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit
 from worker import device
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 MIB = 2**20
@@ -236,20 +236,9 @@ def test_lengths_that_are_none_are_refused() -> None:
     assert "--tokens" in done.stderr
 
 
-def turnkeep(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", "restart", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")},
-        start_new_session=True,
-    )
-
-
 @pytest.mark.process
 def test_a_smoke_run_ends_well(tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep("--smoke", "--from-disk", "--model", tiny_model, "--out", tmp_path)
+    process = turnkeep("restart", "--smoke", "--from-disk", "--model", tiny_model, "--out", tmp_path)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("restart-*.json")), RestartReport)
@@ -264,7 +253,9 @@ def test_a_smoke_run_ends_well(tmp_path: Path, tiny_model: Path) -> None:
 
 @pytest.mark.process
 def test_a_session_that_does_not_fit_the_model_is_one_line(tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep("--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path)
+    process = turnkeep(
+        "restart", "--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path
+    )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.startswith("turnkeep: ")
@@ -276,7 +267,7 @@ def test_a_session_that_does_not_fit_the_model_is_one_line(tmp_path: Path, tiny_
 @pytest.mark.process
 def test_an_interrupt_while_the_worker_is_down_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     options = ("--tokens", 256, "--rounds", 20, "--corpus", "built-in", "--checkpoint", 0.1)
-    process = turnkeep(*options, "--model", tiny_model, "--out", tmp_path)
+    process = turnkeep("restart", *options, "--model", tiny_model, "--out", tmp_path)
     path = wait_for_a_restart(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the baseline, and a NATS server at least

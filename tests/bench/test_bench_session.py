@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from bench_runs import check_one_line, turnkeep, wait_for
 
 from bench import report, stats
 from bench.corpus import built_in
-from bench.report import Report
 from bench.run import Run, Where
 from bench.session.checks import checks
 from bench.session.conversation import Conversation, Plan
@@ -159,30 +157,6 @@ async def test_streams_without_a_worker_are_told_before_the_first_turn(local_wor
     await worker.client.close()
 
 
-def turnkeep(*arguments: object, model: Path | None = None) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
-    if model is not None:
-        environment["TURNKEEP_MODEL"] = str(model)
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
-def check_one_line(process: subprocess.Popen[str], *says: str) -> None:
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1, err
-    assert out == ""
-    assert err.startswith("turnkeep: ")
-    assert err.count("\n") == 1, err
-    for part in says:
-        assert part in err
-
-
 @pytest.mark.process
 def test_an_unreachable_worker_is_one_line_and_leaves_no_report(tmp_path: Path) -> None:
     check_one_line(
@@ -227,7 +201,7 @@ def test_a_run_that_is_ended_keeps_its_report_and_leaves_no_process(
 ) -> None:
     options = ("--corpus", "built-in", "--duration", 600, "--every", 0.1, "--checkpoint", 0.3)
     process = turnkeep("session", *options, "--out", tmp_path, model=tiny_model)
-    path = wait_for_turns(tmp_path, process)
+    path = wait_for(tmp_path, process, "whole turn")
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the worker, and its NATS server
     os.killpg(process.pid, number)  # as a terminal does
@@ -248,7 +222,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_partial_report_and_no_process(
 ) -> None:
     options = ("--corpus", "built-in", "--duration", 600, "--every", 0.1, "--checkpoint", 0.3)
     process = turnkeep("session", *options, "--turn-timeout", 1, "--out", tmp_path, model=tiny_model)
-    path = wait_for_turns(tmp_path, process)
+    path = wait_for(tmp_path, process, "whole turn")
     family = psutil.Process(process.pid).children(recursive=True)
     workers = psutil.Process(process.pid).children()
     for worker in workers:
@@ -260,15 +234,3 @@ def test_a_worker_that_dies_ends_the_run_with_a_partial_report_and_no_process(
     assert not found.complete
     assert found.ending.startswith("fault: the bench's worker ended")
     assert psutil.wait_procs(family, timeout=10)[1] == []
-
-
-def wait_for_turns(folder: Path, process: subprocess.Popen[str]) -> Path:
-    """Wait until a checkpoint has two turns."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        for path in folder.glob("session-*.json"):
-            if len(report.read(path, Report).series["whole turn"].values) >= 2:
-                return path
-        time.sleep(0.1)
-    raise AssertionError("no checkpoint had two turns")
