@@ -21,8 +21,10 @@ import numpy as np
 import structlog
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models import base
+from mlx_lm.models import activations, base
 from mlx_lm.models.cache import make_prompt_cache
+
+from . import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_NAME: Final = "scaled_dot_product_attention"
 #: Prompts of the comparison, as long as two chunks of the first one, and a decode step after them.
 _TRIAL: Final = ((7, 5), (3,))
 #: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
@@ -225,24 +226,35 @@ def _ids(num: int) -> list[int]:
 
 
 def _teach(model: Any) -> None:
-    """Put a function that knows `_LayerView` in the place of the attention that the model's modules call."""
+    """Put functions of ours in the place of those that the model's modules call: see `_TAUGHT`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
-        if names.get(_NAME) is base.scaled_dot_product_attention:
-            names[_NAME] = _attention
+        for name, (theirs, ours) in _TAUGHT.items():
+            if names.get(name) is theirs:
+                names[name] = ours
 
 
 def _attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any
 ) -> mx.array:
-    if not isinstance(cache, _LayerView):
-        return base.scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
-        )
-
     def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
+        if not any(more.values()) and cpu.faster_attention(queries, keys):
+            return cpu.attention(queries, keys, values, scale, mask)
         return base.scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask, **more
         )
 
-    return cache.attend(queries, mask, attention)
+    if isinstance(cache, _LayerView):
+        return cache.attend(queries, mask, attention)
+    return attention(queries, keys, values, cache=cache, mask=mask)
+
+
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else activations.swiglu(gate, x)
+
+
+#: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
+_TAUGHT: Final = {
+    "scaled_dot_product_attention": (base.scaled_dot_product_attention, _attention),
+    "swiglu": (activations.swiglu, _swiglu),
+}

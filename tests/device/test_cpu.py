@@ -1,0 +1,127 @@
+"""numpy's share of a forward pass on a CPU: it computes what MLX computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.activations import swiglu
+
+from worker import cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
+
+SCALE = 0.125
+
+
+def normal(*shape: int, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def some(rows: int, heads: int, kv_heads: int, tokens: int, length: int) -> tuple[mx.array, ...]:
+    """Queries, and keys and values that are views of buffers with more room, as a cache has them."""
+    room = length + 7
+    keys, values = normal(rows, kv_heads, room, 64, seed=1), normal(rows, kv_heads, room, 64, seed=2)
+    return 3 * normal(rows, heads, tokens, 64, seed=0), keys[:, :, :length], values[:, :, :length]
+
+
+def no_mask(rows: int, tokens: int, length: int) -> None:
+    del rows, tokens, length
+
+
+def causal(rows: int, tokens: int, length: int) -> str:
+    del rows, tokens, length
+    return "causal"
+
+
+def window(rows: int, tokens: int, length: int) -> mx.array:
+    """Each token sees the last five up to itself."""
+    del rows
+    at, to = mx.arange(length - tokens, length)[:, None], mx.arange(length)
+    return (to <= at) & (to > at - 5)
+
+
+def lengths(rows: int, tokens: int, length: int) -> mx.array:
+    """Each row is of another length."""
+    del tokens
+    return (mx.arange(length) < mx.array([max(length - 3 * i, 1) for i in range(rows)])[:, None])[
+        :, None, None
+    ]
+
+
+def added(rows: int, tokens: int, length: int) -> mx.array:
+    return mx.where(window(rows, tokens, length), mx.array(0.5), mx.array(-1e9))
+
+
+@pytest.mark.parametrize("mask", [no_mask, causal, window, lengths, added])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "tokens", "length"),
+    [(1, 9, 3, 128, 700), (1, 9, 3, 1, 2000), (1, 4, 4, 37, 37), (8, 9, 3, 1, 300), (3, 8, 1, 16, 50)],
+)
+def test_attention_gives_what_mlx_gives(
+    mask: Callable[[int, int, int], mx.array | str | None],
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    length: int,
+) -> None:
+    queries, keys, values = some(rows, heads, kv_heads, tokens, length)
+    made = mask(rows, tokens, length)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=made)
+    found = cpu.attention(queries, keys, values, SCALE, made)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(
+        np.array(found), np.array(expected), rtol=0, atol=2e-5
+    )  # rounding of scores up to 30
+
+
+def test_attention_leaves_what_it_is_given_as_it_was() -> None:
+    given = some(1, 9, 3, 64, 500)
+    before = [np.array(array) for array in given]
+    mx.eval(cpu.attention(*given, SCALE, "causal"))
+    for array, was in zip(given, before, strict=True):
+        np.testing.assert_array_equal(np.array(array), was)
+
+
+def test_a_mask_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="'sliding'"):
+        cpu.attention(*some(1, 2, 1, 4, 4), SCALE, "sliding")
+
+
+def test_attention_in_whole_heads_is_the_same_as_in_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = some(2, 9, 3, 16, 300)
+    at_once = np.array(cpu.attention(*given, SCALE, "causal"))
+    monkeypatch.setattr(cpu, "_CACHED", 1)
+    np.testing.assert_array_equal(np.array(cpu.attention(*given, SCALE, "causal")), at_once)
+
+
+def test_only_large_float32_attention_is_taken_over() -> None:
+    queries, keys, _ = some(1, 9, 3, 128, 700)
+    assert cpu.faster_attention(queries, keys)
+    assert not cpu.faster_attention(queries[:, :, :1], keys[:, :, :100])
+    assert not cpu.faster_attention(queries.astype(mx.bfloat16), keys.astype(mx.bfloat16))
+    assert not cpu.faster_attention(queries, (keys, keys, keys))  # a quantised cache's
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 128])
+def test_swiglu_gives_what_mlx_gives_up_to_the_largest_gates(tokens: int) -> None:
+    gate, x = 30 * normal(tokens, 1, 512, seed=3), normal(tokens, 1, 512, seed=4)
+    gate = mx.concatenate([gate, mx.full((tokens, 1, 2), -200.0), mx.full((tokens, 1, 2), 200.0)], axis=-1)
+    x = mx.concatenate([x, mx.ones((tokens, 1, 4))], axis=-1)
+    found = np.array(cpu.swiglu(gate, x))
+    np.testing.assert_allclose(found, np.array(swiglu(gate, x)), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(found).all()
+
+
+def test_swiglu_leaves_what_it_is_given_as_it_was() -> None:
+    gate, x = normal(16, 1, 512, seed=5), normal(16, 1, 512, seed=6)
+    before = np.array(gate), np.array(x)
+    mx.eval(cpu.swiglu(gate, x))
+    np.testing.assert_array_equal(np.array(gate), before[0])
+    np.testing.assert_array_equal(np.array(x), before[1])

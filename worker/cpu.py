@@ -1,0 +1,115 @@
+"""What MLX computes slowly on a CPU, computed by numpy in MLX's own memory. Device thread only.
+
+MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. Over
+a prompt at a long context that is most of a forward pass: softmax in attention, SiLU in the layers between.
+Matrix products stay with MLX, whose BLAS they are. An operation that numpy takes part in is evaluated at
+once, which costs some ten microseconds, so small ones stay with MLX too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+#: Scores from which on numpy gains more than evaluating at once costs; and the same for SiLU.
+_LEAST_SCORES: Final = 8192
+_LEAST_GATES: Final = 4096
+#: Elements up to which numpy takes all heads at once: they stay in the processor's cache.
+_CACHED: Final = 1 << 17
+
+
+def faster_attention(queries: Any, keys: Any) -> bool:
+    """Say whether `attention` is the faster way for these, shaped as there; quantised keys are a tuple."""
+    if not isinstance(keys, mx.array):
+        return False
+    num_scores: int = queries.size // queries.shape[3] * keys.shape[2]
+    return num_scores >= _LEAST_SCORES and queries.dtype == keys.dtype == mx.float32 and _on_cpu()
+
+
+def faster_swiglu(gate: mx.array) -> bool:
+    """Say whether `swiglu` is the faster way for so many elements."""
+    return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and _on_cpu()
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+    """Compute softmax(scale queries keys^T + mask) values, evaluated up to the last product.
+
+    Shapes as for `mx.fast.scaled_dot_product_attention`: queries (rows, heads, tokens, head_dim), keys and
+    values (rows, KV heads, length, head_dim); `mask` is None, "causal", or an array that broadcasts to
+    (rows, heads, tokens, length), of booleans (True: seen) or of what is added.
+    """
+    rows, heads, num_tokens, head_dim = queries.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    together = (queries * scale).reshape(rows, kv_heads, -1, head_dim)
+    scores = together @ keys.swapaxes(-1, -2)
+    seen = mask if isinstance(mask, mx.array) else None
+    mx.eval(scores, *(() if seen is None else (seen,)))
+    held = _view(scores).reshape(rows, heads, num_tokens, length)
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f"a mask is an array, None, or 'causal', not {mask!r}")
+        _hide_later(held)
+    elif seen is not None:
+        _apply(held, _view(seen))
+    sums = _exponentiate(held)
+    weighted = (scores @ values).reshape(rows, heads, num_tokens, head_dim)
+    return weighted / mx.array(sums)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Compute SiLU(gate) x, where SiLU(a) = a / (1 + exp(-a)), evaluated."""
+    result = -gate
+    mx.eval(gate, x, result)
+    held = _view(result)
+    with np.errstate(over="ignore"):  # exp of a large number is infinite, and its quotient 0
+        np.exp(held, out=held)
+        held += 1.0
+        np.divide(_view(gate), held, out=held)
+    held *= _view(x)
+    return result
+
+
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.cpu
+
+
+def _view(array: mx.array) -> np.ndarray[Any, Any]:
+    """Show an evaluated array's own memory."""
+    shown: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
+    return np.array(shown, copy=False)
+
+
+def _hide_later(scores: np.ndarray[Any, Any]) -> None:
+    """Hide from each token those that come after it; the tokens are the last ones of the length."""
+    num_tokens = scores.shape[2]
+    if num_tokens > 1:
+        later = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)
+        scores[..., scores.shape[3] - num_tokens :] += later
+
+
+def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
+    if mask.dtype == np.bool_:
+        np.copyto(scores, -np.inf, where=~mask)
+    else:
+        scores += mask
+
+
+def _exponentiate(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Replace scores by exp(score - largest of its row); return the rows' sums, (rows, heads, tokens, 1).
+
+    Many of them are taken head by head: what is read again lies in the processor's cache then.
+    """
+    if scores.size < _CACHED:
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        at_once: np.ndarray[Any, Any] = scores.sum(axis=-1, keepdims=True)
+        return at_once
+    sums = np.empty((*scores.shape[:3], 1), np.float32)
+    for at in np.ndindex(scores.shape[:2]):
+        head = scores[at]
+        head -= head.max(axis=-1, keepdims=True)
+        np.exp(head, out=head)
+        np.sum(head, axis=-1, keepdims=True, out=sums[at])
+    return sums
