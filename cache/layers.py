@@ -78,6 +78,18 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
         cache.trim(max(0, cache.offset - num_tokens))
 
 
+def fork(caches: Sequence[Any], num_tokens: int) -> list[Any]:
+    """Copy the first `num_tokens` tokens of plain caches, which may go on changing, for another session."""
+    copies: list[Any] = []
+    for cache in caches:
+        copy = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
+        parts = (mx.contiguous(part[..., :num_tokens, :]) for part in (cache.keys, cache.values))
+        copy.state = (*parts, num_tokens)
+        copies.append(copy)
+    mx.eval([(copy.keys, copy.values) for copy in copies])
+    return copies
+
+
 def shrink(caches: Sequence[Any]) -> None:
     """Give back what plain caches have allocated but do not use, where that is more than they use.
 

@@ -24,7 +24,20 @@ from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
 from .scheduler import Scheduler, Step
-from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
+from .sharing import Sharing
+from .turn import (
+    Cut,
+    Event,
+    Faulted,
+    Finished,
+    NoRoomError,
+    Prefilled,
+    Report,
+    Sampled,
+    Spilled,
+    Turn,
+    num_common,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +86,7 @@ class _Held:
     """A session's caches, and the tokens that they cover."""
 
     caches: list[Any]
-    num_tokens: int
+    tokens: list[int]
 
 
 class Device:
@@ -107,6 +120,7 @@ class Device:
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
         self._pace = Pace(stall_s, block_tokens)
         self._resident: dict[SessionKey, _Held] = {}
+        self._sharing = Sharing()
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
         self._peak = 0
@@ -201,6 +215,7 @@ class Device:
         if step:
             self._run_step(step)
         step_s = time.perf_counter() - started
+        self._take_up_ready()
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
         self._hand_over(len(step.decode), step_s, estimated, measured)
@@ -231,12 +246,15 @@ class Device:
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Let idle sessions go, least recently used first, until there is room; False if there is none."""
+    def _make_room(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
+        """Let idle sessions go, least recently used first, until there is room; False if there is none.
+
+        The session `but` stays.
+        """
         while mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
-            if not self._resident:
+            key = next((key for key in self._resident if key != but), None)
+            if key is None:
                 return False
-            key = next(iter(self._resident))
             del self._resident[key]
             self._events.append(Spilled(key))
         return True
@@ -260,10 +278,15 @@ class Device:
                     self._guarded(command, self._begin)
                 case _Cancel(turn) if turn in self._scheduler:
                     self._leave(turn)
+                case _Cancel(turn) if self._sharing.give_up(turn):
+                    turn.source = None
+                    self._guarded(turn, self._take_up)  # so that it keeps what it had
+                    self._leave(turn)
                 case _Drop(key):
                     self._resident.pop(key, None)
                 case _Stop():
                     return False
+            self._take_up_ready()
             if self._events:
                 self._hand_over(0, 0.0, 0, 0)
 
@@ -298,22 +321,40 @@ class Device:
         if not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
+        self._sharing.end(turn)
         self._resident.pop(turn.key, None)
         turn.caches = turn.row = None
         self._events.append(Faulted(turn, error))
 
     def _begin(self, turn: Turn) -> None:
-        """Take up a turn: find its KV, trim it to what is of use, and queue what has to be prefilled."""
-        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached. An
-        # append leaves its last token out only where KV cannot be trimmed: it could not be run again.
+        """Take up a turn, unless another one is about to read the tokens that both begin with."""
+        # An append leaves its last token out only where KV cannot be trimmed: it could not be run again.
+        turn.target = max(len(turn.context) - (turn.answer is None and not self._trimmable), 0)
+        if not self._trimmable:
+            turn.source = None
+        if not self._sharing.begin(turn):
+            self._take_up(turn)
+
+    def _take_up_ready(self) -> None:
+        """Take up the turns that need not wait for another one any more, and those that waited for them."""
+        while ready := self._sharing.ready():
+            for turn in ready:
+                self._guarded(turn, self._take_up)
+
+    def _take_up(self, turn: Turn) -> None:
+        """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled."""
+        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
         num_context, draws = len(turn.context), turn.answer is not None
-        turn.target = max(num_context - (not draws and not self._trimmable), 0)
         most_reused = max(num_context - (draws or not self._trimmable), 0)
         held = self._resident.pop(turn.key, None)
         usable = turn.num_kept
         if turn.restored is not None:
-            held, usable = _Held(layers.rebuild(turn.restored), turn.num_restored), turn.num_restored
+            usable = turn.num_restored
+            held = _Held(layers.rebuild(turn.restored), turn.context[:usable])
             turn.restored = None
+        shared = self._fork(turn, usable)
+        if shared is not None:
+            held, usable = shared, len(shared.tokens)
         # MLX reads beyond its table for an id that is not in it, and the process ends.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
@@ -326,11 +367,24 @@ class Device:
         if turn.num_cached == turn.target:
             self._end(turn)
 
+    def _fork(self, turn: Turn, num_own: int) -> _Held | None:
+        """Copy what another session's KV has of the context, if that is more than `num_own` tokens."""
+        if turn.source is None:
+            return None
+        other = self._sharing.source(turn)
+        held = self._resident.get(turn.source) if other is None else _under_way(other, self._batch)
+        num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
+        if held is None or num_tokens <= num_own:
+            return None
+        if not self._make_room(num_tokens * self._bytes_per_token, but=turn.source):
+            return None
+        return _Held(layers.fork(held.caches, num_tokens), turn.context[:num_tokens])
+
     def _trimmed(self, held: _Held | None, num_tokens: int) -> tuple[list[Any], int]:
         """Cut caches down to `num_tokens`, or start anew where that is not possible."""
-        if held is None or num_tokens == 0 or (held.num_tokens != num_tokens and not self._trimmable):
+        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self._trimmable):
             return make_prompt_cache(self._model), 0
-        if held.num_tokens != num_tokens:
+        if len(held.tokens) != num_tokens:
             layers.trim(held.caches, num_tokens)
         return held.caches, num_tokens
 
@@ -419,6 +473,7 @@ class Device:
     def _end(self, turn: Turn) -> None:
         """Leave the device: the KV stays resident, and the tail is cut for the disk."""
         self._scheduler.remove(turn)
+        self._sharing.end(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
             if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
@@ -431,7 +486,7 @@ class Device:
         live_bytes = 0
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self._resident[turn.key] = _Held(caches, turn.num_cached)
+            self._resident[turn.key] = _Held(caches, turn.tokens(turn.num_cached))
             live_bytes = layers.live_bytes(caches)
         self._events.append(Finished(turn, turn.num_cached, live_bytes))
 
@@ -451,3 +506,10 @@ class Device:
             except Exception:
                 log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
         self._events.append(Cut(turn, span, tensors))
+
+
+def _under_way(turn: Turn, batch: Batch) -> _Held:
+    """Show the KV that a turn has so far, to be read before the next step."""
+    if turn.row is not None:
+        return _Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
+    return _Held(turn.caches or [], turn.context[: turn.num_cached])

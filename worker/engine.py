@@ -10,13 +10,26 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
 from .sampling import Sampling
-from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
+from .turn import (
+    Cut,
+    Event,
+    Faulted,
+    Finished,
+    NoRoomError,
+    Prefilled,
+    Report,
+    Sampled,
+    Spilled,
+    Turn,
+    num_common,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -38,6 +51,9 @@ log = structlog.get_logger()
 #: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
 #: the whole prefix, and reading a token is about this much faster than computing it.
 _RESTORE_GAIN = 16
+
+#: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
+LEAST_SHARED = 32
 
 
 class DeviceFaultError(Exception):
@@ -84,6 +100,7 @@ class _Running:
     turn: Turn
     progress: Progress
     events: asyncio.Queue[Sampled | Finished | Faulted]
+    submitted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +156,7 @@ class Engine:
 
     def live_bytes(self, key: SessionKey, tokens: list[int]) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
-        return self.size_bytes(_num_common(self._resident.get(key, []), tokens))
+        return self.size_bytes(num_common(self._resident.get(key, []), tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
@@ -179,6 +196,7 @@ class Engine:
             if cancelled():
                 return None
             self._device.submit(turn)
+            running.submitted = True
             first_token_s, live_bytes = await self._follow(running, publish)
         finally:
             del self._running[key]
@@ -261,7 +279,7 @@ class Engine:
             case Finished(turn, num_cached):
                 self._resident.pop(turn.key, None)
                 if num_cached:
-                    self._resident[turn.key] = _tokens(turn, num_cached)
+                    self._resident[turn.key] = turn.tokens(num_cached)
             case Faulted(turn):
                 self._resident.pop(turn.key, None)
         running.events.put_nowait(event)
@@ -291,20 +309,38 @@ class Engine:
                     return first_token_s or monotonic(), live_bytes
 
     async def _find_kv(self, turn: Turn) -> None:
-        """Give the turn the longest KV there is: what is on the device, or what the SSD has more of."""
-        resident = self._resident.get(turn.key, [])
-        turn.num_kept = _num_common(resident, turn.context)
+        """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
+        turn.num_kept = num_common(self._resident.get(turn.key, []), turn.context)
+        turn.source, turn.num_shared = self._share(turn)
         if self._store is None:
             return
         match = self._store.match(turn.key.tenant, turn.context)
-        if match.num_tokens - turn.num_kept > turn.num_kept // _RESTORE_GAIN:
+        found = max(turn.num_kept, turn.num_shared)
+        if match.num_tokens - found > found // _RESTORE_GAIN:
             restored = await self._store.load(match)
-            if restored is not None and restored.num_tokens > turn.num_kept:
+            if restored is not None and restored.num_tokens > found:
                 turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
+                turn.source = None
         else:
             self._store.release(match)
         turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
         self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
+
+    def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
+        """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.
+
+        Of those that have as much, one that is idle, or else was submitted first, is the furthest.
+        """
+        found, most = None, turn.num_kept + LEAST_SHARED - 1
+        idle = ((key, tokens) for key, tokens in self._resident.items() if key not in self._running)
+        running = ((key, other.turn.context) for key, other in self._running.items() if other.submitted)
+        for key, tokens in chain(idle, running):
+            if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
+                continue
+            # Most others differ in the one token that would have to be the same.
+            if tokens[most] == turn.context[most] and (num := num_common(tokens, turn.context)) > most:
+                found, most = key, num
+        return found, most if found else 0
 
     def _save(self, cut: Cut) -> None:
         if self._store is None:
@@ -313,7 +349,7 @@ class Engine:
             self._store.skip(1)
             return
         try:
-            self._store.save(cut.turn.key.tenant, _tokens(cut.turn, cut.span.end), cut.span, cut.tensors)
+            self._store.save(cut.turn.key.tenant, cut.turn.tokens(cut.span.end), cut.span, cut.tensors)
         except Exception:
             # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
@@ -342,19 +378,3 @@ class Engine:
                 self._resident.pop(victim, None)
                 self._device.drop(victim)
             waiter.admitted.set_result(True)
-
-
-def _tokens(turn: Turn, end: int) -> list[int]:
-    """Return the first `end` tokens of a turn's context and answer."""
-    if end <= len(turn.context) or turn.answer is None:
-        return turn.context[:end]
-    num_forced = len(turn.context) - turn.num_prompt
-    return (turn.context + turn.answer.tokens[num_forced:])[:end]
-
-
-def _num_common(one: list[int], other: list[int]) -> int:
-    """Count the leading tokens that two lists share."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(i for i in range(length) if one[i] != other[i])

@@ -28,8 +28,9 @@ class Turn:
 
     `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
     KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
-    arrays by name. A generate has an `answer`; what it already holds are tokens that were published before
-    a crash, and they are the context's end. `spans` are the pieces of the context that have no snapshot.
+    arrays by name; or the session `source` has KV of the first `num_shared`, or is about to. A generate has
+    an `answer`; what it already holds are tokens that were published before a crash, and they are the
+    context's end. `spans` are the pieces of the context that have no snapshot.
     """
 
     key: SessionKey
@@ -37,6 +38,8 @@ class Turn:
     num_kept: int = 0
     restored: dict[str, mx.array] | None = None
     num_restored: int = 0
+    source: SessionKey | None = None
+    num_shared: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     spans: list[Span] = field(default_factory=list)
@@ -63,6 +66,21 @@ class Turn:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
+
+    def tokens(self, end: int) -> list[int]:
+        """Return the first `end` tokens of context and answer."""
+        if end <= len(self.context) or self.answer is None:
+            return self.context[:end]
+        num_forced = len(self.context) - self.num_prompt
+        return (self.context + self.answer.tokens[num_forced:])[:end]
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """Count the leading tokens that two lists share."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(i for i in range(length) if one[i] != other[i])
 
 
 @dataclass(frozen=True, slots=True)

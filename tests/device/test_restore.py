@@ -12,6 +12,7 @@ from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, key, loaded, p
 
 from cache.identity import Identity
 from cache.store import Store
+from protocol.subjects import SessionKey
 from worker.admission import Ledger
 from worker.device import Device
 from worker.engine import Engine
@@ -219,3 +220,31 @@ async def test_a_store_that_fails_to_take_a_snapshot_costs_the_snapshot_only(
             _, tokens, _ = await process.generate(prompt(20), 12)
         assert tokens == alone(process.model, prompt(20), 12)[0]
         assert all(0 <= token < VOCABULARY for token in tokens)
+
+
+async def test_sessions_that_begin_at_once_with_the_same_tokens_read_them_once(open_process) -> None:
+    """No snapshot could help them: none is durable before all of them have begun."""
+    shared = prompt(6 * BLOCK + 3)
+    contexts = {name: shared + prompt(5 + i, salt=9 + i) for i, name in enumerate("abc")}
+    async with open_process() as process:
+        growing = {name: answer(8) for name in contexts}
+        outcomes = await asyncio.gather(
+            *(
+                process.engine.run(
+                    key(name), tokens, lambda: False, answer=growing[name], sampling=GREEDY, max_new=8
+                )
+                for name, tokens in contexts.items()
+            )
+        )
+        assert sorted(outcome.num_prefilled for outcome in outcomes) == [6, 7, len(shared) + 5]
+        for name, tokens in contexts.items():
+            assert growing[name].tokens == alone(process.model, tokens, 8)[0]
+
+
+async def test_nothing_is_shared_between_tenants(open_process) -> None:
+    shared = prompt(6 * BLOCK)
+    async with open_process() as process:
+        await process.append(shared)
+        other = SessionKey("other", "s")
+        outcome = await process.engine.run(other, shared, lambda: False)
+        assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared))

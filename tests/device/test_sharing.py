@@ -1,0 +1,169 @@
+"""Sessions that begin with the same tokens: what one of them has read, or reads, the others do not."""
+
+from __future__ import annotations
+
+import pytest
+from test_turns import Wrapped
+from tiny_models import BLOCK, alone, append, generate, key, prompt
+
+from worker.sharing import Sharing
+from worker.turn import Faulted, Turn
+
+COMMON = prompt(5 * BLOCK + 3)
+
+
+@pytest.fixture
+def model(make_model):
+    return Wrapped(make_model("llama"))
+
+
+def with_end(num_tokens: int, salt: int) -> list[int]:
+    return COMMON + prompt(num_tokens, salt=salt)
+
+
+def shared(name: str, context: list[int], num: int, source: str, num_shared: int = len(COMMON)) -> Turn:
+    return generate(context, num, name=name, source=key(source), num_shared=num_shared)
+
+
+def test_a_new_session_takes_what_an_idle_one_has(make_rig, model) -> None:
+    rig = make_rig(model)
+    rig.run(generate(with_end(4, 5), 6, name="a"))
+    turn = shared("b", with_end(9, 6), 8, "a")
+    rig.run(turn)
+    assert (turn.num_reused, turn.num_prefilled) == (len(COMMON), 9)
+    assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
+
+
+def test_the_one_it_was_taken_from_goes_on_unchanged(make_rig, model) -> None:
+    rig = make_rig(model)
+    first = generate(with_end(4, 5), 6, name="a")
+    rig.run(first)
+    rig.run(shared("b", with_end(9, 6), 8, "a"))
+    context = with_end(4, 5) + rig.tokens(first)
+    again = generate(context, 6, name="a", num_kept=len(context) - 1)
+    rig.run(again)
+    assert rig.tokens(again) == alone(model, with_end(4, 5), 12)[0][6:]
+
+
+def test_of_several_that_begin_at_once_one_reads_what_all_have(make_rig, model) -> None:
+    rig = make_rig(model)
+    turns = [generate(with_end(7, 5), 8, name="a")]
+    turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]
+    rig.run(*turns)
+    assert sum(turn.num_prefilled for turn in turns) == len(COMMON) + 7 + 4 + 5 + 6
+    for turn in turns:
+        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
+
+
+def test_one_may_wait_for_another_that_waits(make_rig, model) -> None:
+    rig = make_rig(model)
+    longer = with_end(2 * BLOCK, 5)
+    turns = [
+        generate(with_end(1, 9), 4, name="a"),
+        shared("b", [*longer, 1], 4, "a"),
+        shared("c", [*longer, 2, 3], 4, "b", len(longer)),
+    ]
+    rig.run(*turns)
+    assert [turn.num_prefilled for turn in turns] == [len(COMMON) + 1, 2 * BLOCK + 1, 2]
+    for turn in turns:
+        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 4)[0]
+
+
+def test_a_running_answer_gives_its_prompt(make_rig, model) -> None:
+    """Several run, so that their KV is in a pool's slots."""
+    rig = make_rig(model)
+    turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
+    for turn in turns:
+        rig.device.submit(turn)
+    rig.wait(lambda _: all(len(rig.tokens(turn)) > 5 for turn in turns))
+    late = shared("late", with_end(3, 30), 8, "r2")
+    rig.run(late)
+    rig.finish(*turns)
+    assert (late.num_reused, late.num_prefilled) == (len(COMMON), 3)
+    for turn, num in [*((turn, 60) for turn in turns), (late, 8)]:
+        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], num)[0]
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "failed"])
+def test_where_the_one_that_reads_is_lost_the_others_read_on(make_rig, model, ending) -> None:
+    rig = make_rig(model)
+    calls = iter(range(100))
+    model.holds = lambda tokens: next(calls) == 1
+    first = generate(with_end(7, 5), 8, name="a")
+    others = [shared(name, with_end(5, salt), 8, "a") for name, salt in (("b", 6), ("c", 7))]
+    rig.device.submit(first)
+    assert model.arrived.acquire(timeout=20)
+    for turn in others:
+        rig.device.submit(turn)
+    if ending == "cancelled":
+        rig.device.cancel(first)
+    else:
+        model.fails = lambda tokens: next(calls) == 2
+    model.go_on.release()
+    rig.finish(first, *others)
+    assert isinstance(rig.end(first), Faulted) == (ending == "failed")
+    for turn in others:
+        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
+
+
+def test_one_that_is_cancelled_while_it_waits_keeps_what_it_had(make_rig, model) -> None:
+    rig = make_rig(model)
+    own = COMMON[: BLOCK + 2]
+    rig.run(append(own, name="b"))
+    calls = iter(range(100))
+    model.holds = lambda tokens: next(calls) == 1
+    first = generate(with_end(7, 5), 8, name="a")
+    rig.device.submit(first)
+    assert model.arrived.acquire(timeout=20)
+    waiting = append(with_end(4, 6), name="b", num_kept=len(own), source=key("a"), num_shared=len(COMMON))
+    rig.device.submit(waiting)
+    rig.device.cancel(waiting)
+    model.go_on.release()
+    rig.finish(first, waiting)
+    assert rig.end(waiting).num_cached == len(own)
+    assert waiting.num_prefilled == 0
+
+
+def test_a_source_that_is_not_what_it_was_gives_what_it_has(make_rig, model) -> None:
+    """The event loop may be a step behind the device: only equal tokens are taken."""
+    rig = make_rig(model)
+    rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
+    turn = shared("b", with_end(3, 6), 8, "a")
+    rig.run(turn)
+    assert turn.num_reused == 10
+    gone = shared("c", with_end(3, 6), 8, "nobody")
+    rig.run(gone)
+    assert gone.num_reused == 0
+    for one in (turn, gone):
+        assert rig.tokens(one) == alone(model, with_end(3, 6), 8)[0]
+
+
+def test_state_that_cannot_be_cut_is_not_shared(make_rig, make_model) -> None:
+    model = make_model("mamba2")
+    rig = make_rig(model)
+    rig.run(append(COMMON, name="a"))
+    turn = shared("b", with_end(3, 6), 8, "a")
+    rig.run(turn)
+    assert turn.num_reused == 0
+    assert rig.tokens(turn) == alone(model, with_end(3, 6), 8)[0]
+
+
+def test_nobody_waits_for_a_token_that_may_wait_for_a_row() -> None:
+    sharing = Sharing()
+    leader = generate(COMMON, 8, name="a")
+    leader.target, leader.num_cached = len(COMMON), len(COMMON) - 1
+    assert not sharing.begin(leader)
+    assert not sharing.begin(shared("b", with_end(3, 6), 8, "a"))
+    assert sharing.ready() == []
+
+
+def test_a_turn_that_is_over_is_waited_for_no_more() -> None:
+    sharing = Sharing()
+    leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
+    leader.target = len(COMMON)
+    sharing.begin(leader)
+    assert sharing.begin(follower)
+    assert sharing.ready() == []
+    sharing.end(leader)
+    assert sharing.ready() == [follower]
+    assert sharing.ready() == []
