@@ -1,0 +1,77 @@
+"""Real conversations with the packaged model: restarted after every turn, they go on token by token the same.
+
+`TURNKEEP_CONVERSATIONS` says how many; the default is few, for every day.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+import pytest
+
+from bench import corpus
+from bench.local import LocalWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.corpus import Conversation
+
+NUM_CONVERSATIONS: Final = int(os.environ.get("TURNKEEP_CONVERSATIONS", "2"))
+TURNS: Final = 3
+MAX_TOKENS: Final = 16
+TIMEOUT_S: Final = 60.0
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.process,
+    pytest.mark.timeout(240 + 60 * NUM_CONVERSATIONS),
+]
+
+
+def conversations() -> list[Conversation]:
+    """People's chats of enough turns, as they come."""
+    found = corpus.load("chitchat").conversations
+    return [one for one in found if len(one.utterances) >= TURNS][:NUM_CONVERSATIONS]
+
+
+async def turn(worker: LocalWorker, chats: list[Conversation], number: int) -> list[tuple[int, ...]]:
+    """Say the turn `number` of every conversation, one after the other; every second one is sampled."""
+    client = await worker.ready("default")
+    try:
+        answers = []
+        for index, chat in enumerate(chats):
+            generated = await client.session(f"c{index}").generate(
+                messages=[{"role": "user", "content": chat.utterances[number].text}],
+                max_tokens=MAX_TOKENS,
+                temperature=0.7 * (index % 2),
+                seed=index,
+                id=f"turn-{number}",
+                timeout_s=TIMEOUT_S,
+            )
+            answers.append(tuple(generated.tokens))
+        return answers
+    finally:
+        await client.close()
+
+
+async def test_conversations_restarted_after_every_turn_are_those_of_a_worker_that_ran_on(
+    packaged_folder: Path, tmp_path: Path
+) -> None:
+    chats = conversations()
+    assert len(chats) == NUM_CONVERSATIONS
+    steady = LocalWorker(tmp_path / f"steady-{uuid4().hex}", "--model", str(packaged_folder))
+    restarted = LocalWorker(tmp_path / f"restarted-{uuid4().hex}", "--model", str(packaged_folder))
+    try:
+        steady.start()
+        for number in range(TURNS):
+            restarted.start()
+            expected = await turn(steady, chats, number)
+            assert await turn(restarted, chats, number) == expected, f"turn {number}"
+            await asyncio.to_thread(restarted.kill if number % 2 else restarted.stop)
+    finally:
+        await asyncio.to_thread(steady.stop)
+        await asyncio.to_thread(restarted.stop)
