@@ -203,7 +203,7 @@ class Store:
         ]
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
-                self._io, restore, self._folder, pieces, self._identity_digest
+                self._io, restore, self._folder, pieces, self._identity_digest, self._io.submit
             )
         except RuntimeError as error:  # MLX's, which has no memory, say: a miss, and no fault of the files
             _log.error("restore_failed", error=str(error))

@@ -312,7 +312,8 @@ class Device:
         held = self._resident.pop(turn.key, None)
         usable = turn.num_kept
         if turn.restored is not None:
-            held, usable = _Held(layers.rebuild(turn.restored), turn.num_restored), turn.num_restored
+            usable = turn.num_restored
+            held = _Held(layers.rebuild(turn.restored, usable), usable)
             turn.restored = None
         # MLX reads beyond its table for an id that is not in it, and the process ends.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
