@@ -29,7 +29,8 @@ class Turn:
     `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
     KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
     arrays by name. A generate has an `answer`; what it already holds are tokens that were published before
-    a crash, and they are the context's end. `spans` are the pieces of the context that have no snapshot.
+    a crash, and they are the context's end. `spans` are the pieces of the context that have no snapshot,
+    `edges` where the stored pieces of its last, partial block start and end: see `cache.blocks.tail_start`.
     """
 
     key: SessionKey
@@ -40,6 +41,7 @@ class Turn:
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     spans: list[Span] = field(default_factory=list)
+    edges: tuple[int, ...] = ()
 
     # Written by the device thread:
     num_prompt: int = field(init=False)

@@ -54,17 +54,17 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
     new = index.get(entry(wanted).digest)
     if new is None:
         index.add(new := entry(wanted))
-    shadowed = sorted(blocks.num_common(e.name.tokens, new.name.tokens) for e in index.shadowed(new))
-    assert shadowed == sorted(
+    swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.swallowed(new)]
+    assert sorted(swallowed) == sorted(
         len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
     )
-    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.shadowed(new))
+    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.swallowed(new))
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
-    covered = filled(runs).covered(b"root", blocks.pack(wanted))
-    assert covered == any(run[: len(wanted)] == wanted for run in runs)
+    _, num_tokens = filled(runs).reach(b"root", blocks.pack(wanted))
+    assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
 def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
