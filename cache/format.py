@@ -16,7 +16,7 @@ import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
@@ -78,8 +78,7 @@ class Tensor:
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`."""
 
     parent: bytes

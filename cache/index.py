@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .blocks import TOKEN_BYTES, num_common
@@ -81,10 +82,20 @@ class Index:
         self._now = 0
         self.stored = 0
         self.stored_bytes = 0
-        for row in _in_order(list(rows)):
-            self.add(Entry(row.digest, row.name, row.size_bytes, row.used), use=False)
-            self.settle(self._entries[row.digest])
-            self._now = max(self._now, row.used)
+        self._fill(list(rows))
+
+    def _fill(self, rows: list[Row]) -> None:
+        """Take in what is stored: all at once, since there may be very many."""
+        used = _inherited_uses(rows)
+        for digest, parent, start, tokens, size_bytes, _ in rows:
+            entry = Entry(digest, Name(parent, start, tokens), size_bytes, used[digest], durable=True)
+            self._entries[digest] = entry
+            self._children.setdefault(parent, []).append((tokens, digest))
+            self.stored_bytes += size_bytes
+        for siblings in self._children.values():
+            siblings.sort()
+        self.stored = len(rows)
+        self._now = max(used.values(), default=0)
 
     def __iter__(self) -> Iterator[Entry]:
         """Go through the entries, least recently used first, children before their parents."""
@@ -219,12 +230,17 @@ class Index:
         return found[:0:-1]
 
 
-def _in_order(rows: list[Row]) -> list[Row]:
-    """Sort rows by use, a parent as its most recently used descendant, children before their parents."""
+def _inherited_uses(rows: list[Row]) -> dict[bytes, int]:
+    """Give each row the last use of its most recently used descendant.
+
+    Sorts `rows` in place, by that, children before their parents.
+    """
     used = {row.digest: row.used for row in rows}
-    for row in sorted(rows, key=lambda row: -row.start):
-        if row.parent in used:
-            used[row.parent] = max(used[row.parent], used[row.digest])
-    return sorted(
-        (row._replace(used=used[row.digest]) for row in rows), key=lambda row: (row.used, -row.start)
-    )
+    # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
+    rows.sort(key=attrgetter("start"), reverse=True)
+    for digest, parent, *_ in rows:
+        own = used[digest]
+        if used.get(parent, own) < own:
+            used[parent] = own
+    rows.sort(key=lambda row: used[row.digest])
+    return used

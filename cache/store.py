@@ -8,9 +8,11 @@ beginning.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -22,12 +24,12 @@ from .blocks import Span
 from .catalog import Catalog, reconcile
 from .folder import Folder
 from .format import Name
-from .index import Entry, Index, Row
+from .index import Entry, Index
 from .restore import Piece, Restored, leave, restore
 from .writer import DropReason, State, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from .format import Tensor
@@ -42,6 +44,8 @@ EVICT_LIMIT: Final = 32
 #: takes longer than computing them.
 _LEAST_SHARE: Final = 0.25
 
+#: An index of so many entries is worth telling the garbage collector about.
+_MANY_ROWS: Final = 10_000
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
 
@@ -95,7 +99,7 @@ class SnapshotStats:
 class _Opened:
     folder: Folder
     catalog: Catalog
-    rows: list[Row]
+    index: Index
     rejected: int
     quarantined_bytes: int
 
@@ -111,7 +115,6 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
-        clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self._folder = opened.folder
@@ -120,7 +123,7 @@ class Store:
         self._identity_digest = identity.digest()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
-        self._index = Index(clock, opened.rows)
+        self._index = opened.index
         self._writer = Writer(
             opened.folder,
             opened.catalog,
@@ -155,14 +158,13 @@ class Store:
         system, at the cost of snapshots. `clock` orders uses, `monotonic` times pauses. Raises
         `DirectoryLockedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(_open, directory)
+        opened = await asyncio.to_thread(_open, directory, clock)
         return cls(
             opened,
             identity=identity,
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
-            clock=clock,
             monotonic=monotonic,
         )
 
@@ -505,7 +507,7 @@ class Store:
             self._writer.unlink([write.row])
 
 
-def _open(directory: Path) -> _Opened:
+def _open(directory: Path, clock: Callable[[], float]) -> _Opened:
     """Lock a directory and read what is in it. Blocking."""
     folder = Folder(directory)
     try:
@@ -513,11 +515,27 @@ def _open(directory: Path) -> _Opened:
         if leftovers:
             _log.info("unfinished_snapshots_removed", files=leftovers)
         catalog = Catalog(folder)
-        rows, rejected = reconcile(folder, catalog)
-        return _Opened(folder, catalog, rows, rejected, folder.quarantined_bytes())
+        with _rarely_collecting():
+            rows, rejected = reconcile(folder, catalog)
+            index = Index(clock, rows)
+            if len(rows) > _MANY_ROWS:
+                gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
+        return _Opened(folder, catalog, index, rejected, folder.quarantined_bytes())
     except BaseException:
         folder.close()
         raise
+
+
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Keep the garbage collector from looking through what is read, again and again while it grows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _slice(packed: bytes, span: Span) -> bytes:

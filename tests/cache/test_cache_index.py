@@ -156,6 +156,21 @@ async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp
     assert store.match("a", TOKENS).num_tokens == 10
 
 
+async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used(
+    open_store, tmp_path
+) -> None:
+    """A start looks at names only; a file's length is verified as all the rest of it."""
+    await stored_once(open_store)
+    packed = blocks.pack(TOKENS)
+    digest = blocks.chain(blocks.root(identity().digest(), "a"), packed, BLOCK)[1]
+    path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    store = await open_store()
+    restored = await store.load(store.match("a", TOKENS))
+    assert restored.num_tokens == BLOCK
+    assert (store.stats().rejected, store.stats().stored) == (1, 1)
+
+
 async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
     await stored_once(open_store)
     digest = blocks.chain(blocks.root(identity().digest(), "a"), blocks.pack(TOKENS), BLOCK)[0]
