@@ -17,6 +17,7 @@ from .peers.command import peers
 from .replay.command import replay
 from .restart.command import restart
 from .session.command import session
+from .store.command import store
 
 
 @click.group(cls=Group)
@@ -24,7 +25,7 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-for command in (session, load, restart, overhead, many, peers, replay):
+for command in (session, load, restart, overhead, many, peers, replay, store):
     bench.add_command(command)
 
 

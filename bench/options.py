@@ -69,6 +69,11 @@ def numbers(low: int, high: int) -> Callable[..., tuple[int, ...]]:
     return read
 
 
+def recording(command: Command) -> Command:
+    """Give a command `out`, `smoke` and `checkpoint`, for a bench that has no worker."""
+    return _apply(command, _OUT)
+
+
 def reporting(command: Command) -> Command:
     """Give a command `out`, `smoke` and `checkpoint`, and `model` for the bench's own worker."""
     return _apply(command, (*_OUT, _MODEL))

@@ -1,4 +1,4 @@
-"""Names for runs of tokens: chained digests over a grid of blocks. Pure.
+"""Names for runs of tokens: chained digests over a grid of blocks, and the pieces of a tail. Pure.
 
 The tokens `[0, n)` of a tenant under a model's identity name their KV. A full block is named by its
 parent's digest and its tokens, so that equal prefixes have equal names and nothing else has. The chain
@@ -23,7 +23,7 @@ TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of tokens `[start, end)`: a full block, or a session's tail."""
+    """A run of tokens `[start, end)`: a full block, or a piece of a session's tail."""
 
     start: int
     end: int
@@ -76,6 +76,19 @@ def spans(start: int, end: int, block: int) -> list[Span]:
         return []
     edges = [*range(start - start % block, end, block), end]
     return [Span(a, b) for a, b in pairwise(edges)]
+
+
+def tail_start(edges: Sequence[int], end: int) -> int:
+    """Choose where a tail's next piece, up to `end`, starts: a binary counter over the pieces that are there.
+
+    `edges` are where those pieces start and end; the first lies on the grid. The new piece takes the place of
+    all at the end that are not longer than what follows them. A token that is written again is then in a
+    piece at least twice as long: log2(block / turn) times at the most, instead of once each turn.
+    """
+    pieces = list(edges)
+    while len(pieces) > 1 and pieces[-1] - pieces[-2] <= end - pieces[-1]:
+        pieces.pop()
+    return pieces[-1]
 
 
 def num_common(one: bytes, other: bytes) -> int:

@@ -7,10 +7,12 @@ only the order of use is lost with it.
 from __future__ import annotations
 
 import sqlite3
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from .blocks import link
 from .format import DoubtfulSnapshotError, read_name
 from .index import Row
 
@@ -70,7 +72,7 @@ class Catalog:
 
     def rows(self) -> list[Row]:
         """Read everything."""
-        return [Row(*row) for row in self._db.execute("SELECT * FROM snapshot")]
+        return list(map(Row._make, self._db.execute("SELECT * FROM snapshot")))
 
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
@@ -125,24 +127,27 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     known = {
         digest: row
         for digest, row in rows.items()
-        # SQLite has no checksums of its own: a row must prove its name as a file does.
-        if row.name.digest == digest and files.get(digest, (-1,))[0] == row.size_bytes
+        # SQLite has no checksums of its own: a row must prove its name as a file does. The file's length is
+        # looked at when it is read.
+        if digest in files and link(row.parent, row.tokens) == digest
     }
     adopted: dict[bytes, Row] = {}
     doubtful = 0
-    for digest in files.keys() - known.keys():
-        size_bytes, mtime_ns = files[digest]
+    for digest in files - known.keys():
         try:
+            stat = folder.path(digest).stat()
             name = read_name(folder.path(digest))
         except (DoubtfulSnapshotError, OSError) as error:
             folder.quarantine(digest)
             doubtful += 1
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
             continue
-        adopted[digest] = Row(digest, name.parent, name.start, name.tokens, size_bytes, mtime_ns // 1000)
+        adopted[digest] = Row(
+            digest, name.parent, name.start, name.tokens, stat.st_size, stat.st_mtime_ns // 1000
+        )
     kept: dict[bytes, Row] = {}
     orphans = []
-    for row in sorted((known | adopted).values(), key=lambda row: row.start):
+    for row in sorted((known | adopted).values(), key=attrgetter("start")):
         if row.start == 0 or row.parent in kept:
             kept[row.digest] = row
         else:
@@ -150,7 +155,7 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
             folder.remove(row.digest)
     catalog.remove([*(rows[digest] for digest in rows.keys() - known.keys()), *orphans])
     catalog.put(row for row in adopted.values() if row.digest in kept)
-    lost = len(rows.keys() - files.keys())
+    lost = len(rows.keys() - files)
     if adopted or doubtful or orphans or lost:
         _log.warning(
             "index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+from .blocks import DIGEST_BYTES
 from .format import SUFFIX, CacheError
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Quarantined files beyond this many are removed, oldest first.
 QUARANTINE_FILES: Final = 8
+
+_IS_NAME: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}{re.escape(SUFFIX)}").fullmatch
 
 
 class DirectoryLockedError(CacheError):
@@ -59,17 +63,14 @@ class Folder:
         """Name the file of a snapshot."""
         return self.snapshots / f"{digest.hex()}{SUFFIX}"
 
-    def scan(self) -> dict[bytes, tuple[int, int]]:
-        """List the snapshots that are there: digest to (size in bytes, mtime in ns)."""
-        found = {}
+    def scan(self) -> set[bytes]:
+        """List the snapshots that are there. Only their names: a `stat` each would take half of a start."""
         with os.scandir(self.snapshots) as entries:
-            for entry in entries:
-                with suppress(ValueError):
-                    digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
-                    if entry.name == self.path(digest).name and entry.is_file(follow_symlinks=False):
-                        stat = entry.stat(follow_symlinks=False)
-                        found[digest] = (stat.st_size, stat.st_mtime_ns)
-        return found
+            return {
+                bytes.fromhex(entry.name.removesuffix(SUFFIX))
+                for entry in entries
+                if _IS_NAME(entry.name) and entry.is_file(follow_symlinks=False)
+            }
 
     def clear_tmp(self) -> int:
         """Remove what a process that died was writing; count it."""

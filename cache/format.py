@@ -1,8 +1,8 @@
-"""One snapshot is one safetensors file: write it, check it, load it.
+"""One snapshot is one safetensors file: write it, check it, read it.
 
 The header's metadata says whose KV the file holds, and carries a checksum over everything else in the
-file. Nothing of a file reaches MLX before length, checksum, identity, name and layout are verified.
-Knows files and bytes; nothing of the index or of what a snapshot is for.
+file. Nothing of a file is used before length, checksum, identity, name and layout are verified.
+Knows files and bytes; nothing of MLX, of the index, or of what a snapshot is for.
 
 Layout: 8 bytes header length, JSON header padded to 8 bytes, tensors back to back (safetensors 0.x).
 """
@@ -13,8 +13,10 @@ import json
 import math
 import os
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
@@ -22,10 +24,10 @@ from .blocks import TOKEN_BYTES, Span, link
 from .identity import FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    import mlx.core as mx
-
+    from .arrays import Place
     from .identity import Identity
 
 SUFFIX: Final = ".safetensors"
@@ -34,14 +36,20 @@ SUFFIX: Final = ".safetensors"
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 #: The checksum stands first, at a fixed place: it is verified before anything of the file is parsed.
-_OPENING: Final = b'{"__metadata__":{"checksum":"'
+_METADATA: Final = '{"__metadata__":'
+_OPENING: Final = f'{_METADATA}{{"checksum":"'.encode()
 _CHECKSUM_CHARS: Final = 32
 _BLANK: Final = b"0" * _CHECKSUM_CHARS
 _CHECKSUM_AT: Final = 8 + len(_OPENING)
 _CHECKSUM_END: Final = _CHECKSUM_AT + _CHECKSUM_CHARS
 
+_DECODER: Final = json.JSONDecoder()
 _MAX_HEADER_BYTES: Final = 64 << 20
+#: What is read by a system call: enough that waiting for the GIL after each costs little, and no more than
+#: the processor's cache keeps until it is hashed.
 _READ_BYTES: Final = 4 << 20
+#: The most buffers that a system call takes (IOV_MAX).
+_MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
 
 
 class CacheError(Exception):
@@ -66,15 +74,11 @@ class Tensor:
     data: memoryview
 
 
-#: Tensors by name, as MLX arrays.
-Arrays: TypeAlias = "dict[str, mx.array]"
-
 #: Name, type and shape (the token axis left out) of every tensor: equal in all snapshots of a chain.
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`."""
 
     parent: bytes
@@ -177,82 +181,127 @@ def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
 
     Reads the whole file, blocking: call it on an I/O thread. Raises `DoubtfulSnapshotError`.
     """
+    with _opened(path, digest, start, identity) as found:
+        scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
+        rest = range(found.payload_bytes, 0, -_READ_BYTES)
+        found.read([scratch[:num_left]] for num_left in rest)
+        return found.layout
+
+
+def look(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
+    """Read the layout of the snapshot `digest`, from a header that nothing has verified yet.
+
+    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot.
+    """
+    with _opened(path, digest, start, identity) as found:
+        return found.layout
+
+
+def read(
+    path: Path,
+    digest: bytes,
+    start: int,
+    identity: bytes,
+    *,
+    layout: Layout,
+    places: Sequence[Place],
+    num_tokens: int,
+) -> int:
+    """Read the first `num_tokens` tokens of a snapshot into their places, and verify all of the file.
+
+    `layout` is what all snapshots of a chain share, `places` are in its order. Each byte is read once, to
+    where it stays, and hashed there. The header is checked before anything is written; the checksum can only
+    be checked afterwards: after a `DoubtfulSnapshotError` the places of this span hold what nobody may use.
+
+    Returns the size of the file. Safe on any thread: it waits for the disk without the GIL.
+    """
+    with _opened(path, digest, start, identity) as found:
+        if found.layout != layout:
+            raise DoubtfulSnapshotError("layers unlike those before it")
+        runs = (
+            (place.memory[at : at + num_tokens * place.token_bytes], place.token_bytes)
+            for place in places
+            for row in range(place.num_rows)
+            for at in (row * place.row_bytes + start * place.token_bytes,)
+        )
+        unused = found.num_tokens - num_tokens
+        if unused:
+            scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
+            found.read([run, scratch[: unused * token_bytes]] for run, token_bytes in runs)
+        else:
+            found.read(_batches(run for run, _ in runs))
+        return found.size_bytes
+
+
+class _Found:
+    """An open file whose header has been read and checked, and whose checksum is being taken."""
+
+    def __init__(self, file: int, head: bytes, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.payload_bytes = size_bytes - len(head)
+        self.name, self.model, self.layout = _parse(head[8:], payload_bytes=self.payload_bytes)
+        self.num_tokens = self.name.num_tokens
+        self._file = file
+        self._claimed = head[_CHECKSUM_AT:_CHECKSUM_END]
+        self._hasher = xxhash.xxh3_128(head[:_CHECKSUM_AT] + _BLANK + head[_CHECKSUM_END:])
+
+    def read(self, groups: Iterable[list[memoryview]]) -> None:
+        """Read the payload, a system call per group of buffers, and compare the checksum.
+
+        A group is hashed before the next one is read: while it is in the processor's cache, and so that
+        groups may share a buffer.
+        """
+        for group in groups:
+            _fill(self._file, group)
+            for buffer in group:
+                self._hasher.update(buffer)
+        if self._hasher.hexdigest().encode() != self._claimed:
+            raise DoubtfulSnapshotError("wrong checksum")
+
+
+@contextmanager
+def _opened(path: Path, digest: bytes, start: int, identity: bytes) -> Iterator[_Found]:
+    """Open a file that says it is a snapshot. All that may go wrong is a `DoubtfulSnapshotError`."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             head = file.read(8)
             head += file.read(_header_bytes(head, size_bytes))
-            claimed = head[_CHECKSUM_AT:_CHECKSUM_END]
-            hasher = xxhash.xxh3_128(head[:_CHECKSUM_AT] + _BLANK + head[_CHECKSUM_END:])
-            while piece := file.read(_READ_BYTES):
-                hasher.update(piece)
+            found = _Found(file.fileno(), head, size_bytes)
+            if found.model != identity.hex():
+                raise DoubtfulSnapshotError("made by another model")
+            if found.name.digest != digest or found.name.start != start:
+                raise DoubtfulSnapshotError("holds other tokens than asked for")
+            yield found
     except OSError as error:
         raise DoubtfulSnapshotError(f"unreadable: {error.strerror}") from error
-    if hasher.hexdigest().encode() != claimed:
-        raise DoubtfulSnapshotError("wrong checksum")
-    name, model, layout = _parse(head[8:], payload_bytes=size_bytes - len(head))
-    if model != identity.hex():
-        raise DoubtfulSnapshotError("made by another model")
-    if name.digest != digest or name.start != start:
-        raise DoubtfulSnapshotError("holds other tokens than asked for")
-    return layout
 
 
-def leave_thread() -> None:
-    """Give up what the calling thread holds of MLX, before it ends; it must not load any more.
-
-    Streams that outlive their thread now and then abort the process at its exit.
-    """
-    import mlx.core as mx
-
-    mx.clear_streams()
-
-
-def load(
-    path: Path, digest: bytes, start: int, identity: bytes, *, like: Layout | None = None
-) -> tuple[Layout, Arrays]:
-    """Verify a file, then read its tensors, evaluated, on the calling I/O thread.
-
-    `like` is the layout of the snapshot before it, which it must share.
-
-    Everything runs on the CPU stream, so that no other thread than the device thread gives the device
-    work. Raises `DoubtfulSnapshotError`.
-    """
-    import mlx.core as mx
-
-    layout = verify(path, digest, start, identity)
-    if like not in (None, layout):
-        raise DoubtfulSnapshotError("layers unlike those before it")
-    try:
-        arrays = mx.load(str(path), stream=mx.cpu)
-    except RuntimeError as error:
-        raise DoubtfulSnapshotError(f"MLX cannot read it: {error}") from error
-    if not isinstance(arrays, dict):  # mx.load gives a dict for every safetensors file
-        raise TypeError(type(arrays))
-    # mx.load is lazy and holds the file open until its arrays are evaluated.
-    mx.eval(arrays)
-    return layout, arrays
+def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Group buffers for one system call each: enough bytes to be worth it, and no more than it takes."""
+    batch: list[memoryview] = []
+    size_bytes = 0
+    for run in runs:
+        batch.append(run)
+        size_bytes += run.nbytes
+        if size_bytes >= _READ_BYTES or len(batch) == _MAX_BUFFERS:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
 
 
-def join(parts: list[Arrays], num_tokens: int) -> Arrays:
-    """Join the tensors of consecutive snapshots along their tokens, and keep the first `num_tokens`.
-
-    Returns evaluated arrays of exactly that length; runs on the same I/O thread as `load`. `parts` is
-    emptied on the way, so that no more than one tensor is held twice.
-    """
-    import mlx.core as mx
-
-    # The stream is named in every call: a default set here could be seen by the device thread.
-    joined: Arrays = {}
-    for name in list(parts[0]):
-        pieces = [part.pop(name) for part in parts]
-        whole = mx.concatenate(pieces, axis=2, stream=mx.cpu) if len(pieces) > 1 else pieces[0]
-        if whole.shape[2] > num_tokens:
-            first, _ = mx.split(whole, [num_tokens], axis=2, stream=mx.cpu)
-            whole = mx.contiguous(first, stream=mx.cpu)
-        mx.eval(whole)
-        joined[name] = whole
-    return joined
+def _fill(file: int, buffers: list[memoryview]) -> None:
+    """Read on in a file until all buffers are full; a system call may do it in parts."""
+    while num_read := os.readv(file, buffers):
+        full = 0
+        while full < len(buffers) and num_read >= buffers[full].nbytes:
+            num_read -= buffers[full].nbytes
+            full += 1
+        if full == len(buffers):
+            return
+        buffers = [buffers[full][num_read:], *buffers[full + 1 :]]
+    raise DoubtfulSnapshotError("shorter than its header says")
 
 
 def _header_bytes(head: bytes, size_bytes: int) -> int:
@@ -270,8 +319,8 @@ def _parse(header: bytes, *, payload_bytes: int) -> tuple[Name, str, Layout]:
     Whatever is wrong with it becomes a `DoubtfulSnapshotError`.
     """
     try:
-        fields = json.loads(header)
-        metadata = fields["__metadata__"]
+        text = header.decode()
+        metadata, end_at = _DECODER.raw_decode(text, len(_METADATA))
         form = metadata["format"], metadata["version"]
         parent, tokens = bytes.fromhex(metadata["parent"]), bytes.fromhex(metadata["tokens"])
         name = Name(parent, int(metadata["start"]), tokens)
@@ -284,7 +333,19 @@ def _parse(header: bytes, *, payload_bytes: int) -> tuple[Name, str, Layout]:
         raise DoubtfulSnapshotError("no tokens, or half a token")
     if name.span.end != end or name.digest != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
-    return name, model, _layout(fields, payload_bytes=payload_bytes, num_tokens=name.num_tokens)
+    if not text.startswith(_METADATA):
+        raise DoubtfulSnapshotError("a header of another kind")
+    return name, model, _tensors(text[end_at:], payload_bytes, name.num_tokens)
+
+
+@lru_cache(maxsize=16)
+def _tensors(text: str, payload_bytes: int, num_tokens: int) -> Layout:
+    """Read what follows the metadata: the same in all blocks of a chain, and slow to check one by one."""
+    try:
+        fields = json.loads("{" + text.removeprefix(","))
+    except (ValueError, RecursionError) as error:
+        raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from error
+    return _layout(fields, payload_bytes=payload_bytes, num_tokens=num_tokens)
 
 
 def _layout(fields: dict[str, Any], *, payload_bytes: int, num_tokens: int) -> Layout:

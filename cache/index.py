@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .blocks import TOKEN_BYTES, num_common
@@ -81,10 +82,20 @@ class Index:
         self._now = 0
         self.stored = 0
         self.stored_bytes = 0
-        for row in _in_order(list(rows)):
-            self.add(Entry(row.digest, row.name, row.size_bytes, row.used), use=False)
-            self.settle(self._entries[row.digest])
-            self._now = max(self._now, row.used)
+        self._fill(list(rows))
+
+    def _fill(self, rows: list[Row]) -> None:
+        """Take in what is stored: all at once, since there may be very many."""
+        used = _inherited_uses(rows)
+        for digest, parent, start, tokens, size_bytes, _ in rows:
+            entry = Entry(digest, Name(parent, start, tokens), size_bytes, used[digest], durable=True)
+            self._entries[digest] = entry
+            self._children.setdefault(parent, []).append((tokens, digest))
+            self.stored_bytes += size_bytes
+        for siblings in self._children.values():
+            siblings.sort()
+        self.stored = len(rows)
+        self._now = max(used.values(), default=0)
 
     def __iter__(self) -> Iterator[Entry]:
         """Go through the entries, least recently used first, children before their parents."""
@@ -143,31 +154,65 @@ class Index:
             self._entries.move_to_end(link.digest)
             link = self._entries.get(link.parent)
 
-    def longest(self, parent: bytes, packed: bytes) -> tuple[Entry, int] | None:
-        """Find the stored child of `parent` that shares the most leading tokens with `packed`, and how many.
+    def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
+        """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
 
         Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
-        two that share as much, the smaller one is read faster.
+        two that share as much, the smaller one is read faster. With `usable` only what a match may count on.
         """
         siblings = self._children.get(parent, [])
         at = bisect_left(siblings, (packed,))
         found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
             entries = (self._entries[siblings[i][1]] for i in side)
-            entry = next((entry for entry in entries if entry.usable), None)
+            entry = next((entry for entry in entries if entry.usable or not usable), None)
             if entry is not None and (num_tokens := num_common(entry.name.tokens, packed)):
                 found.append((num_tokens, -entry.size_bytes, entry))
         num_tokens, _, entry = max(found, key=lambda one: one[:2], default=(0, 0, None))
         return None if entry is None else (entry, num_tokens)
 
-    def shadowed(self, entry: Entry) -> list[Entry]:
-        """List the siblings whose tokens are a beginning of this entry's: it holds all they hold.
+    def reach(
+        self, parent: bytes, packed: bytes, *, usable: bool = False, least_share: float = 0.0
+    ) -> tuple[tuple[Entry, ...], int]:
+        """Follow `packed` as far as entries hold it, and count its tokens that they hold.
+
+        The last entry may hold more than it shares with `packed`; what it shares is at least `least_share` of
+        it. Of several ways that reach as far, the one with the least to read.
+        """
+        best: tuple[tuple[Entry, ...], int] = (), 0
+        part = self.longest(parent, packed, usable=usable) if packed else None
+        if part is not None and part[1] >= least_share * part[0].name.num_tokens:
+            best = (part[0],), part[1]
+        for entry in self._beginnings(parent, packed):
+            if usable and not entry.usable:
+                continue
+            rest = packed[len(entry.name.tokens) :]
+            path, num_tokens = self.reach(entry.digest, rest, usable=usable, least_share=least_share)
+            found = (entry, *path), entry.name.num_tokens + num_tokens
+            best = max(best, found, key=lambda one: (one[1], -sum(entry.size_bytes for entry in one[0])))
+        return best
+
+    def within(self, parent: bytes, packed: bytes) -> list[Entry]:
+        """List the entries after `parent` that hold nothing but a part of `packed`, children last."""
+        found: list[Entry] = []
+        for entry in self._beginnings(parent, packed):
+            found += (entry, *self.within(entry.digest, packed[len(entry.name.tokens) :]))
+        return found
+
+    def swallowed(self, entry: Entry) -> list[Entry]:
+        """List the pieces of whose tokens this entry holds all, children first."""
+        return [
+            other for other in reversed(self.within(entry.parent, entry.name.tokens)) if other is not entry
+        ]
+
+    def _beginnings(self, parent: bytes, packed: bytes) -> list[Entry]:
+        """List the children of `parent` whose tokens are a beginning of `packed`, the longest first.
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
-        siblings = self._children[entry.parent]
+        siblings = self._children.get(parent, [])
         found = []
-        bound = entry.name.tokens[:-TOKEN_BYTES]
+        bound = packed
         while bound and (at := bisect_left(siblings, (bound + b"\0",))):
             tokens, digest = siblings[at - 1]
             fits = num_common(tokens, bound) * TOKEN_BYTES
@@ -177,12 +222,6 @@ class Index:
             bound = bound[:fits]
         return found
 
-    def covered(self, parent: bytes, packed: bytes) -> bool:
-        """Tell whether an entry, on its way or stored, holds all of `packed` after `parent`."""
-        siblings = self._children.get(parent, [])
-        at = bisect_left(siblings, (packed,))
-        return at < len(siblings) and siblings[at][0].startswith(packed)
-
     def below(self, entry: Entry) -> list[Entry]:
         """List all entries that need this one, children before their parents."""
         found = [entry]
@@ -191,12 +230,17 @@ class Index:
         return found[:0:-1]
 
 
-def _in_order(rows: list[Row]) -> list[Row]:
-    """Sort rows by use, a parent as its most recently used descendant, children before their parents."""
+def _inherited_uses(rows: list[Row]) -> dict[bytes, int]:
+    """Give each row the last use of its most recently used descendant.
+
+    Sorts `rows` in place, by that, children before their parents.
+    """
     used = {row.digest: row.used for row in rows}
-    for row in sorted(rows, key=lambda row: -row.start):
-        if row.parent in used:
-            used[row.parent] = max(used[row.parent], used[row.digest])
-    return sorted(
-        (row._replace(used=used[row.digest]) for row in rows), key=lambda row: (row.used, -row.start)
-    )
+    # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
+    rows.sort(key=attrgetter("start"), reverse=True)
+    for digest, parent, *_ in rows:
+        own = used[digest]
+        if used.get(parent, own) < own:
+            used[parent] = own
+    rows.sort(key=lambda row: used[row.digest])
+    return used

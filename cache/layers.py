@@ -51,13 +51,16 @@ def cut(caches: Sequence[Any], start: int, end: int) -> tuple[Tensor, ...]:
     )
 
 
-def rebuild(tensors: Mapping[str, mx.array]) -> list[Any]:
-    """Make a session's caches from evaluated arrays that span it from position 0."""
+def rebuild(tensors: Mapping[str, mx.array], num_tokens: int) -> list[Any]:
+    """Make a session's caches from evaluated arrays that hold its first `num_tokens` tokens.
+
+    The arrays may be longer: that is room, whose contents nobody reads before they are written.
+    """
     caches: list[Any] = []
     for i in range(len(tensors) // 2):
         cache = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         keys, values = tensors[f"{i}.keys"], tensors[f"{i}.values"]
-        cache.state = (keys, values, keys.shape[2])
+        cache.state = (keys, values, num_tokens)
         caches.append(cache)
     return caches
 

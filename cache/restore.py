@@ -1,4 +1,4 @@
-"""Read the files of a match, on an I/O thread: verify each, load it, join them along the tokens.
+"""Read the files of a match, on I/O threads, each byte once: from the file to its place in the session's KV.
 
 Decides what a doubt costs: the file goes to quarantine, the prefix before it is still good.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from . import format as snapshot_format
 from .format import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
+    from .arrays import Arrays, Place
     from .folder import Folder
-    from .format import Arrays, Layout
+    from .format import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Piece:
 class Restored:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
-    `size_bytes` is what was read for it.
+    The arrays have room for more tokens, and what they hold there is undefined. `size_bytes` is what was
+    read for it.
     """
 
     num_tokens: int
@@ -57,30 +61,101 @@ def leave(together: threading.Barrier) -> None:
     """Prepare an I/O thread for its end; waits for the others, so that each of them gets its turn."""
     with suppress(threading.BrokenBarrierError):
         together.wait(timeout=5.0)
-    snapshot_format.leave_thread()
+    from . import arrays
+
+    arrays.leave_thread()
 
 
-def restore(folder: Folder, pieces: Sequence[Piece], identity: bytes) -> Outcome:
-    """Read as many pieces as are beyond doubt."""
+def restore(
+    folder: Folder,
+    pieces: Sequence[Piece],
+    identity: bytes,
+    help_out: Callable[[Callable[[], None]], Future[None]],
+) -> Outcome:
+    """Read as many pieces as are beyond doubt, with the help of another I/O thread where one is free.
+
+    Most of the time goes into pages of fresh memory, which two threads get twice as fast. `help_out` hands
+    work to such a thread.
+    """
+    from . import arrays  # MLX, which a process may have to prepare before it is first imported
+
     started = time.perf_counter()
-    parts: list[Arrays] = []
-    layout: Layout | None = None
-    doubt = None
-    size_bytes = num_tokens = 0
-    for piece in pieces:
-        path = folder.path(piece.digest)
-        try:
-            layout, arrays = snapshot_format.load(path, piece.digest, piece.start, identity, like=layout)
-            size_bytes += path.stat().st_size
-        except (DoubtfulSnapshotError, OSError) as error:
-            doubt = str(error)
-            folder.quarantine(piece.digest)
-            break
-        parts.append(arrays)
-        num_tokens += piece.num_tokens
-    num_read = len(parts)
+    first = pieces[0]
+    reading = None
+    try:
+        layout = snapshot_format.look(folder.path(first.digest), first.digest, first.start, identity)
+        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces))
+        reading = _Reading(folder, pieces, identity, layout, blank.places)
+        num_read, doubt = reading.run(help_out)
+    except DoubtfulSnapshotError as error:
+        num_read, doubt = 0, str(error)
     restored = None
-    if parts:
-        tensors = snapshot_format.join(parts, num_tokens)
-        restored = Restored(num_tokens, tensors, time.perf_counter() - started, size_bytes)
+    if reading is not None and num_read:
+        num_tokens = sum(piece.num_tokens for piece in pieces[:num_read])
+        size_bytes = sum(reading.sizes[:num_read])
+        restored = Restored(num_tokens, blank.arrays(), time.perf_counter() - started, size_bytes)
+    if doubt is not None:
+        folder.quarantine(pieces[num_read].digest)
     return Outcome(restored, num_read, doubt, folder.quarantined_bytes() if doubt else 0)
+
+
+class _Reading:
+    """The pieces of a restore, taken one after the other by the threads that read them."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        pieces: Sequence[Piece],
+        identity: bytes,
+        layout: Layout,
+        places: Sequence[Place],
+    ) -> None:
+        #: What was read, by piece; 0 where it was not.
+        self.sizes = [0] * len(pieces)
+        self._folder = folder
+        self._pieces = pieces
+        self._identity = identity
+        self._layout = layout
+        self._places = places
+        self._doubts: dict[int, str] = {}
+        self._todo = deque(range(len(pieces)))
+
+    def run(self, help_out: Callable[[Callable[[], None]], Future[None]]) -> tuple[int, str | None]:
+        """Read all; return how many pieces in a row are beyond doubt, and what is wrong with the next."""
+        helper = None
+        if len(self._pieces) > 1:
+            with suppress(RuntimeError):  # the threads are ending: this one reads alone
+                helper = help_out(self._work)
+        try:
+            self._work()
+        finally:
+            # It may be at its last piece, or still wait for a thread: then nobody needs it any more.
+            self._todo.clear()
+            if helper is not None and not helper.cancel():
+                helper.result()
+            self._places = ()
+        num_read = min(self._doubts, default=len(self._pieces))
+        return num_read, self._doubts.get(num_read)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                i = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self.sizes[i] = self._read(self._pieces[i])
+            except DoubtfulSnapshotError as error:
+                self._doubts[i] = str(error)
+                self._todo.clear()  # whatever comes after it continues what is in doubt
+
+    def _read(self, piece: Piece) -> int:
+        return snapshot_format.read(
+            self._folder.path(piece.digest),
+            piece.digest,
+            piece.start,
+            self._identity,
+            layout=self._layout,
+            places=self._places,
+            num_tokens=piece.num_tokens,
+        )

@@ -8,9 +8,11 @@ beginning.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -18,18 +20,18 @@ import structlog
 
 from . import blocks, eviction
 from . import format as snapshot_format
+from .blocks import Span
 from .catalog import Catalog, reconcile
 from .folder import Folder
 from .format import Name
-from .index import Entry, Index, Row
+from .index import Entry, Index
 from .restore import Piece, Restored, leave, restore
 from .writer import DropReason, State, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from .blocks import Span
     from .format import Tensor
     from .identity import Identity
 
@@ -42,6 +44,8 @@ EVICT_LIMIT: Final = 32
 #: takes longer than computing them.
 _LEAST_SHARE: Final = 0.25
 
+#: An index of so many entries is worth telling the garbage collector about.
+_MANY_ROWS: Final = 10_000
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
 
@@ -54,6 +58,17 @@ class Match:
     """
 
     num_tokens: int
+    entries: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is there of some tokens' KV; it stays until it is released.
+
+    `edges` are where the pieces of the last, partial block start and end; the first lies on the grid.
+    """
+
+    edges: tuple[int, ...]
     entries: tuple[Entry, ...] = ()
 
 
@@ -84,7 +99,7 @@ class SnapshotStats:
 class _Opened:
     folder: Folder
     catalog: Catalog
-    rows: list[Row]
+    index: Index
     rejected: int
     quarantined_bytes: int
 
@@ -100,7 +115,6 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
-        clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self._folder = opened.folder
@@ -109,7 +123,7 @@ class Store:
         self._identity_digest = identity.digest()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
-        self._index = Index(clock, opened.rows)
+        self._index = opened.index
         self._writer = Writer(
             opened.folder,
             opened.catalog,
@@ -144,14 +158,13 @@ class Store:
         system, at the cost of snapshots. `clock` orders uses, `monotonic` times pauses. Raises
         `DirectoryLockedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(_open, directory)
+        opened = await asyncio.to_thread(_open, directory, clock)
         return cls(
             opened,
             identity=identity,
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
-            clock=clock,
             monotonic=monotonic,
         )
 
@@ -167,19 +180,38 @@ class Store:
                 break
             entries.append(entry)
             parent, at = digest, at + width
-        num_tokens = at // blocks.TOKEN_BYTES
-        part = self._index.longest(parent, packed[at : at + width])
-        if part is not None and part[1] >= _LEAST_SHARE * part[0].name.num_tokens:
-            entries.append(part[0])
-            num_tokens += part[1]
+        path, num_tokens = self._index.reach(
+            parent, packed[at : at + width], usable=True, least_share=_LEAST_SHARE
+        )
+        entries += path
         for entry in entries:
             entry.pins += 1
         if entries:
             self._use(entries[-1])
-        return Match(num_tokens, tuple(entries))
+        return Match(at // blocks.TOKEN_BYTES + num_tokens, tuple(entries))
 
-    def release(self, match: Match) -> None:
-        """Unpin a match that is not going to be loaded. `load` does it by itself."""
+    def hold(self, tenant: str, tokens: Sequence[int]) -> Held:
+        """Pin what is stored or on its way of these tokens, until it is released.
+
+        What continues it can then be saved, whatever others save or forget meanwhile.
+        """
+        packed = blocks.pack(tokens)
+        entries: list[Entry] = []
+        for digest in blocks.chain(self._root(tenant), packed, self._block):
+            entry = self._index.get(digest)
+            if entry is None:
+                break
+            entries.append(entry)
+        start = len(entries) * self._block
+        parent = entries[-1].digest if entries else self._root(tenant)
+        path = self._pieces(parent, packed[start * blocks.TOKEN_BYTES :])
+        entries += path
+        for entry in entries:
+            entry.pins += 1
+        return Held((start, *(entry.name.span.end for entry in path)), tuple(entries))
+
+    def release(self, match: Match | Held) -> None:
+        """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
         for entry in reversed(match.entries):
             entry.pins -= 1
             if entry.doomed and not entry.pins and self._index.get(entry.digest) is entry:
@@ -203,7 +235,7 @@ class Store:
         ]
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
-                self._io, restore, self._folder, pieces, self._identity_digest
+                self._io, restore, self._folder, pieces, self._identity_digest, self._io.submit
             )
         except RuntimeError as error:  # MLX's, which has no memory, say: a miss, and no fault of the files
             _log.error("restore_failed", error=str(error))
@@ -220,33 +252,54 @@ class Store:
     def wanted(self, tenant: str, tokens: Sequence[int], start: int, end: int) -> list[Span]:
         """List the spans of `[start, end)` that are neither stored nor on their way: what is worth cutting.
 
-        Full blocks, then the tail up to `end`; the first block may begin before `start`. Empty where the
-        prefix before it is missing, since nothing could find such a span again: `start` 0 mends a gap.
+        Full blocks, of which the first may begin before `start`, then the tail up to `end`: of that what
+        `blocks.tail_start` says, beside the pieces that are there. Empty where the prefix before it is
+        missing, since nothing could find such a span again: `start` 0 mends a gap.
         """
         spans = blocks.spans(start, end, self._block)
         if not spans or self._writer.paused:
             return []
         packed = blocks.pack(tokens[:end])
-        parent = self._name(tenant, packed, spans[0]).parent
+        parent, _ = self._last_block(tenant, packed, spans[0].start)
         if spans[0].start and self._index.get(parent) is None:
             return []
         wanted = []
         for span in spans:
             piece = _slice(packed, span)
-            if not self._index.covered(parent, piece):
+            if not self._covered(parent, piece):
+                if span.num_tokens < self._block:
+                    path = self._pieces(parent, piece)
+                    edges = [span.start, *(entry.name.span.end for entry in path)]
+                    span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
                 wanted.append(span)
             parent = blocks.link(parent, piece)
         return wanted
 
+    def _covered(self, parent: bytes, packed: bytes) -> bool:
+        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`."""
+        return self._index.reach(parent, packed)[1] * blocks.TOKEN_BYTES == len(packed)
+
+    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
+        """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
+        width = self._block * blocks.TOKEN_BYTES
+        return self._index.reach(parent, packed[:width], least_share=1.0)[0]
+
     def save(self, tenant: str, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
         """Queue the KV of `span`; `tokens` must reach at least to its end. False where it was dropped.
 
-        True also where the same KV is stored or on its way. Once it is durable, stored tails that it
-        contains are removed. Raises `ValueError` where the tensors do not fit the span.
+        True also where the same KV is stored or on its way. Once it is durable, stored pieces of a tail that
+        it contains are removed. Raises `ValueError` where the tensors do not fit the span.
         """
-        name = self._name(tenant, blocks.pack(tokens[: span.end]), span)
-        if self._index.covered(name.parent, name.tokens):
+        packed = blocks.pack(tokens[: span.end])
+        before, grid = self._last_block(tenant, packed, span.start)
+        if self._covered(before, packed[grid * blocks.TOKEN_BYTES :]):
             return True
+        parent = before
+        if span.start > grid:
+            path = self._pieces(before, packed[grid * blocks.TOKEN_BYTES : span.start * blocks.TOKEN_BYTES])
+            # Where they end elsewhere the pieces that it continues are gone: no parent has this name.
+            parent = path[-1].digest if path and path[-1].name.span.end == span.start else b""
+        name = Name(parent, span.start, _slice(packed, span))
         draft = snapshot_format.draft(name, self._identity, tensors)
         reason = self._refusal(name, draft.size_bytes)
         if reason is not None:
@@ -277,18 +330,12 @@ class Store:
         `barrier`: nothing of it comes back, not even by a write that was under way.
         """
         packed = blocks.pack(tokens)
+        width = self._block * blocks.TOKEN_BYTES
         chain = [self._root(tenant), *blocks.chain(self._root(tenant), packed, self._block)]
-        rest = packed[(len(chain) - 1) * self._block * blocks.TOKEN_BYTES :]
-        tails = [child for child in self._index.children(chain[-1]) if rest.startswith(child.name.tokens)]
-        gone = len(tails)
-        self._discard(tails)
-        for digest in reversed(chain[1:]):
-            entry = self._index.get(digest)
-            if not all(child.doomed for child in self._index.children(digest)):
-                break
-            if entry is not None:
-                self._discard([entry])
-                gone += 1
+        gone = 0
+        for i in reversed(range(len(chain))):
+            within = self._index.within(chain[i], packed[i * width : (i + 1) * width])
+            gone += self._discard_unneeded(reversed(within))
         return gone
 
     async def barrier(self, timeout_s: float) -> bool:
@@ -355,11 +402,11 @@ class Store:
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
 
-    def _name(self, tenant: str, packed: bytes, span: Span) -> Name:
-        before = packed[: span.start * blocks.TOKEN_BYTES]
-        root = self._root(tenant)
-        parent = (blocks.chain(root, before, self._block) or [root])[-1]
-        return Name(parent, span.start, _slice(packed, span))
+    def _last_block(self, tenant: str, packed: bytes, position: int) -> tuple[bytes, int]:
+        """Name the prefix up to the last boundary of the grid before `position`, and say where that is."""
+        root, start = self._root(tenant), position - position % self._block
+        chain = blocks.chain(root, packed[: start * blocks.TOKEN_BYTES], self._block)
+        return (chain[-1] if chain else root), start
 
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
         if self._closing:
@@ -407,6 +454,15 @@ class Store:
         self._index.use(entry)
         self._writer.use(entry.used, entry.digest)
 
+    def _discard_unneeded(self, entries: Iterable[Entry]) -> int:
+        """Discard those of these entries, children first, that nothing else continues; count them."""
+        gone = 0
+        for entry in entries:
+            if all(child.doomed for child in self._index.children(entry.digest)):
+                self._discard([entry])
+                gone += 1
+        return gone
+
     def _discard(self, entries: list[Entry]) -> None:
         """Take entries without children out of the index, and their files off the disk.
 
@@ -441,7 +497,7 @@ class Store:
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
             self._index.settle(entry)
-            self._discard(self._index.shadowed(entry))
+            self._discard_unneeded(self._index.swallowed(entry))
             return
         if self._index.get(entry.digest) is entry:
             self._take_out([*self._index.below(entry), entry], "no_parent")
@@ -451,7 +507,7 @@ class Store:
             self._writer.unlink([write.row])
 
 
-def _open(directory: Path) -> _Opened:
+def _open(directory: Path, clock: Callable[[], float]) -> _Opened:
     """Lock a directory and read what is in it. Blocking."""
     folder = Folder(directory)
     try:
@@ -459,11 +515,27 @@ def _open(directory: Path) -> _Opened:
         if leftovers:
             _log.info("unfinished_snapshots_removed", files=leftovers)
         catalog = Catalog(folder)
-        rows, rejected = reconcile(folder, catalog)
-        return _Opened(folder, catalog, rows, rejected, folder.quarantined_bytes())
+        with _rarely_collecting():
+            rows, rejected = reconcile(folder, catalog)
+            index = Index(clock, rows)
+            if len(rows) > _MANY_ROWS:
+                gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
+        return _Opened(folder, catalog, index, rejected, folder.quarantined_bytes())
     except BaseException:
         folder.close()
         raise
+
+
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Keep the garbage collector from looking through what is read, again and again while it grows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _slice(packed: bytes, span: Span) -> bytes:

@@ -18,7 +18,7 @@ import structlog
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
-from cache.blocks import Span
+from cache.blocks import Span, tail_start
 
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
@@ -350,7 +350,7 @@ class Device:
         usable = turn.num_kept
         if turn.restored is not None:
             usable = turn.num_restored
-            held = _Held(layers.rebuild(turn.restored), turn.context[:usable])
+            held = _Held(layers.rebuild(turn.restored, usable), turn.context[:usable])
             turn.restored = None
         shared = self._fork(turn, usable)
         if shared is not None:
@@ -479,7 +479,7 @@ class Device:
             if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
                 layers.trim(turn.caches, turn.num_cached)
             turn.row = None
-            start = turn.num_cached // self._block * self._block
+            start = self._tail_start(turn)
             if start < turn.num_cached:
                 self._cut(turn, Span(start, turn.num_cached))
         caches, turn.caches = turn.caches, None
@@ -489,6 +489,13 @@ class Device:
             self._resident[turn.key] = _Held(caches, turn.tokens(turn.num_cached))
             live_bytes = layers.live_bytes(caches)
         self._events.append(Finished(turn, turn.num_cached, live_bytes))
+
+    def _tail_start(self, turn: Turn) -> int:
+        """Say where the piece of the tail starts that is to be cut at the end of an answer."""
+        boundary = turn.num_cached - turn.num_cached % self._block
+        if not turn.edges or turn.edges[0] != boundary:
+            return boundary  # nothing of this block was there when the turn began
+        return tail_start(turn.edges, turn.num_cached)
 
     def _cut_ready(self, turn: Turn) -> None:
         """Cut the missing pieces of the prompt that KV covers by now."""

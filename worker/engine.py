@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
-    from cache.store import Store
+    from cache.store import Held, Store
     from protocol.subjects import SessionKey
 
     from .admission import Ledger
@@ -101,6 +101,7 @@ class _Running:
     progress: Progress
     events: asyncio.Queue[Sampled | Finished | Faulted]
     submitted: bool = False
+    held: Held | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +190,7 @@ class Engine:
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
         self._running[key] = running
         try:
-            await self._find_kv(turn)
+            await self._find_kv(running)
             started_s = monotonic()
             if self._stopping:
                 raise StoppingError
@@ -200,6 +201,8 @@ class Engine:
             first_token_s, live_bytes = await self._follow(running, publish)
         finally:
             del self._running[key]
+            if self._store is not None and running.held is not None:
+                self._store.release(running.held)
             self.ledger.settle(key, self.size_bytes(len(self._resident.get(key, []))))
             self._admit_waiting()
         num_cached = min(turn.num_reused, turn.num_prompt)
@@ -308,8 +311,9 @@ class Engine:
                         raise StoppingError
                     return first_token_s or monotonic(), live_bytes
 
-    async def _find_kv(self, turn: Turn) -> None:
+    async def _find_kv(self, running: _Running) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
+        turn = running.turn
         turn.num_kept = num_common(self._resident.get(turn.key, []), turn.context)
         turn.source, turn.num_shared = self._share(turn)
         if self._store is None:
@@ -323,8 +327,11 @@ class Engine:
                 turn.source = None
         else:
             self._store.release(match)
+        # Held until the turn is over: what it cuts continues what is there now.
+        running.held = self._store.hold(turn.key.tenant, turn.context)
+        turn.edges = running.held.edges
         turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
-        self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
+        running.progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
         """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.

@@ -30,7 +30,8 @@ class Turn:
     KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
     arrays by name; or the session `source` has KV of the first `num_shared`, or is about to. A generate has
     an `answer`; what it already holds are tokens that were published before a crash, and they are the
-    context's end. `spans` are the pieces of the context that have no snapshot.
+    context's end. `spans` are the pieces of the context that have no snapshot, `edges` where the stored
+    pieces of its last, partial block start and end: see `cache.blocks.tail_start`.
     """
 
     key: SessionKey
@@ -43,6 +44,7 @@ class Turn:
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     spans: list[Span] = field(default_factory=list)
+    edges: tuple[int, ...] = ()
 
     # Written by the device thread:
     num_prompt: int = field(init=False)

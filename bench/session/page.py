@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAX_LINES: Final = 40
 MS: Final = 1000.0
 MIB: Final = 2.0**20
+DAY_S: Final = 86_400.0
 
 
 def page_of(report: SessionReport) -> Page:
@@ -227,7 +228,16 @@ def _more(report: SessionReport) -> list[tuple[str, str]]:
         )
         if slope is not None
     ]
+    if report.summary.written_per_token is not None:
+        rows.append(("written to SSD per generated token", _written_rate(report)))
     return [*rows, ("KV on one level (within 10%)", _word(report.summary.kv_bounded))]
+
+
+def _written_rate(report: SessionReport) -> str:
+    per_token = report.summary.written_per_token or 0.0
+    per_day = (report.summary.written_bytes or 0) / report.elapsed_s * DAY_S
+    (scale, name), (day_scale, day_name) = byte_unit(per_token), byte_unit(per_day)
+    return f"{per_token / scale:.1f} {name}; {per_day / day_scale:.1f} {day_name} a day at this pace"
 
 
 def _growth(slope: Slope) -> str:

@@ -6,6 +6,7 @@ The formulas are in `stats`; here is which turns they are taken over.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -63,7 +64,10 @@ class Wait(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """The aggregates. `process` is all of the worker's memory, `beyond_kv` what of it is not KV."""
+    """The aggregates. `process` is all of the worker's memory, `beyond_kv` what of it is not KV.
+
+    `written_per_token` are bytes of snapshots per generated token; the KV of prompts is among them.
+    """
 
     turns: int
     answered: int
@@ -82,6 +86,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     process: Slope | None
     beyond_kv: Slope | None
     written_bytes: int | None
+    written_per_token: float | None
     buckets: tuple[Bucket, ...]
 
 
@@ -103,6 +108,7 @@ def series(turns: Sequence[Turn]) -> dict[str, Series]:
         "first chunk": _lower("s", [answer.first_chunk_s for answer in answers]),
         "per token": _lower("s", paces),
         "prefilled tokens": _lower("tokens", [answer.prefilled_tokens for answer in answers]),
+        "written per generated token": _lower("bytes", written_per_turn(turns)),
         "process memory": _lower("bytes", [turn.memory.process_bytes for turn in turns if turn.memory]),
     }
 
@@ -139,6 +145,7 @@ def summarise(turns: Sequence[Turn]) -> Summary:
         process=growth(memories, lambda memory: memory.process_bytes),
         beyond_kv=growth(memories, lambda memory: memory.process_bytes - memory.resident_kv_bytes),
         written_bytes=written(memories),
+        written_per_token=written_per_token(turns),
         buckets=buckets(turns),
     )
 
@@ -199,6 +206,25 @@ def written_over_time(memories: Sequence[Memory]) -> list[tuple[float, float]]:
     return points
 
 
+def written_per_token(turns: Sequence[Turn]) -> float | None:
+    """Return the bytes written to SSD per generated token, from the first reading to the last."""
+    size_bytes = written([turn.memory for turn in turns if turn.memory is not None])
+    first = next((i for i, turn in enumerate(turns) if turn.memory is not None), len(turns))
+    num_tokens = sum(_num_generated(turn) for turn in turns[first + 1 :])
+    return size_bytes / num_tokens if size_bytes is not None and num_tokens else None
+
+
+def written_per_turn(turns: Sequence[Turn]) -> list[float]:
+    """Return the same for each turn alone: a write that was under way as it ended counts for the next."""
+    read = [turn for turn in turns if turn.memory is not None]
+    sizes = [size for _, size in written_over_time([turn.memory for turn in read if turn.memory is not None])]
+    return [
+        (size - before) / num_tokens
+        for turn, (before, size) in zip(read[1:], pairwise(sizes), strict=True)
+        if (num_tokens := _num_generated(turn))
+    ]
+
+
 def buckets(turns: Sequence[Turn]) -> tuple[Bucket, ...]:
     """Aggregate by ten minutes of the run."""
     indices = stats.bucket([turn.started_s for turn in turns], list(range(len(turns))))
@@ -220,6 +246,10 @@ def buckets(turns: Sequence[Turn]) -> tuple[Bucket, ...]:
 
 def _lower(unit: str, values: Sequence[float]) -> Series:
     return Series(unit=unit, better="lower", values=tuple(values))
+
+
+def _num_generated(turn: Turn) -> int:
+    return turn.answer.completion_tokens if turn.answer is not None else 0
 
 
 def _restarted(before: Memory, after: Memory) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from made_turns import PER_TOKEN, make_turns, with_answer
 
 from bench.session.checks import checks
-from bench.session.summary import series, summarise, written
+from bench.session.summary import series, summarise, written, written_per_token, written_per_turn
 from bench.session.turns import excess_prefilled
 
 ANSWERED, FORMULA, PREFILL, WAIT, DRIFT, GROWTH = range(6)
@@ -28,6 +28,8 @@ def test_a_good_session_keeps_every_promise():
     assert summary.latency.p50 == pytest.approx(1.8, abs=0.01)
     assert summary.prefilled_tokens_max == 41
     assert summary.written_bytes == 5_000_000 * 479
+    assert summary.written_per_token == 5_000_000 / 64
+    assert series(turns)["written per generated token"].values == (5_000_000 / 64,) * 479
 
 
 def test_nothing_is_promised_of_no_turns():
@@ -117,3 +119,13 @@ def test_what_was_written_is_added_up_over_a_restart_of_the_worker():
     memories[3] = msgspec.structs.replace(memories[3], uptime_s=31.0, written_bytes=10)
     assert written(memories) == 5_000_000 + 7 + 3
     assert written([]) is None
+
+
+def test_what_was_written_per_token_leaves_out_turns_that_generated_nothing():
+    turns = make_turns(5)
+    turns[1] = msgspec.structs.replace(turns[1], answer=None, error="timeout")
+    turns[2] = msgspec.structs.replace(turns[2], memory=None)
+    assert written_per_turn(turns) == [2 * 5_000_000 / 64, 5_000_000 / 64]
+    assert written_per_token(turns) == 4 * 5_000_000 / (3 * 64)
+    assert written_per_token(turns[:1]) is None
+    assert written_per_token([]) is None

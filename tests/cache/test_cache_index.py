@@ -54,17 +54,17 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
     new = index.get(entry(wanted).digest)
     if new is None:
         index.add(new := entry(wanted))
-    shadowed = sorted(blocks.num_common(e.name.tokens, new.name.tokens) for e in index.shadowed(new))
-    assert shadowed == sorted(
+    swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.swallowed(new)]
+    assert sorted(swallowed) == sorted(
         len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
     )
-    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.shadowed(new))
+    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.swallowed(new))
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
-    covered = filled(runs).covered(b"root", blocks.pack(wanted))
-    assert covered == any(run[: len(wanted)] == wanted for run in runs)
+    _, num_tokens = filled(runs).reach(b"root", blocks.pack(wanted))
+    assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
 def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
@@ -154,6 +154,21 @@ async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp
     store = await open_store()
     assert store.match("a", [*TOKENS[:8], 8, 7]).num_tokens == 9
     assert store.match("a", TOKENS).num_tokens == 10
+
+
+async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used(
+    open_store, tmp_path
+) -> None:
+    """A start looks at names only; a file's length is verified as all the rest of it."""
+    await stored_once(open_store)
+    packed = blocks.pack(TOKENS)
+    digest = blocks.chain(blocks.root(identity().digest(), "a"), packed, BLOCK)[1]
+    path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    store = await open_store()
+    restored = await store.load(store.match("a", TOKENS))
+    assert restored.num_tokens == BLOCK
+    assert (store.stats().rejected, store.stats().stored) == (1, 1)
 
 
 async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:

@@ -82,7 +82,26 @@ async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, 
     assert await store.barrier(5)
     restored = await store.load(store.match("a", tokens))
     assert restored.num_tokens == position
-    assert decode(model, layers.rebuild(restored.tensors), logits, 20) == expected
+    assert decode(model, layers.rebuild(restored.tensors, restored.num_tokens), logits, 20) == expected
+
+
+async def test_the_room_behind_a_restored_session_is_never_read(model, open_store) -> None:
+    """Its contents are undefined; a NaN that attention met would spread over all that follows."""
+    store = await open_store(identity=identity(block_tokens=BLOCK))
+    tokens = prompt(3 * BLOCK + 1)
+    caches = make_prompt_cache(model)
+    prefill(model, caches, tokens)
+    for span in store.wanted("a", tokens, 0, len(tokens)):
+        assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    expected = decode(model, caches, prefill(model, caches, [*tokens, 9, 9]), 20)
+    await store.barrier(5)
+    restored = await store.load(store.match("a", tokens))
+    for array in restored.tensors.values():
+        assert array.shape[2] > len(tokens)
+        np.array(array, copy=False)[:, :, len(tokens) :] = np.nan
+    again = layers.rebuild(restored.tensors, restored.num_tokens)
+    assert layers.live_bytes(again) == len(tokens) * 2 * 2 * 8 * 4 * 2
+    assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
 async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bits(model, open_store) -> None:
@@ -97,7 +116,7 @@ async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bi
     await store.barrier(5)
     restored = await store.load(store.match("a", tokens))
     assert restored.num_tokens == 2 * BLOCK
-    again = layers.rebuild(restored.tensors)
+    again = layers.rebuild(restored.tensors, restored.num_tokens)
     assert decode(model, again, prefill(model, again, tokens), 5) == expected
 
 
@@ -200,6 +219,6 @@ async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_stor
         assert restored.num_tokens == 64
         expected = make_prompt_cache(model)
         prefill(model, expected, tokens)
-        for cache, again in zip(expected, layers.rebuild(restored.tensors), strict=True):
+        for cache, again in zip(expected, layers.rebuild(restored.tensors, restored.num_tokens), strict=True):
             for one, other in zip(state(cache, 0, 64), state(again, 0, 64), strict=True):
                 assert np.array_equal(one, other)

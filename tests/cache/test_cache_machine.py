@@ -7,12 +7,13 @@ import errno
 import shutil
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import blocks
 from cache import format as snapshot_format
@@ -23,8 +24,8 @@ WRITE = snapshot_format.write
 TENANTS = st.sampled_from("ab")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
 
-#: A snapshot in the model: its tenant, its first position, and all tokens up to its end.
-Node = tuple[str, int, tuple[int, ...]]
+#: A snapshot in the model: its tenant, where it and those before it start, and all tokens up to its end.
+Node = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -120,56 +121,81 @@ class Faithful(Driven):
         self.nodes: set[Node] = set()
         self.bad: set[Node] = set()
 
-    def children(self, tenant: str, prefix: tuple[int, ...]) -> list[Node]:
+    def children(self, parent: Node) -> list[Node]:
+        tenant, cuts, tokens = parent
+        end = (*cuts, len(tokens))
         return [
             node
             for node in self.nodes
-            if node[0] == tenant and node[1] == len(prefix) and node[2][: len(prefix)] == prefix
+            if node[0] == tenant and node[1] == end and node[2][: len(tokens)] == tokens
         ]
 
     def below(self, node: Node) -> set[Node]:
-        tenant, start, tokens = node
-        return {n for n in self.nodes if n[0] == tenant and n[1] > start and n[2][: len(tokens)] == tokens}
+        found = set(self.children(node))
+        return found.union(*(self.below(child) for child in found))
 
-    def longest(self, tenant: str, tokens: tuple[int, ...]) -> int:
-        prefix: tuple[int, ...] = ()
-        while True:
-            shared = [common(node[2], tokens) for node in self.children(tenant, prefix)]
-            longest = max(shared, default=len(prefix))
-            if longest < len(prefix) + BLOCK:
-                return longest
-            prefix = tokens[:longest]
+    def longest(self, parent: Node, tokens: tuple[int, ...]) -> int:
+        longest = len(parent[2])
+        for child in self.children(parent):
+            shared = common(child[2], tokens)
+            longest = max(longest, self.longest(child, tokens) if shared == len(child[2]) else shared)
+        return longest
 
-    def drop_shadowed(self) -> None:
-        self.nodes -= {
-            one
-            for one in self.nodes
-            for other in self.nodes
-            if one != other and one[:2] == other[:2] and other[2][: len(one[2])] == one[2]
-        }
+    def node(self, tenant: str, entry) -> Node:
+        """Find out what an entry of the store's index holds: all that comes before it too."""
+        cuts, tokens = (entry.name.start,), unpacked(entry.name.tokens)
+        while (parent := self.store._index.get(entry.parent)) is not None:
+            cuts, tokens = (parent.name.start, *cuts), unpacked(parent.name.tokens) + tokens
+            entry = parent
+        assert entry.parent == blocks.root(identity().digest(), tenant), "a chain leads to its tenant"
+        assert len(tokens) >= cuts[-1]
+        return tenant, cuts, tokens
+
+    def take_stock(self) -> None:
+        """Nothing is there that was not saved; nothing has gone but what another snapshot holds."""
+        roots = {blocks.root(identity().digest(), tenant): tenant for tenant in "ab"}
+        there = set()
+        for entry in self.store._index:
+            first = entry
+            while (parent := self.store._index.get(first.parent)) is not None:
+                first = parent
+            there.add(self.node(roots[first.parent], entry))
+        assert there <= self.nodes
+        for tenant, cuts, tokens in self.nodes - there:
+            assert any(
+                other[0] == tenant and cuts[: len(other[1])] == other[1] and other[2][: len(tokens)] == tokens
+                for other in there
+            )
+        self.nodes = there
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
+        before = set(self.store._index)
         wanted = self.store.wanted(tenant, tokens, 0, len(tokens))
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
-        for span in wanted:
-            self.nodes.add((tenant, span.start, tokens[: span.end]))
+        new = [self.node(tenant, entry) for entry in set(self.store._index) - before]
+        assert sorted((cuts[-1], held) for _, cuts, held in new) == [
+            (span.start, tokens[: span.end]) for span in wanted
+        ]
+        assert all(
+            (tenant, cuts[:-1], held[: cuts[-1]]) in self.nodes | set(new) or not cuts[-1]
+            for _, cuts, held in new
+        )
+        self.nodes |= set(new)
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def restore(self, tenant, tokens) -> None:
         self.settle()
-        self.drop_shadowed()
+        self.take_stock()
         match = self.store.match(tenant, tokens)
-        num_tokens = self.longest(tenant, tokens)
+        num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
         # Of two that share as much either may be taken, but it must be one of those that are there.
-        path = [
-            (tenant, e.name.start, tokens[: e.name.start] + unpacked(e.name.tokens)) for e in match.entries
-        ]
+        path = [self.node(tenant, entry) for entry in match.entries]
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:
-            num_tokens = bad[1]
+            num_tokens = bad[1][-1]
             gone = {bad} | self.below(bad)
             self.nodes -= gone
             self.bad -= gone
@@ -179,20 +205,13 @@ class Faithful(Driven):
     def forget(self, tenant, tokens) -> None:
         # Settled before, so that model and store agree on which tails are gone already.
         self.settle()
-        self.drop_shadowed()
-        start = len(tokens) - len(tokens) % BLOCK
-        gone = {
-            node
-            for node in self.children(tenant, tokens[:start])
-            if len(node[2]) <= len(tokens) and tokens[: len(node[2])] == node[2]
-        }
+        self.take_stock()
+        gone: set[Node] = set()
+        for node in sorted(self.nodes, key=lambda node: -len(node[1])):
+            owner, _, held = node
+            if owner == tenant and held == tokens[: len(held)] and gone.issuperset(self.children(node)):
+                gone.add(node)
         self.nodes -= gone
-        for end in range(start, 0, -BLOCK):
-            node = (tenant, end - BLOCK, tokens[:end])
-            if self.below(node):
-                break
-            gone |= self.nodes & {node}
-            self.nodes.discard(node)
         self.bad -= gone
         assert self.store.forget(tenant, tokens) == len(gone)
 
@@ -200,14 +219,13 @@ class Faithful(Driven):
     @rule(data=st.data())
     def damage(self, data) -> None:
         self.settle()
-        self.drop_shadowed()
+        self.take_stock()
         node = data.draw(st.sampled_from(sorted(self.nodes)))
-        tenant, _, tokens = node
-        chain = blocks.chain(blocks.root(identity().digest(), tenant), blocks.pack(tokens), BLOCK)
-        if len(tokens) % BLOCK:
-            parent = chain[-1] if chain else blocks.root(identity().digest(), tenant)
-            chain.append(blocks.link(parent, blocks.pack(tokens[len(tokens) // BLOCK * BLOCK :])))
-        path = self.directory / "snapshots" / f"{chain[-1].hex()}.safetensors"
+        tenant, cuts, tokens = node
+        digest = blocks.root(identity().digest(), tenant)
+        for start, end in pairwise((*cuts, len(tokens))):
+            digest = blocks.link(digest, blocks.pack(tokens[start:end]))
+        path = self.directory / "snapshots" / f"{digest.hex()}.safetensors"
         whole = bytearray(path.read_bytes())
         whole[-1] ^= 1 if node not in self.bad else 0
         path.write_bytes(whole)
@@ -215,8 +233,9 @@ class Faithful(Driven):
 
     @rule(lose_the_catalog=st.booleans())
     def restart(self, lose_the_catalog) -> None:
+        self.settle()
+        self.take_stock()
         assert self.run(self.store.close())
-        self.drop_shadowed()
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
@@ -226,7 +245,7 @@ class Faithful(Driven):
     @rule()
     def look_at_the_disk(self) -> None:
         self.settle()
-        self.drop_shadowed()
+        self.take_stock()
         assert len(self.files()) == self.store.stats().stored == len(self.nodes)
 
 

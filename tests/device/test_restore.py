@@ -167,6 +167,32 @@ async def test_turn_after_turn_in_a_new_process_costs_the_new_tokens_only(open_p
             await process.store.barrier(10)
 
 
+async def test_a_tail_in_pieces_is_restored_bit_by_bit_and_costs_the_new_tokens_only(open_process) -> None:
+    """Turns of two tokens, each in a process of its own, across two boundaries of the grid."""
+    begin = prompt(BLOCK + 5)
+    history = list(begin)
+    async with open_process(folder="whole") as whole:
+        expected = []
+        for turn in range(8):
+            history = history + prompt(1, salt=turn)
+            _, tokens, bits = await whole.generate(history, 1, HOT)
+            history = history + tokens
+            expected.append((tokens, bits))
+    history, num_pieces = list(begin), set()
+    for turn in range(8):
+        async with open_process() as process:
+            history = history + prompt(1, salt=turn)
+            outcome, tokens, bits = await process.generate(history, 1, HOT)
+            history = history + tokens
+            assert (tokens, bits) == expected[turn]
+            assert outcome.num_prefilled <= (2 if turn else len(history))
+            assert await process.store.barrier(10)
+            stats = process.store.stats()
+            assert stats.dropped == {}
+            num_pieces.add(stats.stored - (len(history) - 1) // BLOCK)
+    assert num_pieces >= {1, 2}
+
+
 async def test_a_shared_prefix_is_run_once_for_all_sessions_of_a_tenant(open_process) -> None:
     shared = prompt(4 * BLOCK)
     async with open_process() as process:

@@ -120,6 +120,26 @@ def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
     assert rig.cuts(exact) == [(24, 32)], "an answer that ends on the grid has no tail"
 
 
+@pytest.mark.parametrize(
+    ("edges", "cut"),
+    [
+        ((24,), (24, 31)),
+        ((24, 29), (29, 31)),
+        ((24, 29, 30), (29, 31)),
+        ((24, 26, 27), (24, 31)),
+        ((24, 31), None),
+        ((16, 20), (24, 31)),
+    ],
+)
+def test_an_answer_cuts_only_what_its_tail_has_grown_by(make_rig, model, edges, cut) -> None:
+    """The pieces that are there stay, but for those that are not longer than the new one."""
+    rig = make_rig(model, room=lambda: 2**30)
+    rig.run(append(prompt(27)))
+    turn = generate(prompt(27), 5, num_kept=27, edges=edges)
+    rig.run(turn)
+    assert rig.cuts(turn) == [cut] * (cut is not None)
+
+
 def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> None:
     """A block that was dropped under load is made good by the next turn."""
     rig = make_rig(model, room=lambda: 2**30)

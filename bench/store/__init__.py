@@ -1,0 +1,1 @@
+"""`turnkeep bench store`: what the snapshot cache does without a worker."""

@@ -1,0 +1,131 @@
+"""MLX arrays as plain memory: made without contents, filled by whoever reads a file, then handed over.
+
+Runs on an I/O thread; only evaluated arrays leave it. Every call names the CPU stream, so that no other
+thread than the device thread gives the device work. Knows nothing of files or names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+if TYPE_CHECKING:
+    from .format import Layout
+
+#: Tensors by name, as MLX arrays.
+Arrays: TypeAlias = "dict[str, mx.array]"
+
+#: A plain cache of mlx-lm grows by so many tokens: with room up to the next multiple, the first append after
+#: a restore copies nothing.
+STEP_TOKENS: Final = 256
+
+#: By their names in safetensors: MLX's type, and one that numpy knows with items of that size.
+_TYPES: Final = {
+    "F32": (mx.float32, np.float32),
+    "F16": (mx.float16, np.float16),
+    "BF16": (mx.bfloat16, np.uint16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The memory of one tensor: rows, one per head, of `row_bytes`, for tokens of `token_bytes` each."""
+
+    memory: memoryview
+    num_rows: int
+    row_bytes: int
+    token_bytes: int
+
+
+class Blank:
+    """Tensors of a layout with room for `num_tokens` or a few more. Their contents are undefined.
+
+    `places` is where to write; `arrays` ends that and gives the tensors, which are longer than what was
+    written to them: whoever takes them must know how many tokens count.
+    """
+
+    def __init__(self, layout: Layout, num_tokens: int) -> None:
+        self._layout = layout
+        self._capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
+        # An evaluated array's buffer is what the CPU sees of it, and MLX documents writing to a view of it;
+        # with unified memory the GPU sees the same. CUDA may keep another copy: there, memory of our own.
+        self._in_place = not mx.cuda.is_available()
+        self._owners: dict[str, Any] = self._blank() if self._in_place else self._plain()
+        self.places: list[Place] = [
+            self._place(self._owners[name], heads, dim * np.dtype(_TYPES[dtype][1]).itemsize)
+            for name, dtype, (heads, dim) in layout
+        ]
+
+    def arrays(self) -> Arrays:
+        """Take the tensors, evaluated, in shape (1, heads, capacity, head_dim). The places are gone then."""
+        self.places = []  # an array whose memory is lent out might be written to behind MLX's back
+        owners, self._owners = self._owners, {}
+        if not self._in_place:
+            for name, dtype, _ in self._layout:
+                owners[name] = mx.array(owners[name]).view(_TYPES[dtype][0], stream=mx.cpu)
+            mx.eval(owners)
+        return owners
+
+    def _place(self, owner: Any, heads: int, token_bytes: int) -> Place:
+        memory = memoryview(owner).cast("B")
+        return Place(memory, heads, self._capacity * token_bytes, token_bytes)
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            name: np.empty((1, heads, self._capacity, dim), _TYPES[dtype][1])
+            for name, dtype, (heads, dim) in self._layout
+        }
+
+    def _blank(self) -> dict[str, Any]:
+        """Make evaluated arrays without writing to them: `mx.zeros` takes as long as reading the KV does."""
+        file: Any = _BlankFile(self._layout, self._capacity)
+        arrays: Any = mx.load(file, format="safetensors", stream=mx.cpu)
+        # mx.load is lazy; this thread waits, without the GIL, while MLX "reads".
+        mx.eval(arrays)
+        return dict(arrays)
+
+
+def leave_thread() -> None:
+    """Give up what the calling thread holds of MLX, before it ends; it must not load any more.
+
+    Streams that outlive their thread now and then abort the process at its exit.
+    """
+    mx.clear_streams()
+
+
+class _BlankFile:
+    """A safetensors file, as MLX reads it, that leaves the tensors' memory as it is."""
+
+    closed = False
+
+    def __init__(self, layout: Layout, capacity: int) -> None:
+        header = {}
+        at = 0
+        for name, dtype, (heads, dim) in layout:
+            shape = (1, heads, capacity, dim)
+            size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
+            at += size_bytes
+        text = json.dumps(header).encode()
+        self._head = struct.pack("<Q", len(text)) + text
+        self._size_bytes = len(self._head) + at
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, memory: memoryview) -> int:
+        if self._at < len(self._head):
+            memory[:] = self._head[self._at : self._at + len(memory)]
+        self._at += len(memory)
+        return len(memory)

@@ -1,0 +1,223 @@
+"""Tails grow by pieces: little is written again, and what is there reaches as far as what was saved."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+
+from cache import blocks
+from cache.blocks import Span
+from cache.folder import Folder
+from cache.store import Store
+
+LONG = 16  # a block with room for a tail of several pieces
+
+
+def piece_starts(store) -> list[tuple[int, int]]:
+    return sorted((entry.name.start, entry.name.span.end) for entry in store._index)
+
+
+@given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
+def test_a_token_is_written_no_more_often_than_the_logarithm_of_block_by_turn(block, turns) -> None:
+    edges, end, writes = [0], 0, Counter()
+    for turn in turns:
+        grown = end + turn
+        for boundary in range(end - end % block + block, grown + 1, block):
+            writes.update(range(boundary - block, boundary))
+            edges = [boundary]
+        if grown % block:
+            start = blocks.tail_start(edges, grown)
+            assert start in edges
+            edges = [*edges[: edges.index(start) + 1], grown]
+            writes.update(range(start, grown))
+        end = grown
+    most = math.ceil(math.log2(max(1, block / min(turns)))) + 2
+    assert max(writes.values()) <= most
+    assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
+
+
+HISTORIES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1, max_size=9)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(HISTORIES)
+def test_whatever_was_saved_is_found_through_growth_rewinds_and_forks(history) -> None:
+    async def live(directory: Path) -> None:
+        settings = {"max_bytes": 1 << 30, "queue_bytes": 1 << 30, "min_free_bytes": 0}
+        store = await Store.open(directory, identity=identity(block_tokens=LONG), **settings)
+        sessions: list[list[int]] = [[], [], [], []]
+        for session, keep, more in history:
+            sessions[session] = [*sessions[keep % 4][:keep], *more]  # of itself, or of another one
+            tokens = sessions[session]
+            save_all(store, "a", tokens)
+            assert await store.barrier(5)
+            restored = await store.load(store.match("a", tokens))
+            found = restored.num_tokens if restored else 0
+            # A few tokens at the beginning of a longer piece count as saved, but are not worth reading it.
+            assert len(tokens) - LONG // 4 < found <= len(tokens)
+            if restored:
+                assert_is_kv_of(restored.tensors, tokens[:found])
+            assert_sum_rule(store)
+        before = piece_starts(store)
+        assert await store.close()
+        store = await Store.open(directory, identity=identity(block_tokens=LONG), **settings)
+        assert piece_starts(store) == before
+        for tokens in sessions:
+            match = store.match("a", tokens)
+            restored = await store.load(match)
+            if restored is not None:
+                assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+        assert store.stats().rejected == 0
+        await store.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(live(Path(folder)))
+
+
+async def test_a_tail_that_grows_a_little_is_not_written_again(open_store) -> None:
+    store = await open_store(identity=identity(block_tokens=LONG))
+    tokens = list(range(15))
+    seen = []
+    for end in (8, 9, 10, 11, 12, 15):
+        seen.append(store.wanted("a", tokens, 0, end))
+        save_all(store, "a", tokens[:end])
+    assert [(span.start, span.end) for spans in seen for span in spans] == [
+        (0, 8),
+        (8, 9),
+        (8, 10),
+        (10, 11),
+        (8, 12),
+        (12, 15),
+    ]
+    await store.barrier(5)
+    assert piece_starts(store) == [(0, 8), (8, 12), (12, 15)]
+
+
+async def test_a_full_block_swallows_the_pieces_of_its_span(open_store, tmp_path) -> None:
+    store = await open_store(identity=identity(block_tokens=LONG))
+    tokens = list(range(18))
+    for end in (8, 12, 14, 18):
+        save_all(store, "a", tokens[:end])
+        await store.barrier(5)
+    assert piece_starts(store) == [(0, 16), (16, 18)]
+    assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
+
+
+async def test_a_piece_that_another_session_continues_stays(open_store) -> None:
+    store = await open_store(identity=identity(block_tokens=LONG))
+    for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
+        save_all(store, "a", tokens)
+        await store.barrier(5)
+    assert piece_starts(store) == [(0, 8), (0, 16), (8, 10)]
+    restored = await store.load(store.match("a", [*range(8), 50, 51]))
+    assert restored.num_tokens == 10
+    assert_is_kv_of(restored.tensors, [*range(8), 50, 51])
+    assert store.forget("a", [*range(8), 50, 51]) == 2
+    assert store.forget("a", list(range(16))) == 1
+
+
+async def test_forgetting_takes_all_pieces_of_the_tokens(open_store, tmp_path) -> None:
+    store = await open_store(identity=identity(block_tokens=LONG))
+    for end in (8, 12, 14, 15):
+        save_all(store, "a", list(range(end)))
+    assert store.forget("a", list(range(15))) == 4
+    await store.barrier(5)
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_what_a_turn_holds_can_be_continued_whatever_others_do(open_store, forget) -> None:
+    """Between the beginning of a turn and its end another one outgrows the pieces, or forgets them."""
+    store = await open_store(identity=identity(block_tokens=LONG))
+    mine = [*range(8), 8, 50]
+    for end in (8, 9):
+        save_all(store, "a", mine[:end])
+    await store.barrier(5)
+    held = store.hold("a", mine[:9])
+    assert held.edges == (0, 8, 9)
+    if forget:
+        assert store.forget("a", mine[:9]) == 2
+    else:
+        save_all(store, "a", list(range(18)))
+    await store.barrier(5)
+    span = Span(9, 10)
+    assert store.save("a", mine, span, cut(mine, span))
+    store.release(held)
+    await store.barrier(5)
+    restored = await store.load(store.match("a", mine))
+    assert_is_kv_of(restored.tensors, mine)
+
+
+async def test_a_piece_whose_chain_is_gone_is_dropped(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    assert not store.save("a", [1, 7, 3], Span(2, 3), cut([1, 7, 3], Span(2, 3)))
+    assert not store.save("a", [1, 2, 3], Span(1, 3), cut([1, 2, 3], Span(1, 3)))
+    assert store.stats().dropped == {"no_parent": 2}
+    assert_sum_rule(store)
+
+
+@pytest.mark.parametrize("lose_the_catalog", [False, True])
+async def test_a_crash_at_any_point_leaves_chains_that_reach_as_far_as_what_was_durable(
+    open_store, tmp_path, monkeypatch, lose_the_catalog
+) -> None:
+    """What the disk holds after each step of the writer, as the next process finds it."""
+    moments: list[tuple[Path, int]] = []
+    place, remove = Folder.place, Folder.remove
+    reached = 0
+
+    def keep(folder: Folder) -> None:
+        copy = tmp_path / f"moment-{len(moments)}"
+        for path in (folder.directory / "snapshots").iterdir():
+            (copy / "snapshots").mkdir(parents=True, exist_ok=True)
+            os.link(path, copy / "snapshots" / path.name)
+        if not lose_the_catalog:
+            for path in folder.directory.glob("index.sqlite*"):
+                (copy / path.name).write_bytes(path.read_bytes())
+        moments.append((copy, reached))
+
+    def placed(folder: Folder, path: Path, digest: bytes) -> None:
+        nonlocal reached
+        place(folder, path, digest)
+        reached = ends[digest]
+        keep(folder)
+
+    def removed(folder: Folder, digest: bytes) -> None:
+        remove(folder, digest)
+        keep(folder)
+
+    monkeypatch.setattr(Folder, "place", placed)
+    monkeypatch.setattr(Folder, "remove", removed)
+    ends: dict[bytes, int] = {}
+    store = await open_store(identity=identity(block_tokens=8))
+    tokens = list(range(19))
+    for end in (1, 2, 3, 4, 5, 7, 9, 10, 11, 15, 19):
+        save_all(store, "a", tokens[:end])
+        ends |= {entry.digest: entry.name.span.end for entry in store._index}
+        await store.barrier(5)
+    monkeypatch.undo()
+    assert len(moments) > 15
+    for copy, expected in moments:
+        after = await open_store(directory=copy, identity=identity(block_tokens=8))
+        restored = await after.load(after.match("a", tokens))
+        assert restored.num_tokens == expected
+        assert_is_kv_of(restored.tensors, tokens[:expected])
+        await after.close()
+
+
+def test_where_nothing_was_added_no_piece_starts() -> None:
+    assert blocks.tail_start((8,), 9) == 8
+    assert blocks.tail_start((8, 9), 9) == 9
