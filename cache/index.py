@@ -26,11 +26,12 @@ class Row(NamedTuple):
     tokens: bytes
     size_bytes: int
     used: int
+    resumable: bool = True
 
     @property
     def name(self) -> Name:
         """Which KV it holds."""
-        return Name(self.parent, self.start, self.tokens)
+        return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,10 @@ class Entry:
     @property
     def row(self) -> Row:
         """What the catalog keeps of it."""
-        return Row(self.digest, self.parent, self.name.start, self.name.tokens, self.size_bytes, self.used)
+        name = self.name
+        return Row(
+            self.digest, name.parent, name.start, name.tokens, self.size_bytes, self.used, name.resumable
+        )
 
 
 class Index:
@@ -161,21 +165,28 @@ class Index:
         return None if entry is None else (entry, num_tokens)
 
     def shadowed(self, entry: Entry) -> list[Entry]:
-        """List the siblings whose tokens are a beginning of this entry's: it holds all they hold.
+        """List the siblings whose tokens are a beginning of this entry's: it holds all they hold."""
+        return list(self._beginnings(entry.parent, entry.name.tokens[:-TOKEN_BYTES]))
+
+    def ending(self, parent: bytes, packed: bytes) -> Entry | None:
+        """Find the longest stored child of `parent` at whose end `packed` can be resumed: its beginning."""
+        found = self._beginnings(parent, packed)
+        return next((entry for entry in found if entry.usable and entry.name.resumable), None)
+
+    def _beginnings(self, parent: bytes, packed: bytes) -> Iterator[Entry]:
+        """Find the children of `parent` whose tokens are a beginning of `packed`, longest first.
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
-        siblings = self._children[entry.parent]
-        found = []
-        bound = entry.name.tokens[:-TOKEN_BYTES]
+        siblings = self._children.get(parent, [])
+        bound = packed
         while bound and (at := bisect_left(siblings, (bound + b"\0",))):
             tokens, digest = siblings[at - 1]
             fits = num_common(tokens, bound) * TOKEN_BYTES
             if fits == len(tokens):
-                found.append(self._entries[digest])
+                yield self._entries[digest]
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
-        return found
 
     def covered(self, parent: bytes, packed: bytes) -> bool:
         """Tell whether an entry, on its way or stored, holds all of `packed` after `parent`."""

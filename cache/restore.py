@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file of a chain, and how many of its tokens are used: all, unless it is the last."""
+    """One file of a chain, and how many of its tokens are used: all, unless it is the last.
+
+    `state` is what the whole chain is resumed from: the last one's, where the model has such layers.
+    """
 
     digest: bytes
     start: int
     num_tokens: int
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ def restore(folder: Folder, pieces: Sequence[Piece], identity: bytes) -> Outcome
     for piece in pieces:
         path = folder.path(piece.digest)
         try:
-            layout, arrays = snapshot_format.load(path, piece.digest, piece.start, identity, like=layout)
+            layout, arrays = snapshot_format.load(
+                path, piece.digest, piece.start, identity, like=layout, state=piece.state
+            )
             size_bytes += path.stat().st_size
         except (DoubtfulSnapshotError, OSError) as error:
             doubt = str(error)
@@ -79,6 +85,8 @@ def restore(folder: Folder, pieces: Sequence[Piece], identity: bytes) -> Outcome
         parts.append(arrays)
         num_tokens += piece.num_tokens
     num_read = len(parts)
+    if doubt is not None and pieces[-1].state:
+        parts.clear()  # what was read has no state at its end
     restored = None
     if parts:
         tensors = snapshot_format.join(parts, num_tokens)

@@ -18,6 +18,7 @@ import structlog
 
 from . import blocks, eviction
 from . import format as snapshot_format
+from .blocks import Span
 from .catalog import Catalog, reconcile
 from .folder import Folder
 from .format import Name
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from .blocks import Span
     from .format import Tensor
     from .identity import Identity
 
@@ -50,7 +50,8 @@ _IO_THREADS: Final = 2
 class Match:
     """The longest stored prefix of some tokens: `num_tokens` of them, over these entries in order.
 
-    The last entry may hold more than is used of it. All are pinned until `load` or `release`.
+    The last entry may hold more than is used of it, but not where a model's layers have states: then it ends
+    the prefix, and its state is that of all before it. All are pinned until `load` or `release`.
     """
 
     num_tokens: int
@@ -97,6 +98,7 @@ class Store:
         opened: _Opened,
         *,
         identity: Identity,
+        stateful: bool,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
@@ -107,6 +109,7 @@ class Store:
         self._catalog = opened.catalog
         self._identity = identity
         self._identity_digest = identity.digest()
+        self._stateful = stateful
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._index = Index(clock, opened.rows)
@@ -131,6 +134,7 @@ class Store:
         directory: Path,
         *,
         identity: Identity,
+        stateful: bool = False,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
@@ -140,14 +144,16 @@ class Store:
         """Lock the directory, and bring index and files together.
 
         Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
-        `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes` is left free on the file
-        system, at the cost of snapshots. `clock` orders uses, `monotonic` times pauses. Raises
-        `DirectoryLockedError`, `OSError`.
+        `stateful` says that the model has layers whose state is saved whole: a match then ends where a
+        snapshot with a state does. `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes`
+        is left free on the file system, at the cost of snapshots. `clock` orders uses, `monotonic` times
+        pauses. Raises `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(_open, directory)
         return cls(
             opened,
             identity=identity,
+            stateful=stateful,
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
@@ -168,10 +174,14 @@ class Store:
             entries.append(entry)
             parent, at = digest, at + width
         num_tokens = at // blocks.TOKEN_BYTES
-        part = self._index.longest(parent, packed[at : at + width])
-        if part is not None and part[1] >= _LEAST_SHARE * part[0].name.num_tokens:
-            entries.append(part[0])
-            num_tokens += part[1]
+        if self._stateful:
+            self._end_resumable(tenant, packed, entries)
+            num_tokens = entries[-1].name.span.end if entries else 0
+        else:
+            part = self._index.longest(parent, packed[at : at + width])
+            if part is not None and part[1] >= _LEAST_SHARE * part[0].name.num_tokens:
+                entries.append(part[0])
+                num_tokens += part[1]
         for entry in entries:
             entry.pins += 1
         if entries:
@@ -192,12 +202,18 @@ class Store:
         """Read a match into evaluated arrays, on an I/O thread.
 
         A doubtful file goes to quarantine together with what continues it, and the prefix before it is
-        returned; None where nothing is left. Releases the match, however it ends.
+        returned; None where nothing is left, or where no state was read: match again then. Releases the
+        match, however it ends.
         """
         if not match.entries:
             return None
         pieces = [
-            Piece(entry.digest, name.start, min(name.num_tokens, match.num_tokens - name.start))
+            Piece(
+                entry.digest,
+                name.start,
+                min(name.num_tokens, match.num_tokens - name.start),
+                state=self._stateful and entry is match.entries[-1],
+            )
             for entry in match.entries
             for name in (entry.name,)
         ]
@@ -233,7 +249,7 @@ class Store:
         wanted = []
         for span in spans:
             piece = _slice(packed, span)
-            if not self._index.covered(parent, piece):
+            if not self._covered(parent, piece):
                 wanted.append(span)
             parent = blocks.link(parent, piece)
         return wanted
@@ -244,8 +260,9 @@ class Store:
         True also where the same KV is stored or on its way. Once it is durable, stored tails that it
         contains are removed. Raises `ValueError` where the tensors do not fit the span.
         """
-        name = self._name(tenant, blocks.pack(tokens[: span.end]), span)
-        if self._index.covered(name.parent, name.tokens):
+        resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
+        name = self._name(tenant, blocks.pack(tokens[: span.end]), span, resumable=resumable)
+        if self._covered(name.parent, name.tokens):
             return True
         draft = snapshot_format.draft(name, self._identity, tensors)
         reason = self._refusal(name, draft.size_bytes)
@@ -355,11 +372,30 @@ class Store:
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
 
-    def _name(self, tenant: str, packed: bytes, span: Span) -> Name:
+    def _covered(self, parent: bytes, packed: bytes) -> bool:
+        """Tell whether an entry holds these tokens; a state is no part of another one."""
+        if self._stateful:
+            return self._index.get(blocks.link(parent, packed)) is not None
+        return self._index.covered(parent, packed)
+
+    def _end_resumable(self, tenant: str, packed: bytes, entries: list[Entry]) -> None:
+        """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
+        while True:
+            parent = entries[-1].digest if entries else self._root(tenant)
+            at = len(entries) * self._block
+            last = self._index.ending(parent, _slice(packed, Span(at, at + self._block)))
+            if last is not None:
+                entries.append(last)
+                return
+            if not entries or entries[-1].name.resumable:
+                return
+            entries.pop()
+
+    def _name(self, tenant: str, packed: bytes, span: Span, *, resumable: bool = True) -> Name:
         before = packed[: span.start * blocks.TOKEN_BYTES]
         root = self._root(tenant)
         parent = (blocks.chain(root, before, self._block) or [root])[-1]
-        return Name(parent, span.start, _slice(packed, span))
+        return Name(parent, span.start, _slice(packed, span), resumable)
 
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
         if self._closing:
@@ -441,7 +477,8 @@ class Store:
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
             self._index.settle(entry)
-            self._discard(self._index.shadowed(entry))
+            if entry.name.resumable:
+                self._discard(self._index.shadowed(entry))
             return
         if self._index.get(entry.digest) is entry:
             self._take_out([*self._index.below(entry), entry], "no_parent")

@@ -38,6 +38,8 @@ log = structlog.get_logger()
 #: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
 #: the whole prefix, and reading a token is about this much faster than computing it.
 _RESTORE_GAIN = 16
+#: Of a chain with a doubtful file, what is before that may still be of use.
+_RESTORE_TRIES = 2
 
 
 class DeviceFaultError(Exception):
@@ -294,23 +296,33 @@ class Engine:
         """Give the turn the longest KV there is: what is on the device, or what the SSD has more of."""
         resident = self._resident.get(turn.key, [])
         turn.num_kept = _num_common(resident, turn.context)
+        # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
+        num_usable = len(turn.context) - (not self._device.trimmable)
+        if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
+            turn.num_kept = 0
         if self._store is None:
             return
-        match = self._store.match(turn.key.tenant, turn.context)
-        if match.num_tokens - turn.num_kept > turn.num_kept // _RESTORE_GAIN:
+        for _ in range(_RESTORE_TRIES):
+            match = self._store.match(turn.key.tenant, turn.context[:num_usable])
+            if match.num_tokens - turn.num_kept <= turn.num_kept // _RESTORE_GAIN:
+                self._store.release(match)
+                break
             restored = await self._store.load(match)
-            if restored is not None and restored.num_tokens > turn.num_kept:
-                turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
-        else:
-            self._store.release(match)
-        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
+            if restored is not None:
+                if restored.num_tokens > turn.num_kept:
+                    turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
+                break
+        # An append of such a model ends, and cuts its tail, before the last token.
+        end = len(turn.context) if turn.answer is not None else num_usable
+        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, end)
         self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _save(self, cut: Cut) -> None:
         if self._store is None:
             return
-        if cut.tensors is None:
+        if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
+        if cut.tensors is None:
             return
         try:
             self._store.save(cut.turn.key.tenant, _tokens(cut.turn, cut.span.end), cut.span, cut.tensors)

@@ -182,7 +182,7 @@ def rename_tensor(fields):
         at("0.keys", value=None),
         at("0.keys", value=[]),
         at("1.values", value=None),
-        at("__metadata__", "version", value="2"),
+        at("__metadata__", "version", value="1"),
         at("__metadata__", "format", value="pt"),
         at("__metadata__", "tokens", value="05000000"),
         at("__metadata__", "tokens", value=""),

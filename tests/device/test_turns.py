@@ -247,9 +247,20 @@ def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -
     assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
 
 
-def test_a_turn_with_restored_kv_that_does_not_fit_faults_and_the_device_goes_on(make_rig, model) -> None:
+def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> None:
     rig = make_rig(model)
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
+    rig.run(turn)
+    assert isinstance(rig.end(turn), Finished)
+    assert (turn.num_reused, turn.num_prefilled) == (0, 20)
+
+
+def test_a_turn_with_restored_kv_that_the_model_cannot_run_on_faults_and_the_device_goes_on(
+    make_rig, model
+) -> None:
+    rig = make_rig(model)
+    names = [f"{layer}.{part}" for layer in range(2) for part in ("keys", "values")]
+    turn = append(prompt(20), restored={name: mx.zeros((1, 2, 8, 7)) for name in names}, num_restored=8)
     rig.run(turn)
     assert isinstance(rig.end(turn), Faulted)
     again = append(prompt(20))
