@@ -213,12 +213,17 @@ def read_name(path: Path) -> Name:
     return name
 
 
-def verify(path: Path, digest: bytes, start: int, identity: bytes, *, state: bool = True) -> Layout:
+def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
     """Prove that a file is the snapshot `digest` from position `start` under `identity` (a digest).
 
-    Reads the whole file, but for its state where that is of no use: without `state`. Blocking: call it on an
-    I/O thread. Raises `DoubtfulSnapshotError`.
+    Reads the whole file, blocking: call it on an I/O thread. Raises `DoubtfulSnapshotError`.
     """
+    _, layout = _verify(path, digest, start, identity, state=True)
+    return layout
+
+
+def _verify(path: Path, digest: bytes, start: int, identity: bytes, *, state: bool) -> tuple[Name, Layout]:
+    """Verify a file, but for its state where that is of no use."""
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -236,13 +241,11 @@ def verify(path: Path, digest: bytes, start: int, identity: bytes, *, state: boo
     if not sound:
         raise DoubtfulSnapshotError("wrong checksum")
     name, model, layout = _parse(head, payload_bytes=size_bytes - len(head))
-    if state and not name.resumable:
-        raise DoubtfulSnapshotError("no state to resume from")
     if model != identity.hex():
         raise DoubtfulSnapshotError("made by another model")
     if name.digest != digest or name.start != start:
         raise DoubtfulSnapshotError("holds other tokens than asked for")
-    return layout
+    return name, layout
 
 
 def leave_thread() -> None:
@@ -268,7 +271,9 @@ def load(
     """
     import mlx.core as mx
 
-    layout = verify(path, digest, start, identity, state=state)
+    name, layout = _verify(path, digest, start, identity, state=state)
+    if state and not name.resumable:
+        raise DoubtfulSnapshotError("no state to resume from")
     if like not in (None, layout):
         raise DoubtfulSnapshotError("layers unlike those before it")
     try:

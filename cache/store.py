@@ -382,7 +382,7 @@ class Store:
         """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
         while True:
             parent = entries[-1].digest if entries else self._root(tenant)
-            at = len(entries) * self._block
+            at = entries[-1].name.span.end if entries else 0
             last = self._index.ending(parent, _slice(packed, Span(at, at + self._block)))
             if last is not None:
                 entries.append(last)

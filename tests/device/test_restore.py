@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -348,3 +349,39 @@ async def test_a_class_that_is_not_known_is_named(make_model, make_rig) -> None:
     turn = generate(prompt(9), 4)
     rig.run(turn)
     assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", *STATEFUL])
+async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_scratch(
+    open_process, kind
+) -> None:
+    """Sessions that share beginnings grow, are rewound, leave the device, lose snapshots and processes."""
+    chance = random.Random(kind)
+    histories: dict[str, list[int]] = {"a": prompt(9), "b": prompt(2 * BLOCK)}
+    for _ in range(3):
+        async with open_process(kind=kind) as process:
+            for _ in range(10):
+                name = chance.choice("ab")
+                held = histories[name]
+                room = chance.choice([process.store.room, process.store.room, lambda: 0, lambda: 3000])
+                process.engine._device.cut_snapshots(room)
+                if chance.random() < 0.3:
+                    process.engine.forget(key(name))
+                if chance.random() < 0.3:  # it is rewound, or goes on where the other one was once
+                    held = histories[chance.choice("ab")]
+                    held = held[: chance.randrange(1, len(held) + 1)]
+                held = held + prompt(chance.randrange(1, 12), salt=chance.randrange(9))
+                if chance.random() < 0.5:
+                    await process.append(held, name=name)
+                if chance.random() < 0.7:
+                    outcome, tokens, _ = await process.generate(held, chance.randrange(1, 12), name=name)
+                    assert tokens == alone(process.model, held, len(tokens))[0]
+                    assert outcome.num_cached + outcome.num_prefilled == len(held)
+                    held = held + tokens
+                histories[name] = held[-150:] if len(held) > 150 else held
+                if chance.random() < 0.5:
+                    await process.store.barrier(10)
+            stats = process.store.stats()
+            settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
+            assert stats.accepted == settled + stats.in_flight
+            assert stats.rejected == 0
