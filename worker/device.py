@@ -461,6 +461,7 @@ class Device:
         if self._room is None:
             return
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
+        ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
             caches = self._batch.caches(row)
             at_end = at_end and row.num_cached == span.end and not row.num_ahead
@@ -473,7 +474,7 @@ class Device:
                 at_end=at_end,
                 room_bytes=self._room(),
                 # A state can be many times a block's KV: the one at the turn's end is worth more than others.
-                spare_states=int(span.end % self._block == 0),
+                spare_states=0 if ends_turn else 1,
             )
         except Exception:
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on

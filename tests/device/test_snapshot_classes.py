@@ -8,11 +8,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
-from tiny_models import BLOCK, VOCABULARY, prompt
+from tiny_models import BLOCK, VOCABULARY, append, prompt
 
 from cache import layers
+from cache.blocks import Span
 from cache.identity import Identity
 from cache.store import Store
+from worker.turn import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -217,3 +219,24 @@ def test_a_state_is_left_out_before_keys_and_values_are(make_caches) -> None:
     ):
         cut = layers.cut(caches, 0, BLOCK, at_end=True, room_bytes=room_bytes, spare_states=spare_states)
         assert cut == expected
+
+
+def test_room_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
+    """At a boundary on the way there has to be room for two; after an append the end may be a boundary."""
+    model, new = make_caches("mamba2")
+    caches = new()
+    run(model, caches, prompt(BLOCK))
+    state_bytes = sum(tensor.data.nbytes for tensor in layers.cut(caches, 0, BLOCK, at_end=True))
+    spans = [Span(0, BLOCK), Span(BLOCK, 2 * BLOCK), Span(2 * BLOCK, 3 * BLOCK)]
+    for room_bytes, expected in (
+        (2 * state_bytes, [True, True, True]),
+        (2 * state_bytes - 1, [False, False, True]),
+        (state_bytes - 1, [False, False, False]),
+    ):
+        rig = make_rig(model, room=lambda room_bytes=room_bytes: room_bytes)
+        turn = append(prompt(3 * BLOCK + 1), spans=spans.copy())
+        rig.run(turn)
+        cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+        assert [cut.span for cut in cuts] == spans
+        assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected
+        assert [not cut.state_lost for cut in cuts] == expected
