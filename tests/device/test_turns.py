@@ -253,19 +253,9 @@ def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> N
     rig.run(turn)
     assert isinstance(rig.end(turn), Finished)
     assert (turn.num_reused, turn.num_prefilled) == (0, 20)
-
-
-def test_a_turn_with_restored_kv_that_the_model_cannot_run_on_faults_and_the_device_goes_on(
-    make_rig, model
-) -> None:
-    rig = make_rig(model)
-    names = [f"{layer}.{part}" for layer in range(2) for part in ("keys", "values")]
-    turn = append(prompt(20), restored={name: mx.zeros((1, 2, 8, 7)) for name in names}, num_restored=8)
-    rig.run(turn)
-    assert isinstance(rig.end(turn), Faulted)
-    again = append(prompt(20))
+    again = generate(prompt(20), 4, num_kept=20)
     rig.run(again)
-    assert isinstance(rig.end(again), Finished)
+    assert rig.tokens(again) == alone(model, prompt(20), 4)[0]
 
 
 @pytest.mark.parametrize("num_before", [5, 900], ids=["short", "rewound"])
