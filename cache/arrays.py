@@ -16,7 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 if TYPE_CHECKING:
-    from .format import Layout
+    from collections.abc import Sequence
+
+    from .format import Layout, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"
@@ -30,6 +32,11 @@ _TYPES: Final = {
     "F32": (mx.float32, np.float32),
     "F16": (mx.float16, np.float16),
     "BF16": (mx.bfloat16, np.uint16),
+    "BOOL": (mx.bool_, np.bool_),
+    "U8": (mx.uint8, np.uint8),
+    "I32": (mx.int32, np.int32),
+    "U32": (mx.uint32, np.uint32),
+    "I64": (mx.int64, np.int64),
 }
 
 
@@ -44,51 +51,58 @@ class Place:
 
 
 class Blank:
-    """Tensors of a layout with room for `num_tokens` or a few more. Their contents are undefined.
+    """Tensors of a layout with room for `num_tokens` or a few more, and those of a state; contents undefined.
 
-    `places` is where to write; `arrays` ends that and gives the tensors, which are longer than what was
-    written to them: whoever takes them must know how many tokens count.
+    `places` and `state` are where to write; `arrays` ends that and gives the tensors. Those of the layout are
+    longer than what was written to them: whoever takes them must know how many tokens count.
     """
 
-    def __init__(self, layout: Layout, num_tokens: int) -> None:
-        self._layout = layout
-        self._capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
+    def __init__(self, layout: Layout, num_tokens: int, states: States = ()) -> None:
+        capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
+        kv = [(name, dtype, (1, heads, capacity, dim)) for name, dtype, (heads, dim) in layout]
+        self._specs: list[tuple[str, str, tuple[int, ...]]] = [*kv, *states]
         # An evaluated array's buffer is what the CPU sees of it, and MLX documents writing to a view of it;
         # with unified memory the GPU sees the same. CUDA may keep another copy: there, memory of our own.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = self._blank() if self._in_place else self._plain()
         self.places: list[Place] = [
-            self._place(self._owners[name], heads, dim * np.dtype(_TYPES[dtype][1]).itemsize)
+            _place(_memory(self._owners[name]), heads, capacity, dim * np.dtype(_TYPES[dtype][1]).itemsize)
             for name, dtype, (heads, dim) in layout
         ]
+        self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def arrays(self) -> Arrays:
-        """Take the tensors, evaluated, in shape (1, heads, capacity, head_dim). The places are gone then."""
-        self.places = []  # an array whose memory is lent out might be written to behind MLX's back
+        """Take the tensors, evaluated: (1, heads, capacity, head_dim), and a state's in their own shapes.
+
+        The places are gone then.
+        """
+        self.places, self.state = [], []  # an array whose memory is lent out might be written to unseen
         owners, self._owners = self._owners, {}
         if not self._in_place:
-            for name, dtype, _ in self._layout:
+            for name, dtype, _ in self._specs:
                 owners[name] = mx.array(owners[name]).view(_TYPES[dtype][0], stream=mx.cpu)
             mx.eval(owners)
         return owners
 
-    def _place(self, owner: Any, heads: int, token_bytes: int) -> Place:
-        memory = memoryview(owner).cast("B")
-        return Place(memory, heads, self._capacity * token_bytes, token_bytes)
-
     def _plain(self) -> dict[str, Any]:
-        return {
-            name: np.empty((1, heads, self._capacity, dim), _TYPES[dtype][1])
-            for name, dtype, (heads, dim) in self._layout
-        }
+        return {name: np.empty(shape, _TYPES[dtype][1]) for name, dtype, shape in self._specs}
 
     def _blank(self) -> dict[str, Any]:
         """Make evaluated arrays without writing to them: `mx.zeros` takes as long as reading the KV does."""
-        file: Any = _BlankFile(self._layout, self._capacity)
+        file: Any = _BlankFile(self._specs)
         arrays: Any = mx.load(file, format="safetensors", stream=mx.cpu)
         # mx.load is lazy; this thread waits, without the GIL, while MLX "reads".
         mx.eval(arrays)
         return dict(arrays)
+
+
+def _memory(owner: Any) -> memoryview:
+    # A view of an array without elements cannot be cast.
+    return memoryview(owner).cast("B") if owner.size else memoryview(bytearray())
+
+
+def _place(memory: memoryview, heads: int, capacity: int, token_bytes: int) -> Place:
+    return Place(memory, heads, capacity * token_bytes, token_bytes)
 
 
 def leave_thread() -> None:
@@ -104,11 +118,10 @@ class _BlankFile:
 
     closed = False
 
-    def __init__(self, layout: Layout, capacity: int) -> None:
+    def __init__(self, specs: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         header = {}
         at = 0
-        for name, dtype, (heads, dim) in layout:
-            shape = (1, heads, capacity, dim)
+        for name, dtype, shape in specs:
             size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
             at += size_bytes

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
 _SCHEMA: Final = """
     CREATE TABLE IF NOT EXISTS snapshot (
         digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
-        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL
+        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL
     ) WITHOUT ROWID
 """
+#: Version 1 knew no others. Its rows are kept: without them the snapshots of that time would be doubtful.
+_READABLE: Final = (1, _SCHEMA_VERSION)
+_RESUMABLE: Final = "ALTER TABLE snapshot ADD COLUMN resumable INTEGER NOT NULL DEFAULT 1"
 
 
 class Catalog:
@@ -46,7 +49,7 @@ class Catalog:
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-            if sound and version == (_SCHEMA_VERSION if existed else 0):
+            if sound and version in (_READABLE if existed else (0,)):
                 return self._prepare(db)
             reason = f"version {version}" if sound else "damaged"
         except sqlite3.DatabaseError as error:
@@ -67,6 +70,8 @@ class Catalog:
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
         db.execute(_SCHEMA)
+        if "resumable" not in {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}:
+            db.execute(_RESUMABLE)
         db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
@@ -77,7 +82,7 @@ class Catalog:
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
         with self._transaction() as db:
-            db.executemany("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?)", rows)
+            db.executemany("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""
@@ -142,8 +147,9 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
             doubtful += 1
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
             continue
+        used = stat.st_mtime_ns // 1000
         adopted[digest] = Row(
-            digest, name.parent, name.start, name.tokens, stat.st_size, stat.st_mtime_ns // 1000
+            digest, name.parent, name.start, name.tokens, stat.st_size, used, name.resumable
         )
     kept: dict[bytes, Row] = {}
     orphans = []

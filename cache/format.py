@@ -4,7 +4,9 @@ The header's metadata says whose KV the file holds, and carries a checksum over 
 file. Nothing of a file is used before length, checksum, identity, name and layout are verified.
 Knows files and bytes; nothing of MLX, of the index, or of what a snapshot is for.
 
-Layout: 8 bytes header length, JSON header padded to 8 bytes, tensors back to back (safetensors 0.x).
+Layout: 8 bytes header length, JSON header padded to 8 bytes, tensors back to back (safetensors 0.x): first
+those that are cut by tokens, then the state of layers that cannot be. The first checksum covers all but the
+state, which has its own: of a chain, only the last file's state is ever read.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,16 +35,31 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".safetensors"
 
-#: Bytes per element of the types that KV comes in, by their names in safetensors.
-ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+#: Bytes per element of the types that KV and states come in, by their names in safetensors.
+ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 
-#: The checksum stands first, at a fixed place: it is verified before anything of the file is parsed.
+#: What the names of a state's tensors begin with; the others are cut by tokens, along their axis 2.
+STATE: Final = "state."
+_PATH: Final = r"\d+(?:\.\d+)*"
+#: All names of a file, a space behind each: keys and values of a layer together, then states.
+_NAMES: Final = re.compile(
+    rf"(?:({_PATH})\.keys \1\.values |"
+    rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
+    r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
+    rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+\d* )*"
+)
+
+#: The checksum stands first, at a fixed place: it is verified before anything of the file is parsed. Behind
+#: it stand the state's checksum and length, which say how far the first one reaches.
 _METADATA: Final = '{"__metadata__":'
 _OPENING: Final = f'{_METADATA}{{"checksum":"'.encode()
 _CHECKSUM_CHARS: Final = 32
 _BLANK: Final = b"0" * _CHECKSUM_CHARS
 _CHECKSUM_AT: Final = 8 + len(_OPENING)
 _CHECKSUM_END: Final = _CHECKSUM_AT + _CHECKSUM_CHARS
+_STATE_AT: Final = _CHECKSUM_END + len(b'","state":"')
+_STATE_SUM_END: Final = _STATE_AT + _CHECKSUM_CHARS
+_STATE_END: Final = _STATE_SUM_END + 16
 
 _DECODER: Final = json.JSONDecoder()
 _MAX_HEADER_BYTES: Final = 64 << 20
@@ -66,24 +84,41 @@ class DoubtfulSnapshotError(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor as plain bytes. `shape` is (1, heads, tokens, head_dim), `dtype` a key of `ITEM_BYTES`."""
+    """One tensor as plain bytes. `dtype` is a key of `ITEM_BYTES`.
+
+    `shape` is (1, heads, tokens, head_dim), unless it is part of a state: then it may be any.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
+    @property
+    def of_state(self) -> bool:
+        """Whether it holds what is true at the snapshot's end only."""
+        return self.name.startswith(STATE)
 
-#: Name, type and shape (the token axis left out) of every tensor: equal in all snapshots of a chain.
+
+#: Name, type and shape (the token axis left out) of every tensor that is cut by tokens: equal in all
+#: snapshots of a chain.
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+#: Name, type and whole shape of every tensor of a state.
+States = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Name(NamedTuple):
-    """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`."""
+    """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`.
+
+    A session can be resumed at its end, unless it lacks the state that some layers have there: without being
+    `resumable` it only joins what is before it to what follows.
+    """
 
     parent: bytes
     start: int
     tokens: bytes
+    resumable: bool = True
 
     @property
     def digest(self) -> bytes:
@@ -103,7 +138,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A snapshot ready to be written. `header` is complete but for its checksum."""
+    """A snapshot ready to be written. `header` is complete but for its checksums."""
 
     header: bytes
     tensors: tuple[Tensor, ...]
@@ -116,9 +151,11 @@ class Draft:
 
 def draft(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Draft:
     """Lay out a file. Raises `ValueError` where the tensors do not fit the name: a fault of the caller."""
-    header: dict[str, Any] = {
+    state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
+    metadata = {
         "__metadata__": {
             "checksum": _BLANK.decode(),
+            "state": f"{_BLANK.decode()}{state_bytes:016x}",
             "format": "turnkeep",
             "version": str(FORMAT_VERSION),
             "identity": identity.digest().hex(),
@@ -128,18 +165,20 @@ def draft(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Draft:
             "start": str(name.start),
             "end": str(name.span.end),
             "tokens": name.tokens.hex(),
+            "resumable": str(int(name.resumable)),
         }
     }
     at = 0
+    specs: dict[str, Any] = {}
     for tensor in tensors:
         spec = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, at + tensor.data.nbytes)}
-        header[tensor.name] = spec
+        specs[tensor.name] = spec
         at += tensor.data.nbytes
     try:
-        _layout(header, payload_bytes=at, num_tokens=name.num_tokens)
+        _check(specs, name.num_tokens, resumable=name.resumable, payload_bytes=at, state_bytes=state_bytes)
     except DoubtfulSnapshotError as error:
         raise ValueError(f"not a snapshot of {name.num_tokens} tokens: {error.reason}") from None
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(metadata | specs, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return Draft(struct.pack("<Q", len(text)) + text, tensors)
 
@@ -149,11 +188,17 @@ def write(draft: Draft, path: Path) -> None:
 
     Runs on the writer thread. Raises `OSError`.
     """
-    hasher = xxhash.xxh3_128(draft.header)
+    state = xxhash.xxh3_128()
     for tensor in draft.tensors:
-        hasher.update(tensor.data)
+        if tensor.of_state:
+            state.update(tensor.data)
+    header = draft.header[:_STATE_AT] + state.hexdigest().encode() + draft.header[_STATE_SUM_END:]
+    hasher = xxhash.xxh3_128(header)
+    for tensor in draft.tensors:
+        if not tensor.of_state:
+            hasher.update(tensor.data)
     with path.open("wb") as file:
-        file.write(draft.header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + draft.header[_CHECKSUM_END:])
+        file.write(header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + header[_CHECKSUM_END:])
         for tensor in draft.tensors:
             file.write(tensor.data)
         file.flush()
@@ -168,9 +213,9 @@ def read_name(path: Path) -> Name:
     """
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        header = file.read(_header_bytes(start, size_bytes))
-    name, _, _ = _parse(header, payload_bytes=size_bytes - 8 - len(header))
+        head = file.read(8)
+        head += file.read(_header_bytes(head, size_bytes))
+    name, *_ = _parse(head, payload_bytes=size_bytes - len(head))
     if name.digest.hex() != path.stem:
         raise DoubtfulSnapshotError("the file bears another snapshot's name")
     return name
@@ -183,18 +228,18 @@ def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
     """
     with _opened(path, digest, start, identity) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
-        rest = range(found.payload_bytes, 0, -_READ_BYTES)
-        found.read([scratch[:num_left]] for num_left in rest)
+        found.read(_in_scratch(scratch, found.payload_bytes - found.state_bytes))
+        found.read_state(_in_scratch(scratch, found.state_bytes))
         return found.layout
 
 
-def look(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
-    """Read the layout of the snapshot `digest`, from a header that nothing has verified yet.
+def look(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
+    """Read what tensors the snapshot `digest` has, from a header that nothing has verified yet.
 
     Raises `DoubtfulSnapshotError` where the file cannot be that snapshot.
     """
     with _opened(path, digest, start, identity) as found:
-        return found.layout
+        return found.layout, found.states
 
 
 def read(
@@ -206,21 +251,28 @@ def read(
     layout: Layout,
     places: Sequence[Place],
     num_tokens: int,
+    state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read the first `num_tokens` tokens of a snapshot into their places, and verify all of the file.
+    """Read the first `num_tokens` tokens of a snapshot into their places, and verify what is read.
 
     `layout` is what all snapshots of a chain share, `places` are in its order. Each byte is read once, to
     where it stays, and hashed there. The header is checked before anything is written; the checksum can only
     be checked afterwards: after a `DoubtfulSnapshotError` the places of this span hold what nobody may use.
 
-    Returns the size of the file. Safe on any thread: it waits for the disk without the GIL.
+    `state` is the memory of the state's tensors, in the order of `look`, for the last snapshot of a chain
+    whose model has such layers; None leaves a state unread.
+
+    Returns the bytes of the file that were read. Safe on any thread: it waits for the disk without the GIL.
     """
     with _opened(path, digest, start, identity) as found:
+        if state is not None and not found.name.resumable:
+            raise DoubtfulSnapshotError("no state to resume from")
         if found.layout != layout:
             raise DoubtfulSnapshotError("layers unlike those before it")
         runs = (
             (place.memory[at : at + num_tokens * place.token_bytes], place.token_bytes)
             for place in places
+            if place.token_bytes
             for row in range(place.num_rows)
             for at in (row * place.row_bytes + start * place.token_bytes,)
         )
@@ -230,32 +282,47 @@ def read(
             found.read([run, scratch[: unused * token_bytes]] for run, token_bytes in runs)
         else:
             found.read(_batches(run for run, _ in runs))
+        if state is None:
+            return found.size_bytes - found.state_bytes
+        found.read_state(_batches(buffer for buffer in state if buffer.nbytes))
         return found.size_bytes
 
 
 class _Found:
-    """An open file whose header has been read and checked, and whose checksum is being taken."""
+    """An open file whose header has been read and checked, and whose checksums are yet to be taken."""
 
     def __init__(self, file: int, head: bytes, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.payload_bytes = size_bytes - len(head)
-        self.name, self.model, self.layout = _parse(head[8:], payload_bytes=self.payload_bytes)
+        self.name, self.model, self.layout, self.states = _parse(head, payload_bytes=self.payload_bytes)
+        self.state_bytes = _state_bytes(head)
         self.num_tokens = self.name.num_tokens
         self._file = file
-        self._claimed = head[_CHECKSUM_AT:_CHECKSUM_END]
-        self._hasher = xxhash.xxh3_128(head[:_CHECKSUM_AT] + _BLANK + head[_CHECKSUM_END:])
+        self._head = head
 
     def read(self, groups: Iterable[list[memoryview]]) -> None:
-        """Read the payload, a system call per group of buffers, and compare the checksum.
+        """Read all but the state, a system call per group of buffers, and compare the checksum.
 
         A group is hashed before the next one is read: while it is in the processor's cache, and so that
         groups may share a buffer.
         """
+        head = self._head
+        self._read(
+            groups,
+            xxhash.xxh3_128(head[:_CHECKSUM_AT] + _BLANK + head[_CHECKSUM_END:]),
+            head[_CHECKSUM_AT:_CHECKSUM_END],
+        )
+
+    def read_state(self, groups: Iterable[list[memoryview]]) -> None:
+        """Read the state, behind all else, and compare its checksum."""
+        self._read(groups, xxhash.xxh3_128(), self._head[_STATE_AT:_STATE_SUM_END])
+
+    def _read(self, groups: Iterable[list[memoryview]], hasher: xxhash.xxh3_128, claimed: bytes) -> None:
         for group in groups:
             _fill(self._file, group)
             for buffer in group:
-                self._hasher.update(buffer)
-        if self._hasher.hexdigest().encode() != self._claimed:
+                hasher.update(buffer)
+        if hasher.hexdigest().encode() != claimed:
             raise DoubtfulSnapshotError("wrong checksum")
 
 
@@ -275,6 +342,11 @@ def _opened(path: Path, digest: bytes, start: int, identity: bytes) -> Iterator[
             yield found
     except OSError as error:
         raise DoubtfulSnapshotError(f"unreadable: {error.strerror}") from error
+
+
+def _in_scratch(scratch: memoryview, size_bytes: int) -> Iterator[list[memoryview]]:
+    """Give buffers for so many bytes that are only to be hashed."""
+    return ([scratch[:num_left]] for num_left in range(size_bytes, 0, -_READ_BYTES))
 
 
 def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
@@ -308,66 +380,84 @@ def _header_bytes(head: bytes, size_bytes: int) -> int:
     if len(head) < 8:
         raise DoubtfulSnapshotError("shorter than its header")
     length: int = struct.unpack("<Q", head)[0]
-    if not _CHECKSUM_END - 8 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+    if not _STATE_END - 8 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
         raise DoubtfulSnapshotError("shorter than its header, or an absurd header length")
     return length
 
 
-def _parse(header: bytes, *, payload_bytes: int) -> tuple[Name, str, Layout]:
-    """Take a header apart: name, the identity's digest in hex, layout.
+def _state_bytes(head: bytes) -> int:
+    try:
+        return int(head[_STATE_SUM_END:_STATE_END], 16)
+    except ValueError:
+        raise DoubtfulSnapshotError("unreadable header: no length of its state") from None
+
+
+def _parse(head: bytes, *, payload_bytes: int) -> tuple[Name, str, Layout, States]:
+    """Take a header and its length apart: name, the identity's digest in hex, both kinds of tensors.
 
     Whatever is wrong with it becomes a `DoubtfulSnapshotError`.
     """
     try:
-        text = header.decode()
+        text = head[8:].decode()
         metadata, end_at = _DECODER.raw_decode(text, len(_METADATA))
-        form = metadata["format"], metadata["version"]
+        if (metadata["format"], metadata["version"]) != ("turnkeep", str(FORMAT_VERSION)):
+            raise DoubtfulSnapshotError("another format version")
         parent, tokens = bytes.fromhex(metadata["parent"]), bytes.fromhex(metadata["tokens"])
-        name = Name(parent, int(metadata["start"]), tokens)
+        resumable = {"0": False, "1": True}[metadata["resumable"]]
+        name = Name(parent, int(metadata["start"]), tokens, resumable)
         end, digest, model = int(metadata["end"]), bytes.fromhex(metadata["digest"]), metadata["identity"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from error
-    if form != ("turnkeep", str(FORMAT_VERSION)):
-        raise DoubtfulSnapshotError("another format version")
     if not name.tokens or len(name.tokens) % TOKEN_BYTES or name.start < 0:
         raise DoubtfulSnapshotError("no tokens, or half a token")
     if name.span.end != end or name.digest != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
     if not text.startswith(_METADATA):
         raise DoubtfulSnapshotError("a header of another kind")
-    return name, model, _tensors(text[end_at:], payload_bytes, name.num_tokens)
+    layout, states = _tensors(text[end_at:], payload_bytes, _state_bytes(head), name.num_tokens, resumable)
+    return name, model, layout, states
 
 
 @lru_cache(maxsize=16)
-def _tensors(text: str, payload_bytes: int, num_tokens: int) -> Layout:
+def _tensors(
+    text: str, payload_bytes: int, state_bytes: int, num_tokens: int, resumable: bool
+) -> tuple[Layout, States]:
     """Read what follows the metadata: the same in all blocks of a chain, and slow to check one by one."""
     try:
-        fields = json.loads("{" + text.removeprefix(","))
+        specs = json.loads("{" + text.removeprefix(","))
     except (ValueError, RecursionError) as error:
         raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from error
-    return _layout(fields, payload_bytes=payload_bytes, num_tokens=num_tokens)
+    return _check(
+        specs, num_tokens, resumable=resumable, payload_bytes=payload_bytes, state_bytes=state_bytes
+    )
 
 
-def _layout(fields: dict[str, Any], *, payload_bytes: int, num_tokens: int) -> Layout:
-    """Check the tensors: complete pairs of keys and values, back to back, covering the payload exactly."""
-    specs = {name: spec for name, spec in fields.items() if name != "__metadata__"}
-    if not specs or list(specs) != [
-        f"{i}.{part}" for i in range(len(specs) // 2) for part in ("keys", "values")
-    ]:
+def _check(
+    specs: dict[str, Any], num_tokens: int, *, resumable: bool, payload_bytes: int, state_bytes: int
+) -> tuple[Layout, States]:
+    """Check the tensors: complete groups of keys and values, then the state, back to back, to the end."""
+    if not _NAMES.fullmatch("".join(f"{key} " for key in specs)):
         raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
+    if not specs if resumable else any(key.startswith(STATE) for key in specs):
+        raise DoubtfulSnapshotError("not the tensors that it says it has")
     layout: list[tuple[str, str, tuple[int, ...]]] = []
-    at = 0
-    for name, spec in specs.items():
+    states: list[tuple[str, str, tuple[int, ...]]] = []
+    at = kv_bytes = 0
+    for key, spec in specs.items():
         dtype, shape, end = _spec(spec, at)
-        if len(shape) != 4 or shape[0] != 1 or shape[2] != num_tokens:
-            raise DoubtfulSnapshotError(f"{name} has the wrong shape")
         if end - at != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise DoubtfulSnapshotError(f"{name} has the wrong length")
-        layout.append((name, dtype, (shape[1], shape[3])))
+            raise DoubtfulSnapshotError(f"{key} has the wrong length")
         at = end
-    if at != payload_bytes:
+        if key.startswith(STATE):
+            states.append((key, dtype, shape))
+            continue
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != num_tokens:
+            raise DoubtfulSnapshotError(f"{key} has the wrong shape")
+        layout.append((key, dtype, (shape[1], shape[3])))
+        kv_bytes = end
+    if (kv_bytes + state_bytes, at) != (payload_bytes, payload_bytes):
         raise DoubtfulSnapshotError("tensors do not cover the payload")
-    return tuple(layout)
+    return tuple(layout), tuple(states)
 
 
 def _spec(spec: Any, at: int) -> tuple[str, tuple[int, ...], int]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: Raise it when the meaning of a snapshot's tensors or header changes: older files are then never matched.
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 #: Fields of config.json that say where a model came from, not what it computes.
 _PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
@@ -36,13 +36,17 @@ _TOKENIZER_FILES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The contents that KV depends on. `weights`, `config` and `tokenizer` are hex digests."""
+    """The contents that KV depends on. `weights`, `config` and `tokenizer` are hex digests.
+
+    `caches` are the classes that hold it, by `layers.describe`.
+    """
 
     weights: str
     config: str
     tokenizer: str
     kv_dtype: str
     block_tokens: int
+    caches: str = ""
     policy: str = "full"
     format_version: int = FORMAT_VERSION
 
@@ -56,7 +60,13 @@ class Identity:
 
 
 def folder_identity(
-    folder: Path, *, kv_dtype: str, block_tokens: int, policy: str = "full", memo: Path | None = None
+    folder: Path,
+    *,
+    kv_dtype: str,
+    block_tokens: int,
+    caches: str = "",
+    policy: str = "full",
+    memo: Path | None = None,
 ) -> Identity:
     """Take the identity of a model folder in the MLX layout.
 
@@ -73,6 +83,7 @@ def folder_identity(
         tokenizer=files_digest(tokenizer, memo=memo),
         kv_dtype=kv_dtype,
         block_tokens=block_tokens,
+        caches=caches,
         policy=policy,
     )
 

@@ -27,11 +27,12 @@ class Row(NamedTuple):
     tokens: bytes
     size_bytes: int
     used: int
+    resumable: bool = True
 
     @property
     def name(self) -> Name:
         """Which KV it holds."""
-        return Name(self.parent, self.start, self.tokens)
+        return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,10 @@ class Entry:
     @property
     def row(self) -> Row:
         """What the catalog keeps of it."""
-        return Row(self.digest, self.parent, self.name.start, self.name.tokens, self.size_bytes, self.used)
+        name = self.name
+        return Row(
+            self.digest, name.parent, name.start, name.tokens, self.size_bytes, self.used, name.resumable
+        )
 
 
 class Index:
@@ -87,8 +91,9 @@ class Index:
     def _fill(self, rows: list[Row]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
         used = _inherited_uses(rows)
-        for digest, parent, start, tokens, size_bytes, _ in rows:
-            entry = Entry(digest, Name(parent, start, tokens), size_bytes, used[digest], durable=True)
+        for digest, parent, start, tokens, size_bytes, _, resumable in rows:
+            name = Name(parent, start, tokens, bool(resumable))
+            entry = Entry(digest, name, size_bytes, used[digest], durable=True)
             self._entries[digest] = entry
             self._children.setdefault(parent, []).append((tokens, digest))
             self.stored_bytes += size_bytes
@@ -205,22 +210,30 @@ class Index:
             other for other in reversed(self.within(entry.parent, entry.name.tokens)) if other is not entry
         ]
 
-    def _beginnings(self, parent: bytes, packed: bytes) -> list[Entry]:
-        """List the children of `parent` whose tokens are a beginning of `packed`, the longest first.
+    def ending(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
+        """Find the way to the furthest stored entry at whose end `packed` can be resumed."""
+        best: tuple[Entry, ...] = ()
+        for entry in self._beginnings(parent, packed):
+            if entry.usable:
+                path = (entry, *self.ending(entry.digest, packed[len(entry.name.tokens) :]))
+                if path[-1].name.resumable:
+                    best = max(best, path, key=lambda one: one[-1].name.span.end if one else 0)
+        return best
+
+    def _beginnings(self, parent: bytes, packed: bytes) -> Iterator[Entry]:
+        """Find the children of `parent` whose tokens are a beginning of `packed`, the longest first.
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
         siblings = self._children.get(parent, [])
-        found = []
         bound = packed
         while bound and (at := bisect_left(siblings, (bound + b"\0",))):
             tokens, digest = siblings[at - 1]
             fits = num_common(tokens, bound) * TOKEN_BYTES
             if fits == len(tokens):
-                found.append(self._entries[digest])
+                yield self._entries[digest]
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
-        return found
 
     def below(self, entry: Entry) -> list[Entry]:
         """List all entries that need this one, children before their parents."""

@@ -1,67 +1,129 @@
-"""Take mlx-lm's caches apart into plain bytes, and rebuild them.
+"""Take a model's caches apart into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. Knows `KVCache`, whose state can be cut at any
-token; other classes are named by `unsupported`, and only sized here.
+Runs on the device thread, which owns every live cache. Layers that keep each token at its own place are cut
+by tokens; the others' state is taken whole, at the very position where the caches are. What a cache of each
+class holds, `states` knows.
 """
 
 from __future__ import annotations
 
+import sys
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache
 
-from .format import Tensor
+from . import states
+from .format import STATE, Tensor
+from .states import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: Classes that keep every token at its own place, for good.
-_PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
-_DTYPES: Final = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+_DTYPES: Final = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.bool_: "BOOL",
+    mx.uint8: "U8",
+    mx.int32: "I32",
+    mx.uint32: "U32",
+    mx.int64: "I64",
+}
 
 
 def unsupported(caches: Sequence[Any]) -> str | None:
-    """Name the first class that cannot be snapshotted yet; None where all can.
+    """Name the first class that cannot be snapshotted; None where all can.
 
-    Subclasses count as unsupported: they may hold state that is unknown here.
+    `caches` have run some tokens: one that holds nothing then is written at times that are unknown here.
+    Subclasses count as unsupported, since they may hold what is unknown here.
     """
-    return next((type(cache).__name__ for cache in caches if type(cache) is not KVCache), None)
+    for _, cache in leaves(caches):
+        if not states.is_known(cache):
+            return type(cache).__name__
+        if cache.empty():
+            return f"{type(cache).__name__} that stays empty"
+    return None
 
 
-def cut(caches: Sequence[Any], start: int, end: int) -> tuple[Tensor, ...]:
-    """Copy keys and values of the tokens `[start, end)` of every layer.
+def describe(caches: Sequence[Any]) -> str:
+    """Name the classes of all layers in one line, for the identity: another mlx-lm may use others."""
+    named = [
+        f"[{describe(cache.caches)}]" if type(cache) is CacheList else states.describe(cache)
+        for cache in caches
+    ]
+    runs = [(name, len(list(run))) for name, run in groupby(named)]
+    return " ".join(name if length == 1 else f"{length}*{name}" for name, length in runs)
+
+
+def cut(
+    caches: Sequence[Any],
+    start: int,
+    end: int,
+    *,
+    at_end: bool = False,
+    room_bytes: int = sys.maxsize,
+    spare_states: int = 0,
+) -> tuple[Tensor, ...] | None:
+    """Copy what the caches hold of the tokens `[start, end)`; None where that takes more than `room_bytes`.
+
+    `at_end` says that the caches have run `end` tokens and no more: the state of layers that are not cut by
+    tokens is then added, and only then, since it is the state after their last token. It is left out where
+    there is no room for it, and for `spare_states` more of its size. What is cut later, or without room, has
+    every layer's keys and values but no state: nothing can be resumed at its end, but what follows it in a
+    chain can.
 
     The copies are contiguous and evaluated in one go, so that another thread may read their bytes while
     the caches change: assigning to a slice of a cache mutates the very array that a view would look at.
-    Raises `ValueError` where the caches do not hold these tokens.
+    Raises `ValueError` where the caches do not hold these tokens, or are not where they are said to be.
     """
-    names: list[str] = []
-    copies: list[mx.array] = []
-    for i, cache in enumerate(caches):
-        if not 0 <= start < end or cache.keys is None or end > _num_held(cache):
-            raise ValueError(f"layer {i} does not hold the tokens [{start}, {end})")
-        names += (f"{i}.keys", f"{i}.values")
-        copies += (mx.contiguous(part[..., start:end, :]) for part in (cache.keys, cache.values))
+    if not 0 <= start < end:
+        raise ValueError(f"a layer does not hold the tokens [{start}, {end})")
+    pieces: dict[str, mx.array] = {}
+    state: dict[str, mx.array] = {}
+    for path, cache in leaves(caches):
+        if states.is_plain(cache):
+            if cache.keys is None or end > cache.offset:
+                raise ValueError(f"layer {path} does not hold the tokens [{start}, {end})")
+            for part, array in states.parts(cache).items():
+                pieces[f"{path}.{part}"] = array[..., start:end, :]
+        elif at_end:
+            for part, array in states.state(cache, end).items():
+                state[f"{STATE}{path}.{part}"] = array
+    if state and any(states.num_tokens(cache) not in (None, end) for _, cache in leaves(caches)):
+        raise ValueError(f"layers that are not all at {end} tokens")
+    room_bytes -= _nbytes(pieces)
+    if room_bytes < 0:
+        return None
+    if _nbytes(state) * (1 + spare_states) <= room_bytes:
+        pieces |= state
+    copies = {name: mx.contiguous(piece) for name, piece in pieces.items()}
     mx.eval(copies)
     return tuple(
-        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy))
-        for name, copy in zip(names, copies, strict=True)
+        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy)) for name, copy in copies.items()
     )
 
 
-def rebuild(tensors: Mapping[str, mx.array], num_tokens: int) -> list[Any]:
-    """Make a session's caches from evaluated arrays that hold its first `num_tokens` tokens.
+def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
+    """Fill a model's new caches with evaluated arrays that span a session's first `num_tokens`.
 
-    The arrays may be longer: that is room, whose contents nobody reads before they are written.
+    Those that are cut by tokens may be longer: that is room, whose contents nobody reads before they are
+    written.
+
+    Raises `ValueError` where they are not exactly what such caches hold at that position.
     """
-    caches: list[Any] = []
-    for i in range(len(tensors) // 2):
-        cache = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
-        keys, values = tensors[f"{i}.keys"], tensors[f"{i}.values"]
-        cache.state = (keys, values, num_tokens)
-        caches.append(cache)
+    groups: dict[str, dict[str, mx.array]] = {}
+    for name, array in tensors.items():
+        path, part = _split(name)
+        groups.setdefault(path, {})[part] = array
+    for path, cache in leaves(caches):
+        plain = states.is_plain(cache)
+        held = groups.pop(path if plain else STATE + path, {})
+        (states.set_parts if plain else states.set_state)(cache, held, num_tokens)
+    if groups:
+        raise ValueError(f"tensors of layers that are not there: {', '.join(groups)}")
     return caches
 
 
@@ -70,27 +132,32 @@ def trimmable(caches: Sequence[Any]) -> bool:
 
     Not their own `is_trimmable`: a rotating cache claims it until its window wraps, a chunked one always.
     """
-    return all(
-        trimmable(cache.caches) if isinstance(cache, CacheList) else type(cache) in _PLAIN for cache in caches
-    )
+    return all(states.is_plain(cache) for _, cache in leaves(caches))
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
     """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest."""
-    for cache in caches:
-        cache.trim(max(0, cache.offset - num_tokens))
+    for _, cache in leaves(caches):
+        if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:
+            # Its own `trim` counts down, but what comes next is put behind the tokens that should be gone.
+            parts = states.parts(cache)
+            cache.state = tuple(part[..., :num_tokens, :] for part in parts.values())
+        else:
+            cache.trim(max(0, cache.offset - num_tokens))
 
 
-def fork(caches: Sequence[Any], num_tokens: int) -> list[Any]:
-    """Copy the first `num_tokens` tokens of plain caches, which may go on changing, for another session."""
-    copies: list[Any] = []
-    for cache in caches:
-        copy = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
-        parts = (mx.contiguous(part[..., :num_tokens, :]) for part in (cache.keys, cache.values))
-        copy.state = (*parts, num_tokens)
-        copies.append(copy)
-    mx.eval([(copy.keys, copy.values) for copy in copies])
-    return copies
+def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
+    """Fill a model's new caches with copies of the first `num_tokens` tokens of others, which may go on.
+
+    Only for caches that are `trimmable`.
+    """
+    copies = {
+        f"{path}.{part}": mx.contiguous(array[..., :num_tokens, :])
+        for path, cache in leaves(caches)
+        for part, array in states.parts(cache).items()
+    }
+    mx.eval(copies)
+    return rebuild(copies, new, num_tokens)
 
 
 def shrink(caches: Sequence[Any]) -> None:
@@ -100,7 +167,7 @@ def shrink(caches: Sequence[Any]) -> None:
     many times what it needs. The copy is smaller than what is freed.
     """
     kept: list[mx.array] = []
-    for cache in caches:
+    for _, cache in leaves(caches):
         if type(cache) is not KVCache or cache.keys is None or cache.values is None:
             continue
         if cache.keys.shape[2] > 2 * cache.offset:
@@ -116,12 +183,10 @@ def live_bytes(caches: Sequence[Any]) -> int:
     Over layers: cached positions x KV heads x head_dim x itemsize, for keys and for values; and the whole
     of a recurrent layer's state, whose size is fixed.
     """
-    return sum(map(_live_bytes, caches))
+    return sum(_live_bytes(cache) for _, cache in leaves(caches))
 
 
 def _live_bytes(cache: Any) -> int:
-    if isinstance(cache, CacheList):
-        return live_bytes(cache.caches)
     if not hasattr(cache, "keys"):
         return int(cache.nbytes)
     # A quantised cache keeps three arrays for its keys, and three for its values.
@@ -135,13 +200,19 @@ def _live_bytes(cache: Any) -> int:
     )
 
 
+def _nbytes(arrays: Mapping[str, mx.array]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split a tensor's name into the path of its layer and the part of it: `state.3.0`, `keys`."""
+    prefix = STATE if name.startswith(STATE) else ""
+    words = name.removeprefix(prefix).split(".")
+    path = list(takewhile(str.isdigit, words))
+    return prefix + ".".join(path), ".".join(words[len(path) :])
+
+
 def _bytes(array: mx.array) -> memoryview:
     view: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
-    return memoryview(view).cast("B")
-
-
-def _num_held(cache: Any) -> int:
-    """Count the token slots that are filled."""
-    if isinstance(cache, KVCache):
-        return int(cache.size())  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
-    return int(cache.keys.shape[2])
+    # A memoryview refuses to cast what has no elements: the values of an index's keys, say.
+    return memoryview(view).cast("B") if array.size else memoryview(b"")

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from .arrays import Arrays, Place
+    from .arrays import Arrays, Blank
     from .folder import Folder
-    from .format import Layout
+    from .format import Layout, States
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file of a chain, and how many of its tokens are used: all, unless it is the last."""
+    """One file of a chain, and how many of its tokens are used: all, unless it is the last.
+
+    `state` is what the whole chain is resumed from: the last one's, where the model has such layers.
+    """
 
     digest: bytes
     start: int
     num_tokens: int
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +84,23 @@ def restore(
     from . import arrays  # MLX, which a process may have to prepare before it is first imported
 
     started = time.perf_counter()
-    first = pieces[0]
-    reading = None
+    first, last = pieces[0], pieces[-1]
+    reading, doubt = None, None
+    num_read = 0
     try:
-        layout = snapshot_format.look(folder.path(first.digest), first.digest, first.start, identity)
-        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces))
-        reading = _Reading(folder, pieces, identity, layout, blank.places)
+        layout, _ = snapshot_format.look(folder.path(first.digest), first.digest, first.start, identity)
+        states: States = ()
+        if last.state:
+            num_read = len(pieces) - 1  # that is the one in doubt, if any
+            _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
+        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces), states)
+        reading = _Reading(folder, pieces, identity, layout, blank)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
-        num_read, doubt = 0, str(error)
+        doubt = str(error)
     restored = None
-    if reading is not None and num_read:
+    # With a doubt there is no state at the end of what was read.
+    if reading is not None and num_read and not (last.state and doubt):
         num_tokens = sum(piece.num_tokens for piece in pieces[:num_read])
         size_bytes = sum(reading.sizes[:num_read])
         restored = Restored(num_tokens, blank.arrays(), time.perf_counter() - started, size_bytes)
@@ -108,7 +118,7 @@ class _Reading:
         pieces: Sequence[Piece],
         identity: bytes,
         layout: Layout,
-        places: Sequence[Place],
+        blank: Blank,
     ) -> None:
         #: What was read, by piece; 0 where it was not.
         self.sizes = [0] * len(pieces)
@@ -116,7 +126,8 @@ class _Reading:
         self._pieces = pieces
         self._identity = identity
         self._layout = layout
-        self._places = places
+        self._places = blank.places
+        self._state = blank.state
         self._doubts: dict[int, str] = {}
         self._todo = deque(range(len(pieces)))
 
@@ -133,7 +144,7 @@ class _Reading:
             self._todo.clear()
             if helper is not None and not helper.cancel():
                 helper.result()
-            self._places = ()
+            self._places, self._state = [], []
         num_read = min(self._doubts, default=len(self._pieces))
         return num_read, self._doubts.get(num_read)
 
@@ -158,4 +169,5 @@ class _Reading:
             layout=self._layout,
             places=self._places,
             num_tokens=piece.num_tokens,
+            state=self._state if piece.state else None,
         )

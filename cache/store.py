@@ -54,7 +54,8 @@ _IO_THREADS: Final = 2
 class Match:
     """The longest stored prefix of some tokens: `num_tokens` of them, over these entries in order.
 
-    The last entry may hold more than is used of it. All are pinned until `load` or `release`.
+    The last entry may hold more than is used of it, but not where a model's layers have states: then it ends
+    the prefix, and its state is that of all before it. All are pinned until `load` or `release`.
     """
 
     num_tokens: int
@@ -112,6 +113,7 @@ class Store:
         opened: _Opened,
         *,
         identity: Identity,
+        stateful: bool,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
@@ -121,6 +123,7 @@ class Store:
         self._catalog = opened.catalog
         self._identity = identity
         self._identity_digest = identity.digest()
+        self._stateful = stateful
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._index = opened.index
@@ -145,6 +148,7 @@ class Store:
         directory: Path,
         *,
         identity: Identity,
+        stateful: bool = False,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
@@ -154,14 +158,16 @@ class Store:
         """Lock the directory, and bring index and files together.
 
         Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
-        `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes` is left free on the file
-        system, at the cost of snapshots. `clock` orders uses, `monotonic` times pauses. Raises
-        `DirectoryLockedError`, `OSError`.
+        `stateful` says that the model has layers whose state is saved whole: a match then ends where a
+        snapshot with a state does. `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes`
+        is left free on the file system, at the cost of snapshots. `clock` orders uses, `monotonic` times
+        pauses. Raises `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(_open, directory, clock)
         return cls(
             opened,
             identity=identity,
+            stateful=stateful,
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
@@ -180,15 +186,20 @@ class Store:
                 break
             entries.append(entry)
             parent, at = digest, at + width
-        path, num_tokens = self._index.reach(
-            parent, packed[at : at + width], usable=True, least_share=_LEAST_SHARE
-        )
-        entries += path
+        if self._stateful:
+            self._end_resumable(tenant, packed, entries)
+            num_tokens = entries[-1].name.span.end if entries else 0
+        else:
+            path, num_shared = self._index.reach(
+                parent, packed[at : at + width], usable=True, least_share=_LEAST_SHARE
+            )
+            entries += path
+            num_tokens = at // blocks.TOKEN_BYTES + num_shared
         for entry in entries:
             entry.pins += 1
         if entries:
             self._use(entries[-1])
-        return Match(at // blocks.TOKEN_BYTES + num_tokens, tuple(entries))
+        return Match(num_tokens, tuple(entries))
 
     def hold(self, tenant: str, tokens: Sequence[int]) -> Held:
         """Pin what is stored or on its way of these tokens, until it is released.
@@ -224,12 +235,18 @@ class Store:
         """Read a match into evaluated arrays, on an I/O thread.
 
         A doubtful file goes to quarantine together with what continues it, and the prefix before it is
-        returned; None where nothing is left. Releases the match, however it ends.
+        returned; None where nothing is left, or where no state was read: match again then. Releases the
+        match, however it ends.
         """
         if not match.entries:
             return None
         pieces = [
-            Piece(entry.digest, name.start, min(name.num_tokens, match.num_tokens - name.start))
+            Piece(
+                entry.digest,
+                name.start,
+                min(name.num_tokens, match.num_tokens - name.start),
+                state=self._stateful and entry is match.entries[-1],
+            )
             for entry in match.entries
             for name in (entry.name,)
         ]
@@ -276,8 +293,14 @@ class Store:
         return wanted
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`."""
-        return self._index.reach(parent, packed)[1] * blocks.TOKEN_BYTES == len(packed)
+        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.
+
+        Where layers have states they also have to end with it: a state is no part of another one.
+        """
+        least_share = 1.0 if self._stateful else 0.0
+        return self._index.reach(parent, packed, least_share=least_share)[1] * blocks.TOKEN_BYTES == len(
+            packed
+        )
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
         """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
@@ -299,7 +322,8 @@ class Store:
             path = self._pieces(before, packed[grid * blocks.TOKEN_BYTES : span.start * blocks.TOKEN_BYTES])
             # Where they end elsewhere the pieces that it continues are gone: no parent has this name.
             parent = path[-1].digest if path and path[-1].name.span.end == span.start else b""
-        name = Name(parent, span.start, _slice(packed, span))
+        resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
+        name = Name(parent, span.start, _slice(packed, span), resumable)
         draft = snapshot_format.draft(name, self._identity, tensors)
         reason = self._refusal(name, draft.size_bytes)
         if reason is not None:
@@ -408,6 +432,19 @@ class Store:
         chain = blocks.chain(root, packed[: start * blocks.TOKEN_BYTES], self._block)
         return (chain[-1] if chain else root), start
 
+    def _end_resumable(self, tenant: str, packed: bytes, entries: list[Entry]) -> None:
+        """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
+        while True:
+            parent = entries[-1].digest if entries else self._root(tenant)
+            at = entries[-1].name.span.end if entries else 0
+            path = self._index.ending(parent, _slice(packed, Span(at, at + self._block)))
+            if path:
+                entries += path
+                return
+            if not entries or entries[-1].name.resumable:
+                return
+            entries.pop()
+
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
         if self._closing:
             return "closing"
@@ -497,7 +534,8 @@ class Store:
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
             self._index.settle(entry)
-            self._discard_unneeded(self._index.swallowed(entry))
+            if entry.name.resumable:
+                self._discard_unneeded(self._index.swallowed(entry))
             return
         if self._index.get(entry.digest) is entry:
             self._take_out([*self._index.below(entry), entry], "no_parent")

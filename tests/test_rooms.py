@@ -14,7 +14,7 @@ ROOMS = {
     "ops": {"ops", "protocol"},
 }
 MLX = {
-    *(f"cache/{name}.py" for name in ("layers", "arrays", "measure")),
+    *(f"cache/{name}.py" for name in ("layers", "states", "arrays", "measure")),
     *(f"worker/{name}.py" for name in ("model", "batch", "cpu", "device", "forward", "sampling", "slots")),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }

@@ -141,7 +141,10 @@ class App:
         elif self._device.unsupported_cache is None:
             await self._open_store(directory, folder, dtype, stack)
         else:
-            log.warning("this model's KV is not kept on SSD", cache_class=self._device.unsupported_cache)
+            log.warning(
+                "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
+                cache_class=self._device.unsupported_cache,
+            )
         return loaded
 
     async def _open_store(
@@ -154,12 +157,14 @@ class App:
             folder,
             kv_dtype=dtype,
             block_tokens=settings.block_tokens,
+            caches=self._device.caches,
             memo=directory.models / "digests.json",
         )
         try:
             self._store = await Store.open(
                 directory.snapshots,
                 identity=identity,
+                stateful=not self._device.trimmable,
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,

@@ -126,8 +126,11 @@ class Device:
         self._peak = 0
         self._num_decoded = 0
         self._max_draft = max_draft
-        #: Known once `start` has returned: the cache class that cannot be snapshotted, and the device.
+        #: Known once `start` has returned: the cache class that cannot be snapshotted, the classes of all
+        #: layers, whether KV can be cut and trimmed at any token, and the device.
         self.unsupported_cache: str | None = None
+        self.caches = ""
+        self.trimmable = True
         self.name = ""
 
     def start(self) -> LoadedModel:
@@ -200,10 +203,11 @@ class Device:
             fused=not on_cpu,
         )
         self._batch = Batch(loaded.model, self._make_room, max_draft=self._max_draft)
-        self._bytes_per_token = loaded.kv_bytes_per_token
         self._vocab_size = loaded.vocab_size
         caches = make_prompt_cache(loaded.model)
-        self._trimmable = layers.trimmable(caches)
+        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
+        self.trimmable = layers.trimmable(caches)
+        self.caches = layers.describe(caches)
         self.unsupported_cache = layers.unsupported(caches)
         self.name = str(mx.default_device())
 
@@ -329,8 +333,8 @@ class Device:
     def _begin(self, turn: Turn) -> None:
         """Take up a turn, unless another one is about to read the tokens that both begin with."""
         # An append leaves its last token out only where KV cannot be trimmed: it could not be run again.
-        turn.target = max(len(turn.context) - (turn.answer is None and not self._trimmable), 0)
-        if not self._trimmable:
+        turn.target = max(len(turn.context) - (turn.answer is None and not self.trimmable), 0)
+        if not self.trimmable:
             turn.source = None
         if not self._sharing.begin(turn):
             self._take_up(turn)
@@ -345,13 +349,12 @@ class Device:
         """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled."""
         # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
         num_context, draws = len(turn.context), turn.answer is not None
-        most_reused = max(num_context - (draws or not self._trimmable), 0)
+        most_reused = max(num_context - (draws or not self.trimmable), 0)
         held = self._resident.pop(turn.key, None)
         usable = turn.num_kept
-        if turn.restored is not None:
-            usable = turn.num_restored
-            held = _Held(layers.rebuild(turn.restored, usable), turn.context[:usable])
-            turn.restored = None
+        restored = self._rebuilt(turn)
+        if restored is not None:
+            held, usable = restored, len(restored.tokens)
         shared = self._fork(turn, usable)
         if shared is not None:
             held, usable = shared, len(shared.tokens)
@@ -376,13 +379,26 @@ class Device:
         num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
         if held is None or num_tokens <= num_own:
             return None
-        if not self._make_room(num_tokens * self._bytes_per_token, but=turn.source):
+        if not self._make_room(self._estimator.kv_bytes(num_tokens), but=turn.source):
             return None
-        return _Held(layers.fork(held.caches, num_tokens), turn.context[:num_tokens])
+        caches = layers.fork(held.caches, make_prompt_cache(self._model), num_tokens)
+        return _Held(caches, turn.context[:num_tokens])
+
+    def _rebuilt(self, turn: Turn) -> _Held | None:
+        """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
+        tensors, turn.restored = turn.restored, None
+        if tensors is None:
+            return None
+        try:
+            caches = layers.rebuild(tensors, make_prompt_cache(self._model), turn.num_restored)
+        except ValueError:
+            log.exception("a snapshot does not fit the model", session=str(turn.key))
+            return None
+        return _Held(caches, turn.context[: turn.num_restored])
 
     def _trimmed(self, held: _Held | None, num_tokens: int) -> tuple[list[Any], int]:
         """Cut caches down to `num_tokens`, or start anew where that is not possible."""
-        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self._trimmable):
+        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self.trimmable):
             return make_prompt_cache(self._model), 0
         if len(held.tokens) != num_tokens:
             layers.trim(held.caches, num_tokens)
@@ -503,16 +519,31 @@ class Device:
             self._cut(turn, turn.spans.pop(0))
 
     def _cut(self, turn: Turn, span: Span) -> None:
+        """Cut a span that KV covers: with all that is needed to resume there, if that is where KV ends."""
         if self._room is None:
             return
-        caches = (turn.caches or []) if turn.row is None else self._batch.caches(turn.row)
+        row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
+        ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
+        if row is not None:
+            caches = self._batch.caches(row)
+            at_end = at_end and row.num_cached == span.end and not row.num_ahead
         tensors = None
-        if self._room() >= self._bytes_per_token * span.num_tokens:
-            try:
-                tensors = layers.cut(caches, span.start, span.end)
-            except Exception:
-                log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
-        self._events.append(Cut(turn, span, tensors))
+        try:
+            tensors = layers.cut(
+                caches,
+                span.start,
+                span.end,
+                at_end=at_end,
+                room_bytes=self._room(),
+                # A state can be many times a block's KV: the one at the turn's end is worth more than others.
+                spare_states=0 if ends_turn else 1,
+            )
+        except Exception:
+            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
+        has_state = tensors is not None and any(tensor.of_state for tensor in tensors)
+        self._events.append(
+            Cut(turn, span, tensors, state_lost=at_end and not self.trimmable and not has_state)
+        )
 
 
 def _under_way(turn: Turn, batch: Batch) -> _Held:

@@ -51,6 +51,8 @@ log = structlog.get_logger()
 #: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
 #: the whole prefix, and reading a token is about this much faster than computing it.
 _RESTORE_GAIN = 16
+#: Of a chain with a doubtful file, what is before that may still be of use.
+_RESTORE_TRIES = 2
 
 #: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
 LEAST_SHARED = 32
@@ -314,23 +316,33 @@ class Engine:
     async def _find_kv(self, running: _Running) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
         turn = running.turn
-        turn.num_kept = num_common(self._resident.get(turn.key, []), turn.context)
+        resident = self._resident.get(turn.key, [])
+        turn.num_kept = num_common(resident, turn.context)
+        # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
+        num_usable = len(turn.context) - (not self._device.trimmable)
+        if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
+            turn.num_kept = 0
         turn.source, turn.num_shared = self._share(turn)
         if self._store is None:
             return
-        match = self._store.match(turn.key.tenant, turn.context)
         found = max(turn.num_kept, turn.num_shared)
-        if match.num_tokens - found > found // _RESTORE_GAIN:
+        for _ in range(_RESTORE_TRIES):
+            match = self._store.match(turn.key.tenant, turn.context[:num_usable])
+            if match.num_tokens - found <= found // _RESTORE_GAIN:
+                self._store.release(match)
+                break
             restored = await self._store.load(match)
-            if restored is not None and restored.num_tokens > found:
-                turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
-                turn.source = None
-        else:
-            self._store.release(match)
+            if restored is not None:
+                if restored.num_tokens > found:
+                    turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
+                    turn.source = None
+                break
         # Held until the turn is over: what it cuts continues what is there now.
         running.held = self._store.hold(turn.key.tenant, turn.context)
         turn.edges = running.held.edges
-        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
+        # An append of such a model ends, and cuts its tail, before the last token.
+        end = len(turn.context) if turn.answer is not None else num_usable
+        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, end)
         running.progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
@@ -338,6 +350,8 @@ class Engine:
 
         Of those that have as much, one that is idle, or else was submitted first, is the furthest.
         """
+        if not self._device.trimmable:  # such KV cannot be cut to a beginning
+            return None, 0
         found, most = None, turn.num_kept + LEAST_SHARED - 1
         idle = ((key, tokens) for key, tokens in self._resident.items() if key not in self._running)
         running = ((key, other.turn.context) for key, other in self._running.items() if other.submitted)
@@ -352,8 +366,9 @@ class Engine:
     def _save(self, cut: Cut) -> None:
         if self._store is None:
             return
-        if cut.tensors is None:
+        if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
+        if cut.tensors is None:
             return
         try:
             self._store.save(cut.turn.key.tenant, cut.turn.tokens(cut.span.end), cut.span, cut.tensors)

@@ -105,11 +105,16 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A snapshot as plain bytes; or None, where the writer had no room, or cutting it failed."""
+    """A snapshot as plain bytes; or None, where the writer had no room, or cutting it failed.
+
+    Where some layers have states that only the end of KV has, one that was cut later is without them.
+    `state_lost` says that there was one, but no room for it.
+    """
 
     turn: Turn
     span: Span
     tensors: tuple[Tensor, ...] | None
+    state_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

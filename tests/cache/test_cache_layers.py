@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from made_kv import identity
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from cache import layers
 from cache.blocks import Span
@@ -58,6 +67,10 @@ def decode(model, caches, logits, num_tokens) -> tuple[list[int], list[bytes]]:
     return tokens, bits
 
 
+def rebuilt(model, restored) -> list:
+    return layers.rebuild(restored.tensors, make_prompt_cache(model), restored.num_tokens)
+
+
 def prompt(num_tokens: int) -> list[int]:
     return [(i * 17 + 3) % 61 for i in range(num_tokens)]
 
@@ -82,7 +95,7 @@ async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, 
     assert await store.barrier(5)
     restored = await store.load(store.match("a", tokens))
     assert restored.num_tokens == position
-    assert decode(model, layers.rebuild(restored.tensors, restored.num_tokens), logits, 20) == expected
+    assert decode(model, rebuilt(model, restored), logits, 20) == expected
 
 
 async def test_the_room_behind_a_restored_session_is_never_read(model, open_store) -> None:
@@ -99,7 +112,7 @@ async def test_the_room_behind_a_restored_session_is_never_read(model, open_stor
     for array in restored.tensors.values():
         assert array.shape[2] > len(tokens)
         np.array(array, copy=False)[:, :, len(tokens) :] = np.nan
-    again = layers.rebuild(restored.tensors, restored.num_tokens)
+    again = rebuilt(model, restored)
     assert layers.live_bytes(again) == len(tokens) * 2 * 2 * 8 * 4 * 2
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
@@ -116,7 +129,7 @@ async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bi
     await store.barrier(5)
     restored = await store.load(store.match("a", tokens))
     assert restored.num_tokens == 2 * BLOCK
-    again = layers.rebuild(restored.tensors, restored.num_tokens)
+    again = rebuilt(model, restored)
     assert decode(model, again, prefill(model, again, tokens), 5) == expected
 
 
@@ -185,9 +198,38 @@ def test_the_first_unsupported_class_is_named(model) -> None:
     class Odd(KVCache):
         pass
 
-    assert layers.unsupported(make_prompt_cache(model)) is None
-    assert layers.unsupported([KVCache(), RotatingKVCache(8), Odd()]) == "RotatingKVCache"
-    assert layers.unsupported([Odd()]) == "Odd"
+    caches = make_prompt_cache(model)
+    prefill(model, caches, prompt(1))
+    assert layers.unsupported(caches) is None
+    assert layers.unsupported([*caches, RotatingKVCache(8)]) == "RotatingKVCache that stays empty"
+    assert layers.unsupported([caches[0], CacheList(caches[1], Odd()), KVCache()]) == "Odd"
+
+
+def test_what_the_caches_were_made_with_is_described(model) -> None:
+    """All that a snapshot leaves to the model: were it another one, the snapshot's identity would be."""
+    assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
+    caches = [
+        KVCache(),
+        CacheList(ArraysCache(2), RotatingKVCache(8, keep=4)),
+        ChunkedKVCache(16),
+        QuantizedKVCache(32, 4),
+    ]
+    assert layers.describe(caches) == (
+        "KVCache [ArraysCache(2) RotatingKVCache(8,4)] ChunkedKVCache(16) QuantizedKVCache(32,4)"
+    )
+
+
+def test_concatenated_and_listed_caches_are_trimmed_too() -> None:
+    """mlx-lm's own trimming of the former leaves the tokens in the way of those that come next."""
+    joined, listed = ConcatenateKVCache(), KVCache()
+    first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))
+    for cache in (joined, listed):
+        cache.update_and_fetch(first, first)
+    layers.trim([joined, CacheList(listed)], 6)
+    for cache in (joined, listed):
+        keys, _ = cache.update_and_fetch(second, second)
+        assert cache.offset == 9
+        assert mx.array_equal(keys, mx.concatenate([first[:, :, :6], second], axis=2))
 
 
 async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_store) -> None:
@@ -219,6 +261,6 @@ async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_stor
         assert restored.num_tokens == 64
         expected = make_prompt_cache(model)
         prefill(model, expected, tokens)
-        for cache, again in zip(expected, layers.rebuild(restored.tensors, restored.num_tokens), strict=True):
+        for cache, again in zip(expected, rebuilt(model, restored), strict=True):
             for one, other in zip(state(cache, 0, 64), state(again, 0, 64), strict=True):
                 assert np.array_equal(one, other)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, key, loaded, prompt
+from mlx_lm.models.cache import KVCache
+from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
 from cache.identity import Identity
 from cache.store import Store
@@ -78,12 +81,11 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
     """Be a worker process on the test's snapshot directory, until the end of the `async with`."""
 
     @asynccontextmanager
-    async def open_(queue_bytes: int = 1 << 28, folder: str = "snapshots") -> AsyncIterator[Process]:
-        recorded = Recorded(make_model("llama"))
+    async def open_(
+        queue_bytes: int = 1 << 28, folder: str = "snapshots", kind: str = "llama"
+    ) -> AsyncIterator[Process]:
+        recorded = Recorded(make_model(kind))
         loop = asyncio.get_running_loop()
-        store = await Store.open(
-            tmp_path / folder, identity=IDENTITY, max_bytes=1 << 30, queue_bytes=queue_bytes, min_free_bytes=0
-        )
         device = Device(
             lambda: loaded(recorded),
             lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
@@ -92,8 +94,17 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
             max_batch=4,
             stall_s=0.25,
         )
-        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), bytes_per_token=1024, fixed_bytes=0)
         await asyncio.to_thread(device.start)
+        assert device.unsupported_cache is None
+        store = await Store.open(
+            tmp_path / folder,
+            identity=replace(IDENTITY, caches=device.caches),
+            stateful=not device.trimmable,
+            max_bytes=1 << 30,
+            queue_bytes=queue_bytes,
+            min_free_bytes=0,
+        )
+        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), bytes_per_token=1024, fixed_bytes=0)
         device.cut_snapshots(store.room)
         try:
             yield Process(engine, store, recorded)
@@ -274,3 +285,158 @@ async def test_nothing_is_shared_between_tenants(open_process) -> None:
         other = SessionKey("other", "s")
         outcome = await process.engine.run(other, shared, lambda: False)
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared))
+
+
+#: Recurrent layers with attention in one list, windows with attention, and recurrent layers alone.
+STATEFUL = ["falcon_h1", "qwen3_next", "exaone4", "mamba2"]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("position", [BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK + 2])
+async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process, kind, position) -> None:
+    """Such a session ends before its last token after an append: on, before and after a boundary."""
+    tokens = prompt(position)
+    async with open_process(folder="whole", kind=kind) as whole:
+        await whole.append(tokens)
+        expected = await whole.generate(tokens, 20, HOT)
+    async with open_process(kind=kind) as before:
+        await before.append(tokens)
+    async with open_process(kind=kind) as after:
+        outcome, *got = await after.generate(tokens, 20, HOT)
+        assert (outcome.num_cached, outcome.num_prefilled) == (position - 1, 1)
+        assert got == list(expected[1:])
+    async with open_process(kind=kind) as later:
+        # What was written beyond the prompt meanwhile is of no use to it, and has replaced its tail.
+        outcome, *got = await later.generate(tokens, 20, HOT)
+        assert outcome.num_cached == (position - 1) // BLOCK * BLOCK
+        assert got[0] == expected[1]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_process, kind) -> None:
+    """A process of its own for each turn, against one process for all, and one that drops what it holds."""
+    history: list[int] = []
+    async with open_process(folder="whole", kind=kind) as whole:
+        expected = []
+        for turn in range(4):
+            history = history + prompt(7 + turn, salt=turn)
+            _, tokens, bits = await whole.generate(history, 6, HOT)
+            history = history + tokens
+            expected.append((tokens, bits))
+    history = []
+    for turn in range(4):
+        async with open_process(kind=kind) as process:
+            history = history + prompt(7 + turn, salt=turn)
+            outcome, tokens, bits = await process.generate(history, 6, HOT)
+            assert (tokens, bits) == expected[turn]
+            assert outcome.num_prefilled == 7 + turn + (turn > 0)
+            await process.store.barrier(10)
+            process.engine.forget(key())
+            again = await process.generate(history, 6, HOT)
+            assert again[1] == tokens
+            assert turn == 0 or again[0].num_cached > 0
+            history = history + tokens
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+async def test_a_rewound_session_with_states_goes_on_from_the_boundary_before(open_process, kind) -> None:
+    """What the device holds cannot be trimmed; on disk there is every boundary that it came by."""
+    tokens = prompt(5 * BLOCK)
+    async with open_process(kind=kind) as process:
+        _, answered, _ = await process.generate(tokens, 2 * BLOCK)
+        await process.store.barrier(10)
+        for num_kept in (5 * BLOCK + 9, 3 * BLOCK + 3):
+            context = [*tokens, *answered][:num_kept] + prompt(5, salt=9)
+            outcome, got, _ = await process.generate(context, 6)
+            assert outcome.num_cached == num_kept // BLOCK * BLOCK
+            assert got == alone(process.model, context, 6)[0]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+async def test_states_that_were_dropped_leave_no_gap_behind_them(open_process, kind) -> None:
+    """Keys and values are made good by the next turn; the states are gone, but the next one is kept."""
+    tokens = prompt(5 * BLOCK + 1)
+    async with open_process(folder="whole", kind=kind) as whole:
+        await whole.append(tokens)
+        _, answered, _ = await whole.generate(tokens, BLOCK + 3)
+        expected = await whole.generate([*tokens, *answered], 6)
+    async with open_process(kind=kind) as process:
+        process.engine._device.cut_snapshots(lambda: 0)
+        await process.append(tokens)
+        assert process.store.stats().dropped == {"queue_full": 5}
+        assert process.store.stats().accepted == (10 if kind == "mamba2" else 5), "all else of it is no bytes"
+        process.engine._device.cut_snapshots(process.store.room)
+        await process.generate(tokens, BLOCK + 3)
+    async with open_process(kind=kind) as after:
+        outcome, *got = await after.generate(tokens[: 3 * BLOCK + 2], 6, name="other")
+        assert outcome.num_cached == 0, "no state was kept up to there"
+        outcome, *got = await after.generate([*tokens, *answered], 6)
+        assert got == list(expected[1:])
+        assert outcome.num_prefilled == 1
+
+
+async def test_a_doubtful_state_costs_what_was_run_after_the_one_before_it(open_process, tmp_path) -> None:
+    tokens = prompt(2 * BLOCK + 5)
+    async with open_process(kind="falcon_h1") as before:
+        await before.append(tokens)
+    tail = max((tmp_path / "snapshots").rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    tail.write_bytes(tail.read_bytes()[:-1] + b"\x55")
+    async with open_process(kind="falcon_h1") as after:
+        outcome, got, _ = await after.generate(tokens, 6)
+        assert (outcome.num_cached, outcome.num_prefilled) == (2 * BLOCK, 5)
+        assert got == alone(after.model, tokens, 6)[0]
+        assert after.store.stats().rejected == 1
+
+
+async def test_a_class_that_is_not_known_is_named(make_model, make_rig) -> None:
+    """The worker serves such a model without snapshots, and says so."""
+
+    class OwnCache(KVCache):
+        pass
+
+    class Model(Recorded):
+        def make_cache(self) -> list[Any]:
+            return [KVCache(), OwnCache()]
+
+    rig = make_rig(Model(make_model("llama")))
+    assert rig.device.unsupported_cache == "OwnCache"
+    assert rig.device.caches == "KVCache OwnCache"
+    turn = generate(prompt(9), 4)
+    rig.run(turn)
+    assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", *STATEFUL])
+async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_scratch(
+    open_process, kind
+) -> None:
+    """Sessions that share beginnings grow, are rewound, leave the device, lose snapshots and processes."""
+    chance = random.Random(kind)
+    histories: dict[str, list[int]] = {"a": prompt(9), "b": prompt(2 * BLOCK)}
+    for _ in range(3):
+        async with open_process(kind=kind) as process:
+            for _ in range(10):
+                name = chance.choice("ab")
+                held = histories[name]
+                room = chance.choice([process.store.room, process.store.room, lambda: 0, lambda: 3000])
+                process.engine._device.cut_snapshots(room)
+                if chance.random() < 0.3:
+                    process.engine.forget(key(name))
+                if chance.random() < 0.3:  # it is rewound, or goes on where the other one was once
+                    held = histories[chance.choice("ab")]
+                    held = held[: chance.randrange(1, len(held) + 1)]
+                held = held + prompt(chance.randrange(1, 12), salt=chance.randrange(9))
+                if chance.random() < 0.5:
+                    await process.append(held, name=name)
+                if chance.random() < 0.7:
+                    outcome, tokens, _ = await process.generate(held, chance.randrange(1, 12), name=name)
+                    assert tokens == alone(process.model, held, len(tokens))[0]
+                    assert outcome.num_cached + outcome.num_prefilled == len(held)
+                    held = held + tokens
+                histories[name] = held[-150:] if len(held) > 150 else held
+                if chance.random() < 0.5:
+                    await process.store.barrier(10)
+            stats = process.store.stats()
+            settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
+            assert stats.accepted == settled + stats.in_flight
+            assert stats.rejected == 0

@@ -1,0 +1,299 @@
+"""Layers whose state is saved whole: a match ends where there is one, and reads no other."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+
+import numpy as np
+import pytest
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, kv
+
+from cache import blocks
+from cache import format as snapshot_format
+from cache.arrays import Blank
+from cache.blocks import Span
+from cache.format import DoubtfulSnapshotError, Name, Tensor
+
+IDENTITY = identity()
+TOKENS = list(range(20, 34))
+
+
+def state(end: int) -> Tensor:
+    """Make a state that says where it was taken, in a type and a shape of its own."""
+    data = np.full((3, 5), end, np.int64)
+    return Tensor("state.2.0.numbers", "I64", data.shape, memoryview(data).cast("B"))
+
+
+def save(store, tokens, end, *, resumable=True, only_state=False) -> bool:
+    """Save the span that ends at `end`: a block, or the tail of one."""
+    span = Span((end - 1) // BLOCK * BLOCK, end)
+    tensors = () if only_state else cut(tokens, span)
+    return store.save("a", tokens, span, (*tensors, *([state(end)] if resumable else [])))
+
+
+async def restored(store, tokens) -> int:
+    """Restore what there is of these tokens, look at all of it, and count them."""
+    match = store.match("a", tokens)
+    found = await store.load(match)
+    if found is None:
+        return 0
+    ends = np.array(found.tensors.pop("state.2.0.numbers"))
+    assert (ends == found.num_tokens).all()
+    assert ends.shape == (3, 5)
+    if found.tensors:
+        assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
+    return found.num_tokens
+
+
+async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
+    """Of a plain model's snapshot a part can be used; of a state nothing but the whole."""
+    store = await open_store(stateful=True)
+    for end in (4, 8, 11):
+        assert save(store, TOKENS, end)
+    assert await store.barrier(5)
+    expected = {3: 0, 4: 4, 7: 4, 8: 8, 10: 8, 11: 11, 14: 11}
+    assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
+    other = [*TOKENS[:10], 99, *TOKENS[11:]]
+    assert await restored(store, other) == 8, "a tail that goes on differently"
+
+
+async def test_the_longest_of_several_tails_is_found(open_store) -> None:
+    """Among many that begin alike, and go on differently or too far."""
+    store = await open_store(stateful=True, identity=identity(block_tokens=16))
+    many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
+    for tokens in many:
+        whole = (*cut(tokens, Span(0, len(tokens))), state(len(tokens)))
+        store.save("a", tokens, Span(0, len(tokens)), whole)
+        assert await store.barrier(5)
+    # One that begins another one goes when that is stored: it is a block at most that is run again.
+    expected = {4: 0, 8: 0, 9: 0, 10: 0}
+    assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
+    assert await restored(store, [*TOKENS[:9], 98, 99, 7]) == 11
+    assert await restored(store, [*TOKENS[:9], 98, 3]) == 0
+    assert await restored(store, [*TOKENS[:5], 1, 3]) == 6
+
+
+async def test_a_gap_is_closed_without_a_state_and_matched_over(open_store) -> None:
+    """The second block was dropped when its state was there: without it nothing after it could be stored."""
+    store = await open_store(stateful=True)
+    save(store, TOKENS, 4)
+    assert not save(store, TOKENS, 12)
+    assert store.stats().dropped == {"no_parent": 1}
+    assert store.wanted("a", TOKENS, 0, 14) == [Span(4, 8), Span(8, 12), Span(12, 14)]
+    assert save(store, TOKENS, 8, resumable=False)
+    assert save(store, TOKENS, 12)
+    assert await store.barrier(5)
+    expected = {4: 4, 8: 4, 11: 4, 12: 12, 14: 12}
+    assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
+    assert store.wanted("a", TOKENS, 0, 14) == [Span(12, 14)]
+    assert_sum_rule(store)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
+async def test_which_snapshots_have_a_state_is_known_after_a_restart(open_store, tmp_path, lost) -> None:
+    store = await open_store(stateful=True)
+    save(store, TOKENS, 4)
+    save(store, TOKENS, 8, resumable=False)
+    save(store, TOKENS, 12)
+    save(store, TOKENS, 14, resumable=False)
+    assert await store.close()
+    if lost:
+        for path in (tmp_path / "cache").glob("*index*"):
+            path.unlink()
+    store = await open_store(stateful=True)
+    expected = {8: 4, 12: 12, 14: 12}
+    assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
+
+
+async def test_a_model_of_states_alone_is_restored_from_the_last_one(open_store) -> None:
+    """Its gaps are files with nothing but a header."""
+    store = await open_store(stateful=True)
+    for end in (4, 8, 12, 14):
+        assert save(store, TOKENS, end, only_state=True, resumable=end != 4)
+    assert await store.close()
+    store = await open_store(stateful=True)
+    expected = {4: 0, 8: 8, 13: 12, 14: 14}
+    assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
+
+
+def flip(path, at: int) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
+def file_of(tmp_path, tokens, end):
+    root = blocks.root(IDENTITY.digest(), "a")
+    start = (end - 1) // BLOCK * BLOCK
+    parent = (blocks.chain(root, blocks.pack(tokens[:start]), BLOCK) or [root])[-1]
+    digest = blocks.link(parent, blocks.pack(tokens[start:end]))
+    return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
+
+
+async def test_a_doubtful_state_is_a_miss_and_the_one_before_it_is_found_next(open_store, tmp_path) -> None:
+    store = await open_store(stateful=True)
+    for end in (4, 8, 12):
+        save(store, TOKENS, end)
+    assert await store.barrier(5)
+    flip(file_of(tmp_path, TOKENS, 12), -1)
+    flip(file_of(tmp_path, TOKENS, 4), -1)  # nobody reads this one's state, unless to resume there
+    assert await restored(store, TOKENS) == 0
+    assert store.stats().rejected == 1
+    assert await restored(store, TOKENS) == 8
+    flip(file_of(tmp_path, TOKENS, 8), -200)  # in its keys and values
+    assert await restored(store, TOKENS) == 0
+    assert await restored(store, TOKENS) == 0
+    assert store.stats().rejected == 3
+    assert store.match("a", TOKENS).num_tokens == 0
+
+
+async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_store) -> None:
+    store = await open_store(stateful=True)
+    save(store, TOKENS, 6)
+    save(store, TOKENS, 4)
+    save(store, TOKENS, 6)
+    assert await store.barrier(5)
+    save(store, TOKENS, 8, resumable=False)
+    assert await store.barrier(5)
+    assert await restored(store, TOKENS) == 6
+    other = await open_store(stateful=True, directory=store._folder.path(b"").parent.parent / "other")
+    for end in (4, 6, 8):
+        save(other, TOKENS, end)
+    assert await other.barrier(5)
+    assert await restored(other, TOKENS[:7]) == 4
+    assert other.stats().stored == 2
+
+
+def write(path, end: int, tensors, *, resumable=True) -> Name:
+    root = blocks.root(IDENTITY.digest(), "a")
+    name = Name(root, 0, blocks.pack(TOKENS[:end]), resumable)
+    snapshot_format.write(snapshot_format.draft(name, IDENTITY, tensors), path)
+    return name
+
+
+def load(path, name: Name, *, state: bool = True):
+    wanted = (path, name.digest, 0, IDENTITY.digest())
+    layout, states = snapshot_format.look(*wanted)
+    blank = Blank(layout, name.num_tokens, states if state else ())
+    snapshot_format.read(
+        *wanted,
+        layout=layout,
+        places=blank.places,
+        num_tokens=name.num_tokens,
+        state=blank.state if state else None,
+    )
+    return blank.arrays()
+
+
+def test_a_state_of_another_boundary_in_a_sound_file_is_doubtful(tmp_path) -> None:
+    early, late = tmp_path / "4.safetensors", tmp_path / "8.safetensors"
+    write(early, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
+    name = write(late, 8, (*cut(TOKENS, Span(0, 8)), state(8)))
+    load(late, name)
+    num_bytes = state(8).data.nbytes
+    late.write_bytes(late.read_bytes()[:-num_bytes] + early.read_bytes()[-num_bytes:])
+    with pytest.raises(DoubtfulSnapshotError, match="checksum"):
+        load(late, name)
+    assert_is_kv_of(load(late, name, state=False), TOKENS[:8])
+
+
+def test_any_change_of_a_file_with_a_state_is_doubtful(tmp_path) -> None:
+    path = tmp_path / "x.safetensors"
+    name = write(path, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(DoubtfulSnapshotError):
+            load(path, name)
+    for length in (0, 9, 200, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DoubtfulSnapshotError):
+            load(path, name)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(DoubtfulSnapshotError):
+        load(path, name)
+
+
+def test_what_has_no_state_is_not_resumed_from(tmp_path) -> None:
+    path = tmp_path / "x.safetensors"
+    name = write(path, 4, cut(TOKENS, Span(0, 4)), resumable=False)
+    load(path, name, state=False)
+    assert snapshot_format.verify(path, name.digest, 0, IDENTITY.digest()), "for what it is, it is sound"
+    with pytest.raises(DoubtfulSnapshotError, match="no state"):
+        load(path, name)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "resumable"),
+    [
+        ((), True),
+        ((state(4),), False),
+        ((state(4), *cut(TOKENS, Span(0, 4))), True),
+        ((*cut(TOKENS, Span(0, 4))[:-1], state(4)), True),
+        ((Tensor("2.numbers", "I64", (3, 5), state(4).data),), True),
+        ((Tensor("state.numbers", "I64", (3, 5), state(4).data),), True),
+        ((Tensor("state.2.numbers", "F32", (3, 5), state(4).data),), True),
+    ],
+)
+def test_tensors_that_are_not_a_snapshots_are_not_laid_out(tmp_path, tensors, resumable) -> None:
+    with pytest.raises(ValueError, match="not a snapshot"):
+        write(tmp_path / "x.safetensors", 4, tensors, resumable=resumable)
+
+
+def test_a_quantised_layer_and_one_without_values_come_back(tmp_path) -> None:
+    """Six tensors for one layer, in two types; and an index keeps keys alone, with values of no size."""
+    import mlx.core as mx
+
+    whole = kv(TOKENS)["0.keys"][:, :, :4]
+    codes = np.ascontiguousarray(whole.astype(np.uint32))
+    tensors = [
+        Tensor(f"0.{part}.{kind}", dtype, data.shape, memoryview(data).cast("B"))
+        for part in ("keys", "values")
+        for kind, dtype, data in (
+            ("codes", "U32", codes),
+            ("scales", "F32", np.ascontiguousarray(whole)),
+            ("biases", "F32", np.ascontiguousarray(whole + 1)),
+        )
+    ]
+    tensors.append(Tensor("1.0.keys", "F32", whole.shape, tensors[1].data))
+    tensors.append(Tensor("1.0.values", "F32", (1, 1, 4, 0), memoryview(b"")))
+    path = tmp_path / "x.safetensors"
+    name = write(path, 4, tuple(tensors))
+    arrays = load(path, name)
+    assert mx.array_equal(arrays["0.values.codes"][:, :, :4], mx.array(codes))
+    assert mx.array_equal(arrays["0.keys.biases"][:, :, :4], mx.array(whole + 1))
+    assert arrays["1.0.values"][:, :, :4].shape == (1, 1, 4, 0)
+
+
+async def test_snapshots_of_the_first_version_stay_until_they_are_evicted(open_store, tmp_path) -> None:
+    """Their catalog is taken over: without it they would be found as files in doubt."""
+    store = await open_store()
+    name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, blocks.pack(TOKENS[:4]))
+    assert await store.close()
+    header = json.dumps(
+        {"__metadata__": {"checksum": "0" * 32, "format": "turnkeep", "version": "1"}}
+    ).encode()
+    path = store._folder.path(name.digest)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    database = sqlite3.connect(store._folder.catalog)
+    with database:
+        database.execute("DROP TABLE snapshot")
+        database.execute(
+            "CREATE TABLE snapshot (digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL,"
+            " tokens BLOB NOT NULL, size_bytes INTEGER NOT NULL, used INTEGER NOT NULL) WITHOUT ROWID"
+        )
+        row = (name.digest, name.parent, 0, name.tokens, path.stat().st_size, 1)
+        database.execute("INSERT INTO snapshot VALUES (?, ?, ?, ?, ?, ?)", row)
+        database.execute("PRAGMA user_version=1")
+    database.close()
+    store = await open_store()
+    assert (store.stats().stored, store.stats().rejected) == (1, 0)
+    assert path.exists()
+    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    assert await store.close()
+    store = await open_store()
+    assert store.stats().stored == 2
+    assert store.match("a", TOKENS).num_tokens == 4

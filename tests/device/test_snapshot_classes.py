@@ -1,0 +1,242 @@
+"""Every class of cache goes through files and back: the model cannot tell, wherever it was cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
+from tiny_models import BLOCK, VOCABULARY, append, prompt
+
+from cache import layers
+from cache.blocks import Span
+from cache.identity import Identity
+from cache.store import Store
+from worker.turn import Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KINDS = [
+    "llama",
+    "exaone4",
+    "gemma3_text",
+    "mamba2",
+    "rwkv7",
+    "qwen3_next",
+    "granitemoehybrid",
+    "falcon_h1",
+    "recurrent_gemma",
+    "baichuan_m1",
+    "llama4",
+    "deepseek_v3",
+    "longcat_flash",
+    "quantized",
+    "concatenated",
+]
+PLAIN = {"llama", "deepseek_v3", "longcat_flash", "quantized", "concatenated"}
+#: Windows and chunks of 8 and of 12 tokens have wrapped by the last ones.
+POSITIONS = [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
+
+
+@pytest.fixture(scope="module")
+def make_caches(make_model) -> Callable[[str], tuple[Any, Callable[[], list[Any]]]]:
+    """Give a model of a kind, and what makes its caches."""
+    mx.random.seed(5)
+    args = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2}
+    wide = llama.Model(
+        llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab_size=VOCABULARY, **args)  # type: ignore[arg-type]
+    )
+    mx.eval(wide.parameters())
+
+    def make(kind: str) -> tuple[Any, Callable[[], list[Any]]]:
+        if kind == "quantized":
+            return wide, lambda: [cache.to_quantized(32, 8) for cache in make_prompt_cache(wide)]
+        if kind == "concatenated":
+            return wide, lambda: [ConcatenateKVCache() for _ in wide.layers]
+        model = make_model(kind)
+        return model, lambda: make_prompt_cache(model)
+
+    return make
+
+
+async def open_store(folder: Path, caches: list[Any]) -> Store:
+    identity = Identity(
+        weights="w",
+        config="c",
+        tokenizer="t",
+        kv_dtype="float32",
+        block_tokens=BLOCK,
+        caches=layers.describe(caches),
+    )
+    return await Store.open(
+        folder,
+        identity=identity,
+        stateful=not layers.trimmable(caches),
+        max_bytes=1 << 30,
+        queue_bytes=1 << 30,
+        min_free_bytes=0,
+    )
+
+
+def run(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[int], list[bytes]]:
+    """Sample greedily; return the tokens, and the bits of all logits."""
+    tokens, bits = [first], []
+    for _ in range(num):
+        logits = run(model, caches, tokens[-1:])
+        bits.append(bytes(memoryview(logits).cast("B")))
+        tokens.append(int(mx.argmax(logits).item()))
+    return tokens, bits
+
+
+def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int:
+    """Prefill on the grid, and save each piece as it is done; return the first token after them."""
+    logits = mx.zeros(1)
+    for span in store.wanted("a", tokens, 0, len(tokens)):
+        logits = run(model, caches, tokens[span.start : span.end])
+        cut = layers.cut(caches, span.start, span.end, at_end=True)
+        assert cut is not None
+        assert store.save("a", tokens, span, cut)
+    return int(mx.argmax(logits).item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path, kind) -> None:
+    """On, before and after a block's boundary; by a store that was opened anew."""
+    model, new = make_caches(kind)
+    store = await open_store(tmp_path, new())
+    expected = {}
+    for position in POSITIONS:
+        tokens, caches = prompt(position, salt=position), new()
+        first = spill(store, model, caches, tokens)
+        expected[position] = first, layers.live_bytes(caches), decode(model, caches, first, 18)
+    assert await store.close()
+
+    store = await open_store(tmp_path, new())
+    for position, (first, live_bytes, went_on) in expected.items():
+        # What follows differs from what was saved: nothing but the prompt itself can be meant.
+        match = store.match("a", prompt(position, salt=position) + [VOCABULARY - 1] * BLOCK)
+        assert match.num_tokens == position
+        restored = await store.load(match)
+        assert restored is not None
+        caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
+        assert layers.live_bytes(caches) == live_bytes
+        assert decode(model, caches, first, 18) == went_on, f"from {position} on"
+    assert await store.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_prompt_goes_on_from_a_boundary_with_the_same_bits(make_caches, tmp_path, kind) -> None:
+    """Pieces longer than a token write windows in another way than single tokens do."""
+    model, new = make_caches(kind)
+    store = await open_store(tmp_path, new())
+    tokens, caches = prompt(5 * BLOCK + 3), new()
+    spill(store, model, caches, tokens[: 3 * BLOCK])
+    expected = [run(model, caches, tokens[at : at + BLOCK]) for at in range(3 * BLOCK, len(tokens), BLOCK)]
+    assert await store.barrier(10)
+    restored = await store.load(store.match("a", tokens))
+    assert restored is not None
+    assert restored.num_tokens == 3 * BLOCK
+    caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
+    for at, logits in zip(range(3 * BLOCK, len(tokens), BLOCK), expected, strict=True):
+        assert mx.array_equal(run(model, caches, tokens[at : at + BLOCK]), logits)
+    assert await store.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_does_not_change_while_its_caches_go_on(make_caches, kind) -> None:
+    """The writer reads it later, on its own thread; a ring is written over in place."""
+    model, new = make_caches(kind)
+    caches = new()
+    for at in range(0, 3 * BLOCK, BLOCK):
+        run(model, caches, prompt(3 * BLOCK)[at : at + BLOCK])
+    decode(model, caches, 1, 2)
+    tensors = layers.cut(caches, 3 * BLOCK, 3 * BLOCK + 2, at_end=True)
+    before = [bytes(tensor.data) for tensor in tensors]
+    decode(model, caches, 5, 20)
+    assert [bytes(tensor.data) for tensor in tensors] == before
+    assert any(tensor.of_state for tensor in tensors) == (kind not in PLAIN)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
+def test_a_state_is_taken_and_given_back_at_its_own_position_only(make_caches, kind) -> None:
+    model, new = make_caches(kind)
+    caches = new()
+    run(model, caches, prompt(2 * BLOCK)[:BLOCK])
+    early = {tensor.name: tensor for tensor in layers.cut(caches, 0, BLOCK, at_end=True)}
+    run(model, caches, prompt(2 * BLOCK)[BLOCK:])
+    late = {tensor.name: tensor for tensor in layers.cut(caches, 0, 2 * BLOCK, at_end=True)}
+    assert early.keys() == late.keys()
+    behind = layers.cut(caches, 0, BLOCK)
+    assert [tensor.name for tensor in behind] == [name for name in early if not early[name].of_state]
+
+    def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
+        types = {"F32": mx.float32, "I64": mx.int64}
+        return {
+            name: mx.view(mx.array(tensor.data), types[tensor.dtype]).reshape(tensor.shape)
+            for name, tensor in tensors.items()
+        }
+
+    layers.rebuild(arrays(late), new(), 2 * BLOCK)
+    mixed = {name: (early if name.startswith("state.") else late)[name] for name in late}
+    with pytest.raises(ValueError, match=f"after {2 * BLOCK} tokens"):
+        layers.rebuild(arrays(mixed), new(), 2 * BLOCK)
+    for name in late:
+        with pytest.raises(ValueError, match="not "):
+            layers.rebuild(arrays({n: t for n, t in late.items() if n != name}), new(), 2 * BLOCK)
+    with pytest.raises(ValueError, match="not there"):
+        layers.rebuild(arrays({**late, "state.99.numbers": late[next(reversed(late))]}), new(), 2 * BLOCK)
+    if kind not in {"mamba2", "rwkv7"}:  # which count no tokens: only who runs them knows where they are
+        with pytest.raises(ValueError, match=r"not (all )?at"):
+            layers.cut(caches, 0, BLOCK, at_end=True)
+
+
+def test_a_state_is_left_out_before_keys_and_values_are(make_caches) -> None:
+    """Without them nothing that follows could be stored."""
+    model, new = make_caches("qwen3_next")
+    caches = new()
+    run(model, caches, prompt(BLOCK))
+    tensors = layers.cut(caches, 0, BLOCK, at_end=True)
+    state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
+    kv_bytes = sum(tensor.data.nbytes for tensor in tensors if not tensor.of_state)
+    rest = tuple(tensor for tensor in tensors if not tensor.of_state)
+    for room_bytes, spare_states, expected in (
+        (kv_bytes + state_bytes, 0, tensors),
+        (kv_bytes + state_bytes - 1, 0, rest),
+        (kv_bytes + 2 * state_bytes, 1, tensors),
+        (kv_bytes + 2 * state_bytes - 1, 1, rest),
+        (kv_bytes, 0, rest),
+        (kv_bytes - 1, 0, None),
+    ):
+        cut = layers.cut(caches, 0, BLOCK, at_end=True, room_bytes=room_bytes, spare_states=spare_states)
+        assert cut == expected
+
+
+def test_room_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
+    """At a boundary on the way there has to be room for two; after an append the end may be a boundary."""
+    model, new = make_caches("mamba2")
+    caches = new()
+    run(model, caches, prompt(BLOCK))
+    state_bytes = sum(tensor.data.nbytes for tensor in layers.cut(caches, 0, BLOCK, at_end=True))
+    spans = [Span(0, BLOCK), Span(BLOCK, 2 * BLOCK), Span(2 * BLOCK, 3 * BLOCK)]
+    for room_bytes, expected in (
+        (2 * state_bytes, [True, True, True]),
+        (2 * state_bytes - 1, [False, False, True]),
+        (state_bytes - 1, [False, False, False]),
+    ):
+        rig = make_rig(model, room=lambda room_bytes=room_bytes: room_bytes)
+        turn = append(prompt(3 * BLOCK + 1), spans=spans.copy())
+        rig.run(turn)
+        cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+        assert [cut.span for cut in cuts] == spans
+        assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected
+        assert [not cut.state_lost for cut in cuts] == expected
