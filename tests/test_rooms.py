@@ -15,7 +15,7 @@ ROOMS = {
 }
 MLX = {
     *(f"cache/{name}.py" for name in ("layers", "format")),
-    *(f"worker/{name}.py" for name in ("model", "batch", "device", "forward", "sampling", "slots")),
+    *(f"worker/{name}.py" for name in ("model", "batch", "device", "forward", "merged", "sampling", "slots")),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }
 NATS = {

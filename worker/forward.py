@@ -174,7 +174,7 @@ class Forward:
         except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
             log.info("this architecture cannot share a pass", error=f"{type(error).__name__}: {error}")
             return False
-        fits = worst < _tolerance(self._model)
+        fits = worst < tolerance(self._model)
         if not fits:
             log.info("this architecture cannot share a pass", deviation=worst)
         return fits
@@ -214,7 +214,8 @@ class Forward:
         return True
 
 
-def _tolerance(model: Any) -> float:
+def tolerance(model: Any) -> float:
+    """Say how far logits of the same tokens may lie apart, as a share of the largest."""
     parameters: Any = tree_flatten(model.parameters())
     types = {array.dtype for _, array in parameters}
     return max(_TOLERANCE.get(kind, _COARSE) for kind in types)

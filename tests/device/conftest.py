@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from tiny_models import BLOCK, CONFIGS, loaded
+from tiny_models import BLOCK, CONFIGS, OTHERS, loaded
 
 from worker.device import Device
 from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Turn
@@ -28,7 +28,7 @@ def make_model() -> Callable[[str], Any]:
             architecture = importlib.import_module(f"mlx_lm.models.{kind}")
             mx.random.seed(11)
             model = architecture.Model(
-                architecture.ModelArgs.from_dict({"model_type": kind, **CONFIGS[kind]})
+                architecture.ModelArgs.from_dict({"model_type": kind, **(CONFIGS | OTHERS)[kind]})
             )
             # Livelier than the initial weights, so that every token depends on those before it.
             model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))

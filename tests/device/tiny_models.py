@@ -100,6 +100,90 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Models that no test of single sessions needs: attention of their own making, hybrids, chunks.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma2": {**_PLAIN, "num_hidden_layers": 2, "head_dim": 8},
+    "deepseek_v3": {
+        **_PLAIN,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_next": {
+        **_PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 2048,
+    },
+    "falcon_h1": {
+        **_PLAIN,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "mamba_d_conv": 3,
+        "mamba_d_head": 8,
+        "mamba_d_ssm": 32,
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "rope_theta": 10000.0,
+    },
+    "gemma3_text": {
+        **_PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "sliding_window": 12,
+        "sliding_window_pattern": 3,
+    },
+    "gpt_oss": {
+        **_PLAIN,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "rope_theta": 10000,
+    },
+    "llama4": {
+        "text_config": {
+            **_PLAIN,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "attention_bias": False,
+            "attention_chunk_size": 8,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 64,
+            "max_position_embeddings": 2048,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 2,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+        }
+    },
+}
+
 
 class Endless:
     """A text sink for tests that are about tokens."""
