@@ -204,7 +204,8 @@ class Batch:
     def _launch(self, pieces: Sequence[Piece]) -> _Flight:
         beginning = [piece.row for piece in pieces if piece.row is not None]
         self._place_rows()
-        if not self._shares:
+        merged = len(self._merged.rows) if self._merged else 0
+        if not self._shares or (merged == len(self._rows) and not pieces):  # a pass's views are for pieces
             drafts, logits, changed = self._run_apart(pieces)
             return self._draw(drafts, beginning, logits, changed)
         drafts, parts = self._row_parts(self._rows)
@@ -233,7 +234,7 @@ class Batch:
             tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
             logits = self._forward(parts, tokens, range(len(drafts)))
         elif self._merged is not None and self._merged.is_tidy and self._merged.rows == list(order):
-            drafts, logits = flight.drafts, self._run_merged(self._merged, flight.choice)
+            drafts, logits = flight.drafts, self._merged.run(flight.choice)
         else:
             return None
         found = self._draw(drafts, [], logits, [])
@@ -336,7 +337,7 @@ class Batch:
         rows = [*merged, *(row for row in self._rows if row.caches is not None)]
         logits = []
         if self._merged is not None and merged:
-            logits.append(self._run_merged(self._merged, mx.array([row.known[-1] for row in merged])))
+            logits.append(self._merged.run(mx.array([row.known[-1] for row in merged])))
         logits += [
             self._model(mx.array([row.known[-1:]]), cache=row.caches)[:, -1] for row in rows[len(merged) :]
         ]
@@ -350,13 +351,6 @@ class Batch:
             logits.append(self._model(mx.array([piece.tokens[-1:]]), cache=piece.caches)[:, -1])
         changed = [cache.state for piece in pieces for cache in piece.caches]
         return [(row, []) for row in rows], mx.concatenate(logits) if logits else None, changed
-
-    def _run_merged(self, merged: Merged[Row], tokens: mx.array) -> mx.array:
-        """Run one token for each merged row, and nothing else."""
-        if not self._shares:
-            return merged.run(tokens)
-        lengths = [row.num_cached + row.num_ahead for row in merged.rows]
-        return self._forward([merged.part(lengths)], tokens, range(len(lengths)))
 
     def _merge_rows(self, merged: Merged[Row]) -> None:
         """Merge rows with those that are, once there are two: a row alone needs no copies."""
