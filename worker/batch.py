@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from .forward import Forward, OwnPart
 from .lookup import Lookup
 from .merged import merged_for
-from .sampling import Sampling, draw_all
+from .sampling import Sampling, draw_all, looks
 from .slots import Pool, capacity_for
 
 if TYPE_CHECKING:
@@ -247,7 +247,9 @@ class Batch:
         if row.pool is not None and row.num_cached + row.num_ahead >= row.pool.capacity:
             return False
         lookup = self._lookup(row)
-        return row.sampling.repetition_penalty == 1.0 and not (lookup and lookup.may_propose)
+        if row.sampling.repetition_penalty != 1.0 or looks(row.sampling):
+            return False
+        return not (lookup and lookup.may_propose)
 
     def _draw(
         self,
