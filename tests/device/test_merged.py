@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
-from tiny_models import GREEDY, VOCABULARY, alone, prefill, prompt
+from tiny_models import GREEDY, VOCABULARY, alone, generate, prefill, prompt
 
 from worker import batch as batch_module
 from worker import merged as merged_module
@@ -27,6 +27,7 @@ KINDS = [
     "baichuan_m1",
     "qwen3_next",
     "falcon_h1",
+    "longcat_flash",
     "deepseek_v3",
     "gemma2",
     "exaone4",
@@ -299,3 +300,41 @@ def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
         assert drawn == alone(model, prompt(n, salt=n), 31, sampling)[0]
         assert len(set(drawn)) > 10
         assert np.max(drawn) < VOCABULARY
+
+
+def test_growth_is_told_before_it_happens(make_model) -> None:
+    """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
+    model = make_model("deepseek_v3")
+    merged = merged_for(model)
+    own = make_prefilled(model)
+    merged.join([(i, own) for i in range(3)])
+    num_grown = 0
+    for _ in range(270):
+        told, before = merged.growing, merged.nbytes
+        mx.eval(merged.run(mx.array([1] * 3)))
+        merged.settle()
+        if merged.nbytes > before:
+            assert len(told) == 3
+            num_grown += 1
+    assert num_grown == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "gemma2"])
+def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, kind) -> None:
+    """Through the device thread: prompts beside answers, turns that end at different times."""
+    model = make_model(kind)
+    rig = make_rig(model)
+    histories = {f"s{i}": prompt(6 + 5 * i, salt=i) for i in range(4)}
+    held = dict.fromkeys(histories, 0)
+    for turn_index in range(3):
+        turns = {
+            name: generate(history, 6 + 3 * i + turn_index, name=name, num_kept=held[name])
+            for i, (name, history) in enumerate(histories.items())
+        }
+        rig.run(*turns.values())
+        for i, (name, turn) in enumerate(turns.items()):
+            drawn = rig.tokens(turn)
+            assert drawn == alone(model, histories[name], len(drawn))[0]
+            assert turn.num_reused == held[name]
+            held[name] = turn.num_cached
+            histories[name] = histories[name] + drawn + prompt(3 + i, salt=turn_index)

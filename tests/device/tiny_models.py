@@ -100,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+
 #: Models that no test of single sessions needs: attention of their own making, hybrids, chunks.
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma2": {**_PLAIN, "num_hidden_layers": 2, "head_dim": 8},
@@ -181,6 +182,52 @@ OTHERS: dict[str, dict[str, Any]] = {
             "rope_theta": 10000.0,
             "use_qk_norm": True,
         }
+    },
+    "granitemoehybrid": {
+        **_PLAIN,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.35,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_proj_bias": False,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 3,
+        "mamba_n_groups": 2,
+        "mamba_conv_bias": True,
+    },
+    "longcat_flash": {
+        "vocab_size": VOCABULARY,
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "num_layers": 2,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
     },
 }
 
