@@ -15,7 +15,10 @@ ROOMS = {
 }
 MLX = {
     *(f"cache/{name}.py" for name in ("layers", "states", "arrays", "measure")),
-    *(f"worker/{name}.py" for name in ("model", "batch", "cpu", "device", "forward", "sampling", "slots")),
+    *(
+        f"worker/{name}.py"
+        for name in ("model", "batch", "cpu", "device", "forward", "merged", "sampling", "slots")
+    ),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }
 NATS = {

@@ -1,6 +1,6 @@
 """What runs in one step: a token of every running answer, and pieces of prompts. Device thread only.
 
-Owns where each answer's KV is while it runs: in its session's own caches, or in a slot of a pool.
+Owns where each answer's KV is while it runs: in its session's own caches, in a slot of a pool, or merged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .forward import Forward, OwnPart
 from .lookup import Lookup
-from .sampling import Sampling, draw_all
+from .merged import merged_for
+from .sampling import Sampling, draw_all, looks
 from .slots import Pool, capacity_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .forward import Part
+    from .merged import Merged
 
 log = structlog.get_logger()
 
@@ -29,13 +31,15 @@ log = structlog.get_logger()
 _ROOM = 32
 #: Fewer rows of like length stay on their own caches.
 _POOLED_ROWS = 3
+#: A row alone is not merged.
+_MERGED_ROWS = 2
 #: With more rows than this a step computes as much as it reads, and guessing costs other rows their time.
 _DRAFTING_ROWS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot.
+    """One running answer. Its KV is in `caches`, or, where that is None, in a pool's slot or merged.
 
     `known` are all tokens of its session, `num_left` is how many more it may have; `drawn` are those of the
     last step, of which the last one has no KV yet. `num_drawn` counts the answer's tokens. Of the tokens that
@@ -94,21 +98,28 @@ class Batch:
         self._forward = Forward(model)
         self._shares = self._forward.fits()
         self._all_plain = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
+        self._merged: Merged[Row] | None = None if self._all_plain else merged_for(model)
         self._rows: list[Row] = []
         self._pools: dict[int, Pool] = {}
         self._flight: _Flight | None = None
-        if not self._shares:
-            log.warning("sessions of this model run one after the other: it cannot share a pass")
+        if not self._shares and self._merged:
+            log.info("this model's prompts run one after the other; its answers decode together")
+        elif not self._shares:
+            log.warning(
+                "sessions of this model run one after the other: it can neither share a pass nor be merged"
+            )
 
     @property
     def growing(self) -> list[int]:
         """Lengths of the rows whose caches are full, so that the next step allocates for them."""
-        return [row.num_cached for row in self._rows if row.caches and _full(row.caches[0])]
+        own = [row.num_cached for row in self._rows if row.caches and _full(row.caches[0])]
+        return own + (self._merged.growing if self._merged else [])
 
     @property
     def leaving_bytes(self) -> int:
-        """The most that a row takes when it is copied out of its pool."""
-        return max((pool.slot_bytes for pool in self._pools.values()), default=0)
+        """The most that a row takes when it is copied out of its pool, or of the merged batch."""
+        pooled = max((pool.slot_bytes for pool in self._pools.values()), default=0)
+        return max(pooled, self._merged.leaving_bytes if self._merged else 0)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -119,6 +130,8 @@ class Batch:
         """Show a row's KV, to be read before the next step."""
         if row.pool is not None:
             return row.pool.views(row.slot, row.num_cached)
+        if row.caches is None and self._merged is not None:
+            return self._merged.show(row)
         return row.caches or []
 
     @property
@@ -133,6 +146,8 @@ class Batch:
             self._flight = None
         if row.pool is not None:
             self._move_out(row)
+        elif row.caches is None and self._merged is not None:
+            row.caches, row.num_ahead = self._merged.leave(row), 0
         elif row.num_ahead:
             self._forget_ahead(row)
         return row.caches or []
@@ -140,15 +155,22 @@ class Batch:
     def clear(self) -> None:
         """Forget every row and its KV, after a failed step left the caches in an unknown state."""
         self._rows, self._pools, self._flight = [], {}, None
+        if self._merged is not None:
+            self._merged.clear()
 
     def roll_back(self) -> bool:
         """Bring every row back to where it was before a step that failed; False where that is not possible.
 
-        What the step wrote lies behind the rows' ends, and is overwritten.
+        What the step wrote lies behind the rows' ends, and is overwritten; what it replaced in merged
+        states is put back. States and windows of a row on its own caches cannot be.
         """
         self._flight = None
-        if not self._all_plain and any(row.caches for row in self._rows):
-            return False
+        if not self._all_plain:
+            merged = self._merged.rows if self._merged else []
+            if any(row not in merged for row in self._rows):
+                return False
+        if self._merged is not None:
+            self._merged.roll_back()
         for row in self._rows:
             self._forget_ahead(row)
         return True
@@ -168,6 +190,8 @@ class Batch:
         if go_on:
             self._flight = self._launch_next(flight)
         mx.eval(flight.choice, flight.changed)
+        if self._merged is not None:
+            self._merged.settle()
         tokens: Any = [] if flight.choice is None else flight.choice.tolist()
         for row in self._rows:
             row.drawn = []
@@ -179,10 +203,11 @@ class Batch:
 
     def _launch(self, pieces: Sequence[Piece]) -> _Flight:
         beginning = [piece.row for piece in pieces if piece.row is not None]
-        if not self._shares:
-            logits, changed = self._run_singly(pieces)
-            return self._draw([(row, []) for row in (*self._rows, *beginning)], beginning, logits, changed)
         self._place_rows()
+        merged = len(self._merged.rows) if self._merged else 0
+        if not self._shares or (merged == len(self._rows) and not pieces):  # a pass's views are for pieces
+            drafts, logits, changed = self._run_apart(pieces)
+            return self._draw(drafts, beginning, logits, changed)
         drafts, parts = self._row_parts(self._rows)
         tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
         wanted = list(range(len(tokens)))
@@ -200,13 +225,18 @@ class Batch:
         """Begin with the step after `flight` before its tokens are known here: they stay on the device."""
         order = {row: i for i, (row, _) in enumerate(flight.drafts)}
         rows = [row for row in self._rows if row in order and row.num_left > 1]
-        if not rows or not self._all_plain or flight.beginning or flight.choice is None:
+        if not rows or flight.beginning or flight.choice is None or len(order) < len(flight.choice):
             return None
-        if len(order) < len(flight.choice) or any(not self._may_go_on(row) for row in rows):
+        if any(not self._may_go_on(row) for row in rows):
             return None
-        drafts, parts = self._row_parts(rows, drafting=False)
-        tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
-        logits = self._forward(parts, tokens, range(len(drafts)))
+        if self._all_plain:
+            drafts, parts = self._row_parts(rows, drafting=False)
+            tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
+            logits = self._forward(parts, tokens, range(len(drafts)))
+        elif self._merged is not None and self._merged.is_tidy and self._merged.rows == list(order):
+            drafts, logits = flight.drafts, self._merged.run(flight.choice)
+        else:
+            return None
         found = self._draw(drafts, [], logits, [])
         begin: Any = mx.async_eval
         begin(flight.choice, found.choice)
@@ -217,7 +247,9 @@ class Batch:
         if row.pool is not None and row.num_cached + row.num_ahead >= row.pool.capacity:
             return False
         lookup = self._lookup(row)
-        return row.sampling.repetition_penalty == 1.0 and not (lookup and lookup.may_propose)
+        if row.sampling.repetition_penalty != 1.0 or looks(row.sampling):
+            return False
+        return not (lookup and lookup.may_propose)
 
     def _draw(
         self,
@@ -282,6 +314,9 @@ class Batch:
         """Make the parts of a pass for these rows, with what they guess, in the order of the parts."""
         drafts: list[tuple[Row, list[int]]] = []
         parts: list[Part] = []
+        if self._merged is not None and self._merged.rows:
+            parts.append(self._merged.part([row.num_cached + row.num_ahead for row in self._merged.rows]))
+            drafts += [(row, []) for row in self._merged.rows]
         for pool in self._pools.values():
             in_pool = sorted((row for row in rows if row.pool is pool), key=lambda row: row.slot)
             if in_pool:
@@ -296,21 +331,46 @@ class Batch:
                 drafts.append((row, draft))
         return drafts, parts
 
-    def _run_singly(self, pieces: Sequence[Piece]) -> tuple[mx.array | None, list[Any]]:
-        """Run every row and piece by itself, for a model that cannot do otherwise."""
-        logits = [self._model(mx.array([row.known[-1:]]), cache=row.caches)[0, -1] for row in self._rows]
+    def _run_apart(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[list[tuple[Row, list[int]]], mx.array | None, list[Any]]:
+        """Run merged rows in one pass, and every other row and piece by itself: they cannot share one."""
+        merged = self._merged.rows if self._merged else []
+        rows = [*merged, *(row for row in self._rows if row.caches is not None)]
+        logits = []
+        if self._merged is not None and merged:
+            logits.append(self._merged.run(mx.array([row.known[-1] for row in merged])))
+        logits += [
+            self._model(mx.array([row.known[-1:]]), cache=row.caches)[:, -1] for row in rows[len(merged) :]
+        ]
         for piece in pieces:
             if piece.row is None:
                 self._model(mx.array([piece.tokens]), cache=piece.caches)
                 continue
+            rows.append(piece.row)
             if len(piece.tokens) > 1:  # without logits: those of a whole prompt would be computed for one
                 self._model(mx.array([piece.tokens[:-1]]), cache=piece.caches)
-            logits.append(self._model(mx.array([piece.tokens[-1:]]), cache=piece.caches)[0, -1])
+            logits.append(self._model(mx.array([piece.tokens[-1:]]), cache=piece.caches)[:, -1])
         changed = [cache.state for piece in pieces for cache in piece.caches]
-        return mx.stack(logits) if logits else None, changed
+        return [(row, []) for row in rows], mx.concatenate(logits) if logits else None, changed
+
+    def _merge_rows(self, merged: Merged[Row]) -> None:
+        """Merge rows with those that are, once there are two: a row alone needs no copies."""
+        merged.tidy()
+        apart = [row for row in self._rows if row.caches is not None and merged.takes(row.caches)]
+        if not apart or len(apart) + len(merged.rows) < _MERGED_ROWS:
+            return
+        for some in (apart, *([row] for row in apart)):
+            newcomers = [(row, row.caches) for row in some if row.caches is not None]
+            if newcomers and self._room(merged.joining_bytes([caches for _, caches in newcomers])):
+                merged.join(newcomers)
+                for row in some:
+                    row.caches = None
 
     def _place_rows(self) -> None:
         """Bring rows of like length into one pool, once there are enough of them to pay for the copies."""
+        if self._merged is not None:
+            self._merge_rows(self._merged)
         if not self._all_plain:
             return
         for row in self._rows:

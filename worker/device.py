@@ -526,7 +526,7 @@ class Device:
         ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
             caches = self._batch.caches(row)
-            at_end = at_end and row.num_cached == span.end and not row.num_ahead
+            at_end = at_end and row.num_cached == span.end
         tensors = None
         try:
             tensors = layers.cut(

@@ -143,8 +143,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._num_layers = len(make_prompt_cache(model))
-        self._wanted: mx.array | None = None
-        self._selects = self._select_hidden()
+        self._selected = _select_hidden(model)
         _teach(model)
 
     def __call__(self, parts: Sequence[Part], tokens: mx.array, wanted: Sequence[int]) -> mx.array:
@@ -158,12 +157,15 @@ class Forward:
             ends.append(ends[-1] + len(part.offsets))
         views = [_LayerView(i, parts, ends[1:], offset) for i in range(self._num_layers)]
         chosen = mx.array(list(wanted))
-        self._wanted = chosen
-        try:
-            logits = self._model(tokens[:, None], cache=views)
-        finally:
-            self._wanted = None
-        last: mx.array = (logits if self._selects else logits[chosen])[:, -1]
+        if self._selected is None:
+            logits = self._model(tokens[:, None], cache=views)[chosen]
+        else:
+            self._selected.append(chosen)
+            try:
+                logits = self._model(tokens[:, None], cache=views)
+            finally:
+                self._selected.clear()
+        last: mx.array = logits[:, -1]
         return last
 
     def fits(self) -> bool:
@@ -175,7 +177,7 @@ class Forward:
         except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
             log.info("this architecture cannot share a pass", error=f"{type(error).__name__}: {error}")
             return False
-        fits = worst < _tolerance(self._model)
+        fits = worst < tolerance(self._model)
         if not fits:
             log.info("this architecture cannot share a pass", deviation=worst)
         return fits
@@ -200,22 +202,9 @@ class Forward:
         parts = [OwnPart(own, start, 1) for own, start in zip(caches, at, strict=True)]
         return self(parts, mx.array(_ids(1) * len(parts)), range(len(parts))).astype(mx.float32)
 
-    def _select_hidden(self) -> bool:
-        """Let the model's head see the wanted tokens only: over a prompt it costs a tenth of the pass."""
-        inner = getattr(self._model, "model", None)
-        if not isinstance(inner, Module):
-            return False
-        forward, kind = self, type(inner)
 
-        def call(self: Any, *args: Any, **options: Any) -> Any:
-            hidden = kind.__call__(self, *args, **options)
-            return hidden if forward._wanted is None else hidden[forward._wanted]
-
-        inner.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-        return True
-
-
-def _tolerance(model: Any) -> float:
+def tolerance(model: Any) -> float:
+    """Say how far logits of the same tokens may lie apart, as a share of the largest."""
     parameters: Any = tree_flatten(model.parameters())
     types = {array.dtype for _, array in parameters}
     return max(_TOLERANCE.get(kind, _COARSE) for kind in types)
@@ -223,6 +212,29 @@ def _tolerance(model: Any) -> float:
 
 def _ids(num: int) -> list[int]:
     return list(range(1, num + 1))
+
+
+def _select_hidden(model: Any) -> list[mx.array] | None:
+    """Let the model's head see some tokens only: over a prompt it costs a tenth of the pass.
+
+    Returns the list that says which, while it is not empty; None where the model is built in another way.
+    """
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, Module):
+        return None
+    kind = type(inner)
+    if hasattr(kind, "selected"):  # for an earlier `Forward` over the same model
+        earlier: list[mx.array] = kind.selected
+        return earlier
+    selected: list[mx.array] = []
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        hidden = kind.__call__(self, *args, **options)
+        return hidden[selected[0]] if selected else hidden
+
+    names = {"__call__": call, "__module__": kind.__module__, "selected": selected}
+    inner.__class__ = type(kind.__name__, (kind,), names)
+    return selected
 
 
 def _teach(model: Any) -> None:
@@ -238,11 +250,10 @@ def _attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any
 ) -> mx.array:
     def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
-        if not any(more.values()) and cpu.faster_attention(queries, keys):
+        plain = all(value is None for value in more.values())  # no attention sinks
+        if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, scale, mask)
-        return base.scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
-        )
+        return _THEIR_ATTENTION(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 
     if isinstance(cache, _LayerView):
         return cache.attend(queries, mask, attention)
@@ -250,11 +261,15 @@ def _attention(
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else activations.swiglu(gate, x)
+    return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else _THEIR_SWIGLU(gate, x)
 
+
+#: Taken before they are replaced, which happens in the modules that define them too.
+_THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
+_THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
 _TAUGHT: Final = {
-    "scaled_dot_product_attention": (base.scaled_dot_product_attention, _attention),
-    "swiglu": (activations.swiglu, _swiglu),
+    "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
+    "swiglu": (_THEIR_SWIGLU, _swiglu),
 }

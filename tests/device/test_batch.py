@@ -83,7 +83,7 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
 
 @pytest.mark.parametrize("kind", ["exaone4", "mamba2", "baichuan_m1"])
 def test_every_other_class_of_cache_decodes_beside_others_too(make_model, kind) -> None:
-    """Windows share a pass on their own caches, recurrent states run one after the other."""
+    """Windows share a pass with pieces of prompts, recurrent states are merged: see test_merged.py."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
     drawn = run(Batch(model), [begin(model, tokens) for tokens in prompts], 12)

@@ -1,0 +1,340 @@
+"""Rows whose caches are merged: each as if it were alone, wherever it joins, leaves, or is looked at."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
+from structlog.testing import capture_logs
+from tiny_models import GREEDY, VOCABULARY, alone, generate, prefill, prompt
+
+from worker import batch as batch_module
+from worker import merged as merged_module
+from worker.batch import Batch, Piece, Row
+from worker.merged import merged_for
+from worker.sampling import Sampling
+
+#: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.
+KINDS = [
+    "mamba2",
+    "rwkv7",
+    "recurrent_gemma",
+    "baichuan_m1",
+    "qwen3_next",
+    "falcon_h1",
+    "longcat_flash",
+    "deepseek_v3",
+    "gemma2",
+    "exaone4",
+    "gemma3_text",
+    "gpt_oss",
+]
+SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
+
+
+def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
+    caches = make_prompt_cache(model)
+    prefill(model, caches, tokens[:-1])
+    row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
+    return Piece(caches, len(tokens) - 1, tokens[-1:], row)
+
+
+def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int]:
+    """Take the likeliest tokens after `last`, alone."""
+    tokens = []
+    for _ in range(num_tokens):
+        last = int(mx.argmax(model(mx.array([[last]]), cache=caches)[0, -1]).item())
+        tokens.append(last)
+    return tokens
+
+
+def is_merged(row: Row) -> bool:
+    return row.caches is None and row.pool is None
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind, ahead) -> None:
+    """Random joins, leaves and lengths, windows wrapped or not; who has left goes on alone."""
+    model, dice = make_model(kind), random.Random(KINDS.index(kind))
+    waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
+    batch = Batch(model)
+    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
+    left: list[tuple[list[int], Sampling, list[int], list[Any]]] = []
+    num_merged = num_ahead = 0
+    while waiting or running:
+        pieces = []
+        for _ in range(dice.randint(0, 2)):
+            if waiting and len(running) < 5 and not batch.is_ahead:
+                tokens, sampling = waiting.popleft()
+                pieces.append(begin(model, tokens, sampling))
+                running[pieces[-1].row] = (tokens, sampling, [])
+        batch.step(pieces, go_on=dice.random() < ahead)
+        num_merged += sum(map(is_merged, batch.rows)) > 1
+        num_ahead += batch.is_ahead
+        for row, (tokens, sampling, drawn) in list(running.items()):
+            drawn.extend(row.drawn)
+            if len(drawn) >= 3 and dice.random() < 0.1:
+                del running[row]
+                left.append((tokens, sampling, drawn, batch.remove(row)))
+    assert num_merged > 5
+    assert num_ahead > 3 or not ahead
+    for tokens, sampling, drawn, caches in left:
+        assert drawn == alone(model, tokens, len(drawn), sampling)[0]
+        known = tokens + drawn
+        assert go_on(model, caches, known[-1], 6) == alone(model, known, 6)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_kv_can_be_read_after_any_step(make_model, kind) -> None:
+    """Also where the next step has run ahead: exactly what it was after the tokens that are known."""
+    model = make_model(kind)
+    batch = Batch(model)
+    pieces = [begin(model, prompt(n, salt=n)) for n in (9, 3, 17)]
+    rows = [piece.row for piece in pieces]
+    batch.step(pieces)
+    for num_steps in range(12):
+        batch.step([], go_on=num_steps % 3 > 0)
+        for row in rows if num_steps % 4 > 1 else ():
+            assert go_on(model, batch.caches(row), row.known[-1], 3) == alone(model, row.known, 3)[0]
+    assert all(map(is_merged, rows))
+
+
+class Broken:
+    """A cache that fails as soon as anybody touches it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MemoryError(name)
+
+    def __getitem__(self, index: int) -> Any:
+        raise MemoryError(index)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "deepseek_v3", "exaone4"])
+@pytest.mark.parametrize("num_steps", [1, 8])
+@pytest.mark.parametrize("built", [True, False], ids=["as it ran", "as it was built"])
+def test_a_failed_step_takes_nothing_from_merged_rows(
+    make_model, monkeypatch, kind, num_steps, built
+) -> None:
+    """Neither one that fails for a prompt, nor one with another behind it; a window that wraps included."""
+    model = make_model(kind)
+    batch = Batch(model)
+    contexts = [prompt(n, salt=n) for n in (10, 5)]
+    pieces = [begin(model, tokens) for tokens in contexts]
+    rows = [piece.row for piece in pieces]
+    batch.step(pieces)
+    for _ in range(num_steps):
+        batch.step([], go_on=True)
+    assert all(map(is_merged, rows))
+    before = [row.known.copy() for row in rows]
+    if built:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_module.mx, "eval", fail)
+            with pytest.raises(MemoryError):
+                batch.step([], go_on=True)
+    else:
+        batch.step([])
+        before = [row.known.copy() for row in rows]
+        with pytest.raises(MemoryError):
+            batch.step([Piece([Broken() for _ in make_prompt_cache(model)], 0, prompt(4))])
+    assert batch.roll_back()
+    assert [row.known for row in rows] == before
+    for _ in range(5):
+        batch.step([], go_on=True)
+    for row, tokens in zip(rows, contexts, strict=True):
+        drawn = row.known[len(tokens) :]
+        assert drawn == alone(model, tokens, len(drawn))[0]
+        assert go_on(model, batch.remove(row), row.known[-1], 4) == alone(model, row.known, 4)[0]
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
+def test_a_row_on_its_own_caches_cannot_be_rolled_back(make_model, kind) -> None:
+    model = make_model(kind)
+    batch = Batch(model)
+    batch.step([begin(model, prompt(9))])
+    batch.step([])
+    assert not batch.roll_back()
+
+
+def test_a_row_alone_is_not_copied(make_model) -> None:
+    model = make_model("mamba2")
+    batch = Batch(model)
+    one, other = begin(model, prompt(9)), begin(model, prompt(5))
+    batch.step([one])
+    batch.step([])
+    assert one.row.caches is one.caches
+    batch.step([other])
+    batch.step([])
+    assert is_merged(one.row)
+    assert is_merged(other.row)
+
+
+def test_rows_without_room_to_be_merged_run_one_after_the_other(make_model) -> None:
+    model = make_model("recurrent_gemma")
+    batch = Batch(model, lambda _: False)
+    contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
+    pieces = [begin(model, tokens) for tokens in contexts]
+    batch.step(pieces)
+    for _ in range(5):
+        batch.step([], go_on=True)
+    for piece, tokens in zip(pieces, contexts, strict=True):
+        assert piece.row.caches is piece.caches
+        assert piece.row.known[len(tokens) :] == alone(model, tokens, 6)[0]
+
+
+def test_a_class_that_cannot_be_merged_runs_one_after_the_other(make_model) -> None:
+    """Chunks (llama4): the same tokens, and a line in the log that says so."""
+    model = make_model("llama4")
+    with capture_logs() as lines:
+        batch = Batch(model)
+    assert {"missing": "ChunkedKVCache"}.items() <= lines[-2].items()
+    assert lines[-1]["log_level"] == "warning"
+    assert lines[-1]["event"].startswith("sessions of this model run one after the other")
+    contexts = [prompt(n, salt=n) for n in (4, 3, 13)]
+    pieces = [begin(model, tokens) for tokens in contexts]
+    batch.step(pieces)
+    for _ in range(7):
+        batch.step([])
+    for piece, tokens in zip(pieces, contexts, strict=True):
+        assert piece.row.known[len(tokens) :] == alone(model, tokens, 8)[0]
+
+
+class Careless(BatchKVCache):
+    def make_mask(self, N: int, **options: Any) -> None:  # noqa: N803  # mlx-lm's name
+        """See the padding too."""
+
+
+class Swapped(merged_module._Arrays):
+    def filter(self, batch_indices: list[int]) -> None:
+        super().filter(batch_indices[::-1])
+
+
+class Forgetful(merged_module._Window):
+    def extract(self, idx: int) -> Any:
+        cache = super().extract(idx)
+        cache.offset -= 1
+        return cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "like"), [("deepseek_v3", Careless), ("mamba2", Swapped), ("exaone4", Forgetful)]
+)
+def test_what_gives_other_logits_than_a_row_alone_is_not_merged(make_model, monkeypatch, kind, like) -> None:
+    """The comparison at load sees a mask, an order, or a position that is wrong."""
+    model = make_model(kind)
+    assert merged_for(model) is not None
+    wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}
+    monkeypatch.setattr(merged_module, "_WAYS", (wrong,))
+    assert merged_for(model) is None
+
+
+def test_windows_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
+    """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
+    model = make_model("exaone4")
+    sinks = [RotatingKVCache(8, keep=2)]
+    assert merged_for(model).takes(make_prefilled(model))
+    sinks[0].update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8)))
+    assert not merged_for(model).takes(sinks)
+    monkeypatch.setattr(merged_module, "make_prompt_cache", lambda _: sinks)
+    assert merged_for(model) is None
+
+
+def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
+    caches = make_prompt_cache(model)
+    prefill(model, caches, prompt(num_tokens))
+    return caches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None:
+    """Its arrays are copies: a view would pin the buffers of the whole batch."""
+    model = make_model(kind)
+    merged = merged_for(model)
+    own = make_prefilled(model)
+    merged.join([(i, own) for i in range(200)])
+    merged.run(mx.array([1] * 200))
+    merged.settle()
+    all_bytes, caches = merged.nbytes, merged.leave(3)
+    merged.clear()
+    before = mx.get_active_memory()
+    del caches
+    assert 0 < before - mx.get_active_memory() < all_bytes / 8
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
+def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
+    """What the device is asked for before a row joins, and what `nbytes` counts afterwards."""
+    model = make_model(kind)
+    merged = merged_for(model)
+    for i in range(6):
+        caches = make_prefilled(model, 20 + 90 * i)
+        said, before = merged.joining_bytes([caches]), mx.get_active_memory()
+        mx.reset_peak_memory()
+        merged.join([(i, caches)])
+        assert mx.get_peak_memory() - before <= said + 20_000
+        for _ in range(3):
+            mx.eval(merged.run(mx.array([1] * (i + 1))))
+            merged.settle()
+        assert mx.get_active_memory() - before <= said + 20_000
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
+    model = make_model("qwen3_next")
+    sampling = Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
+    batch = Batch(model)
+    pieces = [begin(model, prompt(n, salt=n), sampling) for n in (8, 12)]
+    batch.step(pieces)
+    for _ in range(30):
+        batch.step([], go_on=True)
+    for piece, n in zip(pieces, (8, 12), strict=True):
+        drawn = piece.row.known[n:]
+        assert drawn == alone(model, prompt(n, salt=n), 31, sampling)[0]
+        assert len(set(drawn)) > 10
+        assert np.max(drawn) < VOCABULARY
+
+
+def test_growth_is_told_before_it_happens(make_model) -> None:
+    """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
+    model = make_model("deepseek_v3")
+    merged = merged_for(model)
+    own = make_prefilled(model)
+    merged.join([(i, own) for i in range(3)])
+    num_grown = 0
+    for _ in range(270):
+        told, before = merged.growing, merged.nbytes
+        mx.eval(merged.run(mx.array([1] * 3)))
+        merged.settle()
+        if merged.nbytes > before:
+            assert len(told) == 3
+            num_grown += 1
+    assert num_grown == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "gemma2"])
+def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, kind) -> None:
+    """Through the device thread: prompts beside answers, turns that end at different times."""
+    model = make_model(kind)
+    rig = make_rig(model)
+    histories = {f"s{i}": prompt(6 + 5 * i, salt=i) for i in range(4)}
+    held = dict.fromkeys(histories, 0)
+    for turn_index in range(3):
+        turns = {
+            name: generate(history, 6 + 3 * i + turn_index, name=name, num_kept=held[name])
+            for i, (name, history) in enumerate(histories.items())
+        }
+        rig.run(*turns.values())
+        for i, (name, turn) in enumerate(turns.items()):
+            drawn = rig.tokens(turn)
+            assert drawn == alone(model, histories[name], len(drawn))[0]
+            assert turn.num_reused == held[name]
+            held[name] = turn.num_cached
+            histories[name] = histories[name] + drawn + prompt(3 + i, salt=turn_index)
