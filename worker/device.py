@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import psutil
 import structlog
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span
@@ -40,6 +40,10 @@ log = structlog.get_logger()
 MLX_CACHE_BYTES = 512 * 2**20
 CPU_CACHE_BYTES = 16 * 2**20
 
+
+#: How long a prompt that has no room waits for memory that is no session's, and how often it looks.
+_PATIENCE_S = 2.0
+_LOOK_S = 0.01
 
 #: Of the memory that the machine has left when the weights are loaded, for everything else on the device.
 MEMORY_SHARE = 0.6
@@ -197,6 +201,7 @@ class Device:
         started = time.perf_counter()
         step, estimated = self._choose()
         before = mx.get_active_memory()
+        self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
         mx.reset_peak_memory()
         if step:
             self._run_step(step)
@@ -209,7 +214,8 @@ class Device:
         """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
 
         Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
-        for the answers to end; and where no answer runs, the prompt whose turn it is gives up.
+        for the answers to end. Where no answer runs, prompts that have come less far begin anew later; one
+        that has the device to itself gives up.
         """
         if self._batch.is_ahead:
             return Step(self._scheduler.decoding, ()), 0
@@ -219,17 +225,44 @@ class Device:
             step = self._scheduler.next(budget)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
             scratch = self._estimator.scratch_bytes(num_rows, pieces)
-            lengths = [*self._batch.growing, *(length for _, length in pieces)]
-            growth = self._estimator.growth_bytes(lengths) + self._batch.leaving_bytes
+            growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
+            growth = self._estimator.growth_bytes(
+                [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
+            )
+            growth += self._batch.leaving_bytes
             if self._make_room(scratch + growth) or not step.prefill:
                 return step, scratch
             if budget > LEAST:
                 budget = max(budget // 2, LEAST)
             elif num_rows:
                 budget = 0
-            else:
+            elif len(step.prefill) > 1:
+                budget = 1  # one of them
+            elif not self._give_way() and not self._comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+
+    def _give_way(self) -> bool:
+        """Let the prompt that has come the least far begin anew later; False where only one holds KV.
+
+        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
+        """
+        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached]
+        if len(holding) < 2:
+            return False
+        turn = min(holding, key=lambda turn: turn.num_cached)
+        turn.caches = make_prompt_cache(self._model)
+        turn.num_cached = turn.num_reused = turn.num_prefilled = 0
+        return True
+
+    def _comes_free(self, size_bytes: int) -> bool:
+        """Wait a while for memory that others are about to free: snapshots on their way to the disk."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not self._make_room(size_bytes):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _make_room(self, size_bytes: int) -> bool:
         """Let idle sessions go, least recently used first, until there is room; False if there is none."""
@@ -451,3 +484,11 @@ class Device:
             except Exception:
                 log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
         self._events.append(Cut(turn, span, tensors))
+
+
+def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
+    """Say whether caches have to allocate for so many tokens more."""
+    first = caches[0] if caches else None
+    if type(first) is not KVCache or first.keys is None:
+        return True
+    return bool(first.offset + num_tokens > first.keys.shape[2])

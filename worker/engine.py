@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from .memory import grown
 from .sampling import Sampling
 from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
 
@@ -166,7 +167,9 @@ class Engine:
         """
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
         num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
-        if cancelled() or not await self._admitted(key, self.size_bytes(num_tokens)):
+        # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
+        allocated = min(self.size_bytes(grown(num_tokens)), self.ledger.max_bytes)
+        if cancelled() or not await self._admitted(key, max(allocated, self.size_bytes(num_tokens))):
             return None
         turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())

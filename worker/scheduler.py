@@ -73,6 +73,11 @@ class Scheduler(Generic[T]):
         """The turns that decode."""
         return tuple(self._decoding)
 
+    @property
+    def prefilling(self) -> tuple[T, ...]:
+        """The turns whose prompts are not done."""
+        return tuple(chain.from_iterable(self._prefilling.values()))
+
     def add(self, turn: T) -> None:
         """Queue a turn whose prompt is not done."""
         self._prefilling.setdefault(turn.tenant, deque()).append(turn)

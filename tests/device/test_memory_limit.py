@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
 from tiny_models import alone, append, generate, prompt
 
 from worker.turn import Faulted, Finished, NoRoomError, Spilled
+
+if TYPE_CHECKING:
+    from worker.memory import Estimator
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2
@@ -24,6 +28,18 @@ def model(make_model) -> Any:
 def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
     gc.collect()  # what other tests have left
     return mx.get_active_memory() + round(num_sessions * SESSION) + scratch
+
+
+def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int:
+    """Find the limit that leaves KV for just so many tokens."""
+    wanted = estimator.kv_bytes(num_tokens)
+    low, high = wanted, wanted + 2**26
+    while low < high:
+        middle = (low + high) // 2
+        of = dataclasses.replace(estimator, limit_bytes=middle, weight_bytes=0)
+        enough = of.room_for_kv(4, 32, 4096) >= wanted
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return weight_bytes + low
 
 
 def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
@@ -80,6 +96,49 @@ def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> 
     assert rig.tokens(running) == alone(model, prompt(500), 300)[0]
     order = [event for event in rig.events if event in (rig.end(running), rig.end(waiting))]
     assert order == [rig.end(running), rig.end(waiting)]
+
+
+@pytest.mark.parametrize("num_turns", [20, 80])
+@pytest.mark.parametrize("num_new", [0, 10], ids=["appends", "generates"])
+def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
+    make_rig, model, num_turns: int, num_new: int
+) -> None:
+    """Their caches allocate 256 tokens each, of which they need 30; there is room for what they need."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [
+        generate(prompt(20, salt=i), num_new, name=f"s{i}")
+        if num_new
+        else append(prompt(30, salt=i), name=f"s{i}")
+        for i in range(num_turns)
+    ]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    for turn in turns:
+        assert turn.num_reused + turn.num_prefilled == turn.num_prompt
+    if num_new:
+        for turn in turns[::7]:
+            assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
+
+
+def test_of_long_prompts_that_cannot_all_go_on_one_begins_anew(make_rig, model) -> None:
+    """Nobody has seen to it that there is room for all of them, so some lose what they had."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [append(prompt(1500, salt=i), name=f"s{i}") for i in range(6)]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
+    last = [event for event in rig.events if isinstance(event, Finished)][-1].turn
+    again = generate(last.context, 3, name=last.key.session, num_kept=1900)
+    rig.run(again)
+    assert rig.tokens(again) == alone(model, again.context, 3)[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
