@@ -8,13 +8,14 @@ the log or the order of a session's requests; the session sees to it that it has
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
+from .admission import place
 from .memory import grown
 from .sampling import Sampling
 from .turn import Cut, Event, Faulted, Finished, NoRoomError, Prefilled, Report, Sampled, Spilled, Turn
@@ -91,6 +92,7 @@ class _Running:
 class _Waiter:
     key: SessionKey
     size_bytes: int
+    place_s: float
     admitted: asyncio.Future[bool]
 
 
@@ -116,7 +118,7 @@ class Engine:
         self._fixed_bytes = fixed_bytes
         self._resident: dict[SessionKey, list[int]] = {}
         self._running: dict[SessionKey, _Running] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: list[_Waiter] = []
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -153,6 +155,7 @@ class Engine:
         context: list[int],
         cancelled: Callable[[], bool],
         *,
+        priority: int = 0,
         answer: Answer | None = None,
         sampling: Sampling | None = None,
         max_new: int = 0,
@@ -161,17 +164,18 @@ class Engine:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
-        slower than the device. Returns None if the turn was `cancelled()` before it was on the device; after
-        that, `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the
-        worker stops before the turn is over.
+        slower than the device. Of turns that wait, those of a higher `priority` come first. Returns None if
+        the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
+        is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
         """
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
         num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
         # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
         allocated = min(self.size_bytes(grown(num_tokens)), self.ledger.max_bytes)
-        if cancelled() or not await self._admitted(key, max(allocated, self.size_bytes(num_tokens))):
+        needed = max(allocated, self.size_bytes(num_tokens))
+        if cancelled() or not await self._admitted(key, needed, priority):
             return None
-        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
+        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
         self._running[key] = running
         try:
@@ -321,23 +325,24 @@ class Engine:
             # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
-    async def _admitted(self, key: SessionKey, size_bytes: int) -> bool:
-        """Wait, first come first served, until the ledger has room; False if cancelled meanwhile."""
+    async def _admitted(self, key: SessionKey, size_bytes: int, priority: int) -> bool:
+        """Wait for room in the ledger, behind those who come first; False if cancelled meanwhile."""
         if self._stopping:
             raise StoppingError
-        waiter = _Waiter(key, size_bytes, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
+        place_s = place(monotonic(), priority)
+        waiter = _Waiter(key, size_bytes, place_s, asyncio.get_running_loop().create_future())
+        insort(self._waiters, waiter, key=lambda waiter: waiter.place_s)
         self._admit_waiting()
         try:
             return await waiter.admitted
         finally:
-            self._waiters = deque(other for other in self._waiters if other is not waiter)
+            self._waiters.remove(waiter)
             self._admit_waiting()  # one that gave up may have been all that stood before others
 
     def _admit_waiting(self) -> None:
         for waiter in self._waiters:
             if waiter.admitted.done():
-                continue
+                continue  # it leaves the queue when its task runs
             victims = self.ledger.reserve(waiter.key, waiter.size_bytes)
             if victims is None:
                 return

@@ -39,6 +39,7 @@ class Turn:
     num_restored: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
     spans: list[Span] = field(default_factory=list)
 
     # Written by the device thread:
