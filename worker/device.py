@@ -68,8 +68,23 @@ class _Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hold:
+    key: SessionKey
+    num_tokens: int
+    answer: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    key: SessionKey
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
+
+
+_Command = Turn | _Cancel | _Drop | _Hold | _Release | _Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +120,14 @@ class Device:
         self._died = died
         self._block = block_tokens
         self._room: Callable[[], int] | None = None
-        self._commands: queue.SimpleQueue[Turn | _Cancel | _Drop | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
         self._pace = Pace(stall_s, block_tokens)
         self._resident: dict[SessionKey, _Held] = {}
+        self._promised: dict[SessionKey, int] = {}  # bytes that restores are about to bring
+        self._asking: list[_Hold] = []
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
         self._peak = 0
@@ -144,6 +161,17 @@ class Device:
     def drop(self, key: SessionKey) -> None:
         """Forget the KV of a session that has no turn under way."""
         self._commands.put(_Drop(key))
+
+    def hold(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
+        """Keep room for a restore of so many tokens until the session's turn is submitted, or `release`.
+
+        `answer` is called on the device thread once there is room; with False where there never will be.
+        """
+        self._commands.put(_Hold(key, num_tokens, answer))
+
+    def release(self, key: SessionKey) -> None:
+        """Give up what `hold` keeps or waits for."""
+        self._commands.put(_Release(key))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the step that is running; False if it did not end in time."""
@@ -238,6 +266,9 @@ class Device:
                 budget = 0
             elif len(step.prefill) > 1:
                 budget = 1  # one of them
+            elif self._promised:
+                time.sleep(_LOOK_S)  # a restore is under way: its turn, or its end, is the next command
+                return Step((), ()), 0
             elif not self._give_way() and not self._comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
@@ -266,6 +297,7 @@ class Device:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Let idle sessions go, least recently used first, until there is room; False if there is none."""
+        size_bytes += sum(self._promised.values())
         while mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
             if not self._resident:
                 return False
@@ -273,6 +305,19 @@ class Device:
             del self._resident[key]
             self._events.append(Spilled(key))
         return True
+
+    def _grant(self) -> None:
+        """Answer those who want room for a restore, in their order, as far as there is any."""
+        while self._asking:
+            ask = self._asking[0]
+            size_bytes = self._estimator.restore_bytes(ask.num_tokens, self._block)
+            fits = self._make_room(size_bytes)
+            if not fits and (self._scheduler or self._promised):
+                return
+            if fits:
+                self._promised[ask.key] = size_bytes
+            del self._asking[0]
+            ask.answer(fits)
 
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
         return (
@@ -284,21 +329,28 @@ class Device:
     def _take_commands(self) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
         while True:
+            self._grant()
+            if self._events:
+                self._hand_over(0, 0.0, 0, 0)
             try:
                 command = self._commands.get(block=not self._scheduler)
             except queue.Empty:
                 return True
             match command:
                 case Turn():
+                    self._promised.pop(command.key, None)
                     self._guarded(command, self._begin)
                 case _Cancel(turn) if turn in self._scheduler:
                     self._leave(turn)
                 case _Drop(key):
                     self._resident.pop(key, None)
+                case _Hold():
+                    self._asking.append(command)
+                case _Release(key):
+                    self._promised.pop(key, None)
+                    self._asking = [ask for ask in self._asking if ask.key != key]
                 case _Stop():
                     return False
-            if self._events:
-                self._hand_over(0, 0.0, 0, 0)
 
     def _hand_over(self, num_rows: int, step_s: float, estimated: int, measured: int) -> None:
         events, self._events = tuple(self._events), []

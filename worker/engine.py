@@ -86,6 +86,7 @@ class _Running:
     turn: Turn
     progress: Progress
     events: asyncio.Queue[Sampled | Finished | Faulted]
+    room: asyncio.Future[bool] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +190,8 @@ class Engine:
             first_token_s, live_bytes = await self._follow(running, publish)
         finally:
             del self._running[key]
+            if running.room is not None:
+                self._device.release(key)
             self.ledger.settle(key, self.size_bytes(len(self._resident.get(key, []))))
             self._admit_waiting()
         num_cached = min(turn.num_reused, turn.num_prompt)
@@ -212,6 +215,7 @@ class Engine:
         running = self._running.get(key)
         if running is not None:
             self._device.cancel(running.turn)
+            _answer(running.room, granted=False)
         for waiter in self._waiters:
             if waiter.key == key and not waiter.admitted.done():
                 waiter.admitted.set_result(False)
@@ -304,7 +308,8 @@ class Engine:
         if self._store is None:
             return
         match = self._store.match(turn.key.tenant, turn.context)
-        if match.num_tokens - turn.num_kept > turn.num_kept // _RESTORE_GAIN:
+        wanted = match.num_tokens - turn.num_kept > turn.num_kept // _RESTORE_GAIN
+        if wanted and await self._has_room(turn.key, match.num_tokens):
             restored = await self._store.load(match)
             if restored is not None and restored.num_tokens > turn.num_kept:
                 turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
@@ -312,6 +317,23 @@ class Engine:
             self._store.release(match)
         turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, len(turn.context))
         self._running[turn.key].progress.num_cached = max(turn.num_kept, turn.num_restored)
+
+    async def _has_room(self, key: SessionKey, num_tokens: int) -> bool:
+        """Wait until the device has room for a restore; False where it has not, or the turn is cancelled.
+
+        What has left the ledger is on the device until the step that runs is over.
+        """
+        if 2 * self.ledger.used_bytes <= self.ledger.max_bytes:
+            return True
+        loop = asyncio.get_running_loop()
+        room: asyncio.Future[bool] = loop.create_future()
+        self._running[key].room = room
+
+        def answer(granted: bool) -> None:
+            loop.call_soon_threadsafe(lambda: _answer(room, granted=granted))
+
+        self._device.hold(key, num_tokens, answer)
+        return await room
 
     def _save(self, cut: Cut) -> None:
         if self._store is None:
@@ -350,6 +372,11 @@ class Engine:
                 self._resident.pop(victim, None)
                 self._device.drop(victim)
             waiter.admitted.set_result(True)
+
+
+def _answer(room: asyncio.Future[bool] | None, *, granted: bool) -> None:
+    if room is not None and not room.done():
+        room.set_result(granted)
 
 
 def _tokens(turn: Turn, end: int) -> list[int]:

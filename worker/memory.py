@@ -120,6 +120,10 @@ class Estimator:
         copied = max(lengths, default=0) * self.bytes_per_token // self.num_layers
         return len(lengths) * grown(most_new) * self.bytes_per_token + copied
 
+    def restore_bytes(self, num_tokens: int, block: int) -> int:
+        """Estimate what a restore takes: the KV of so many tokens, a layer of it twice, a block's rest."""
+        return self.kv_bytes(num_tokens + block) + self.kv_bytes(num_tokens) // self.num_layers
+
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
         """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead.
 

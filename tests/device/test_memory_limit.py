@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import queue
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import alone, append, generate, prompt
+from tiny_models import BLOCK, alone, append, generate, key, prompt
 
 from worker.turn import Faulted, Finished, NoRoomError, Spilled
 
@@ -96,6 +98,50 @@ def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> 
     assert rig.tokens(running) == alone(model, prompt(500), 300)[0]
     order = [event for event in rig.events if event in (rig.end(running), rig.end(waiting))]
     assert order == [rig.end(running), rig.end(waiting)]
+
+
+def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn(make_rig, model) -> None:
+    limit = limit_of(8, scratch=2**20)
+    rig = make_rig(model, block_tokens=64, limit_bytes=limit)
+    rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    size_bytes = estimator.restore_bytes(3200, 64)
+    assert mx.get_active_memory() + size_bytes > limit
+    rig.device.hold(key("restored"), 3200, answers.put)
+    assert answers.get(timeout=20)
+    assert mx.get_active_memory() + size_bytes <= limit
+    rig.wait(lambda events: any(isinstance(event, Spilled) for event in events))
+    beside = append(prompt(1800), name="beside")
+    rig.device.submit(beside)
+    time.sleep(0.5)
+    assert mx.get_active_memory() + size_bytes <= limit, "what is promised is taken by nobody else"
+    rig.device.release(key("restored"))
+    rig.finish(beside)
+    assert isinstance(rig.end(beside), Finished)
+    assert rig.peak <= limit
+
+
+def test_a_restore_that_will_never_have_room_is_told_so(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(2))
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    rig.device.hold(key("large"), 100_000, answers.put)
+    assert answers.get(timeout=20) is False
+
+
+def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(8))
+    running = generate(prompt(250), 1000, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 2)
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    left = estimator.limit_bytes - mx.get_active_memory()
+    num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left + 2**14)
+    rig.device.hold(key("large"), num_tokens, answers.put)
+    rig.wait(lambda _: len(rig.tokens(running)) > 20)
+    assert answers.empty()
+    rig.device.cancel(running)
+    rig.finish(running)
+    assert answers.get(timeout=20)
 
 
 @pytest.mark.parametrize("num_turns", [20, 80])
