@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span
+from protocol.errors import TurnkeepError
 
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
@@ -55,6 +56,10 @@ def default_limit_bytes() -> int:
     if isinstance(recommended, int) and recommended > 0:
         return recommended
     return mx.get_active_memory() + int(psutil.virtual_memory().available * MEMORY_SHARE)
+
+
+class DeviceError(TurnkeepError):
+    """The device cannot do what a setting asks for; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +114,12 @@ class Device:
         stall_s: float,
         limit_bytes: int | None = None,
         max_draft: int = 0,
+        wired_bytes: int | None = None,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
         `died` is called there if the thread ends for another reason than `stop`. `limit_bytes` is
-        for all that MLX holds; None derives it from the machine.
+        for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be paged out.
         """
         self._load = load
         self._report = report
@@ -130,6 +136,7 @@ class Device:
         self._asking: list[_Hold] = []
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
+        self._wired_bytes = wired_bytes
         self._peak = 0
         self._num_decoded = 0
         self._max_draft = max_draft
@@ -191,6 +198,8 @@ class Device:
 
     def _live(self) -> None:
         try:
+            if self._wired_bytes is not None:
+                _wire(self._wired_bytes)
             loaded = self._load()
             self._take_model(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
@@ -544,3 +553,18 @@ def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
     if type(first) is not KVCache or first.keys is None:
         return True
     return bool(first.offset + num_tokens > first.keys.shape[2])
+
+
+def _wire(size_bytes: int) -> None:
+    """Keep so many bytes resident. MLX takes the call on every device, and does nothing but on Metal."""
+    if not mx.metal.is_available():
+        raise DeviceError(
+            f"wired_memory is for Metal, and this device is {mx.default_device()}: leave it off"
+        )
+    try:
+        mx.set_wired_limit(size_bytes)
+    except (ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"wired_memory of {size_bytes} bytes is refused: {error}; lower it, or raise the system's"
+            " iogpu.wired_limit_mb"
+        ) from None

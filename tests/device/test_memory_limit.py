@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import BLOCK, alone, append, generate, key, prompt
+from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
+from worker.device import Device, DeviceError
 from worker.turn import Faulted, Finished, NoRoomError, Spilled
 
 if TYPE_CHECKING:
@@ -206,3 +207,49 @@ def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns[::7]:
         assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
+
+
+def test_wired_memory_is_refused_where_it_would_do_nothing() -> None:
+    device = Device(
+        lambda: pytest.fail("the model was loaded"),
+        lambda _: None,
+        lambda _: None,
+        block_tokens=8,
+        max_batch=1,
+        stall_s=0.25,
+        wired_bytes=2**20,
+    )
+    if mx.metal.is_available():
+        pytest.skip("this device has it")
+    with pytest.raises(DeviceError, match="wired_memory is for Metal, and this device is "):
+        device.start()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_wired_memory_is_what_metal_is_told(make_model, monkeypatch, refused: bool) -> None:
+    """Metal is not at hand: what would be called there is."""
+    told: list[int] = []
+
+    def set_wired_limit(size_bytes: int) -> None:
+        if refused:
+            raise ValueError("larger than the system's")
+        told.append(size_bytes)
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    device = Device(
+        lambda: loaded(make_model("llama")),
+        lambda _: None,
+        lambda _: None,
+        block_tokens=8,
+        max_batch=1,
+        stall_s=0.25,
+        wired_bytes=2**20,
+    )
+    if refused:
+        with pytest.raises(DeviceError, match="larger than the system's"):
+            device.start()
+        return
+    device.start()
+    assert device.stop()
+    assert told == [2**20]
