@@ -266,7 +266,7 @@ class Device:
             growth = self._estimator.growth_bytes(
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
             )
-            growth += self._batch.leaving_bytes
+            growth += self._batch.leaving_bytes + self._cut_bytes(step)
             if self._make_room(scratch + growth) or not step.prefill:
                 return step, scratch
             if budget > LEAST:
@@ -281,6 +281,18 @@ class Device:
             elif not self._give_way() and not self._comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+
+    def _cut_bytes(self, step: Step[Turn]) -> int:
+        """Count the copies for the disk that a step's pieces of prompts make."""
+        if self._room is None:
+            return 0
+        ready = (
+            span.num_tokens
+            for turn, num in step.prefill
+            for span in turn.spans
+            if span.end <= turn.num_cached + num
+        )
+        return sum(ready) * self._bytes_per_token
 
     def _give_way(self) -> bool:
         """Let the prompt that has come the least far begin anew later; False where only one holds KV.
@@ -539,7 +551,10 @@ class Device:
             return
         caches = (turn.caches or []) if turn.row is None else self._batch.caches(turn.row)
         tensors = None
-        if self._room() >= self._bytes_per_token * span.num_tokens:
+        size_bytes = self._bytes_per_token * span.num_tokens
+        # What waits for the disk is on the device too: it must not take the place of sessions.
+        fits = mx.get_active_memory() + size_bytes <= self._estimator.limit_bytes
+        if fits and self._room() >= size_bytes:
             try:
                 tensors = layers.cut(caches, span.start, span.end)
             except Exception:

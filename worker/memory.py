@@ -113,11 +113,11 @@ class Estimator:
         return attention * 3 // 2 + mixing + logits + _SMALL_BYTES
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
-        """Count what full caches of these lengths allocate: new room, and a copy of one layer at a time.
+        """Count what full caches of these lengths allocate: new room, and copies of one layer at a time.
 
-        At the most `most_new` tokens are added to each.
+        A cache is cut to its length, then joined with the new room; it gets `most_new` tokens at the most.
         """
-        copied = max(lengths, default=0) * self.bytes_per_token // self.num_layers
+        copied = 2 * max(lengths, default=0) * self.bytes_per_token // self.num_layers
         return len(lengths) * grown(most_new) * self.bytes_per_token + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:
