@@ -14,6 +14,7 @@ from .many.command import many
 from .options import Group
 from .overhead.command import overhead
 from .peers.command import peers
+from .pressure.command import pressure
 from .replay.command import replay
 from .restart.command import restart
 from .session.command import session
@@ -25,7 +26,7 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-for command in (session, load, restart, overhead, many, peers, replay, store):
+for command in (session, load, restart, overhead, many, pressure, peers, replay, store):
     bench.add_command(command)
 
 

@@ -14,6 +14,7 @@ BLUE: Final = "#0072b2"
 ORANGE: Final = "#d55e00"
 GREEN: Final = "#009e73"
 GREY: Final = "#6b7280"
+MIB: Final = 2.0**20
 #: More points than this are drawn as a picture within the SVG: thousands of shapes make a page slow.
 MAX_SHAPES: Final = 2000
 

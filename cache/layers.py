@@ -177,6 +177,11 @@ def shrink(caches: Sequence[Any]) -> None:
     mx.eval(kept)
 
 
+def allocated_bytes(caches: Sequence[Any]) -> int:
+    """Count what a session's caches hold of memory, with what is allocated ahead."""
+    return sum(int(cache.nbytes) for _, cache in leaves(caches))
+
+
 def live_bytes(caches: Sequence[Any]) -> int:
     """Count what a session's KV really holds, without what is allocated ahead.
 

@@ -21,6 +21,10 @@ Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(description="raw text, tokenised as it is")]
+Deadline = Annotated[
+    float, Meta(gt=0, le=31_536_000, description="seconds from when the log stored the request")
+]
+Priority = Annotated[int, Meta(ge=-10, le=10, description="higher first, among requests that wait")]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -72,6 +76,8 @@ class _Input(_Request, frozen=True):
     messages: tuple[Message, ...] | None = None
     text: Text | None = None
     tokens: tuple[TokenId, ...] | None = None
+    deadline_s: Deadline | None = None
+    priority: Priority = 0
 
     @property
     def num_inputs(self) -> int:
@@ -160,7 +166,7 @@ class Appended(_Result, frozen=True, tag="appended"):
     rewritten_from: int | None = None
 
 
-FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "expired", "tool_calls"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):

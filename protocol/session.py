@@ -55,6 +55,8 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str]
     raw: bool
+    deadline_s: float | None
+    priority: int
 
 
 class Session:
@@ -91,11 +93,23 @@ class Session:
         tokens: Sequence[int] | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Appended:
-        """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled."""
+        """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
+
+        After `deadline_s` the worker gives it up, where `timeout_s` only ends the wait.
+        """
         request = build(
-            Append, request_id, messages=messages, text=text, tokens=tokens, expect_position=expect_position
+            Append,
+            request_id,
+            messages=messages,
+            text=text,
+            tokens=tokens,
+            expect_position=expect_position,
+            deadline_s=deadline_s,
+            priority=priority,
         )
         return expect(Appended, await self._call(request, timeout_s))
 

@@ -1,16 +1,27 @@
 """Does it fit, and what has to leave for it. Pure: sizes in, a decision out.
 
 The ledger counts bytes of KV on the device: `reserved` for turns that run, `idle` for sessions that only
-stay resident to be quick. The sum never exceeds the limit.
+stay resident to be quick. The sum never exceeds the limit. Turns wait for room in the order of `place`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from protocol.subjects import SessionKey
+
+#: A request counts as if it had come so many seconds earlier for each step of its priority.
+PRIORITY_S: Final = 10.0
+
+
+def place(arrived_s: float, priority: int) -> float:
+    """Give a request's place in the queue for memory; lower ones come first.
+
+    It never changes, so nobody starves: what comes later and is more important overtakes for a while only.
+    """
+    return arrived_s - priority * PRIORITY_S
 
 
 class Ledger:

@@ -6,7 +6,7 @@ pushed again, and the answer stands where it stood.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from protocol.messages import FinishReason
@@ -59,8 +59,8 @@ class Answer:
         self.texts.append(text)
         return text
 
-    def cancel(self) -> str:
+    def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> str:
         """End the answer where it is; returns the text that was held back."""
-        self.finish_reason = "cancelled"
+        self.finish_reason = reason
         self.texts.append(self._stream.finish())
         return self.texts[-1]

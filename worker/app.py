@@ -132,6 +132,7 @@ class App:
             stall_s=settings.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
+            wired_bytes=settings.wired_memory,
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)

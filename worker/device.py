@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import psutil
 import structlog
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span, tail_start
+from protocol.errors import TurnkeepError
 
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
@@ -54,6 +55,10 @@ MLX_CACHE_BYTES = 512 * 2**20
 CPU_CACHE_BYTES = 16 * 2**20
 
 
+#: How long a prompt that has no room waits for memory that is no session's, and how often it looks.
+_PATIENCE_S = 2.0
+_LOOK_S = 0.01
+
 #: Of the memory that the machine has left when the weights are loaded, for everything else on the device.
 MEMORY_SHARE = 0.6
 
@@ -64,6 +69,10 @@ def default_limit_bytes() -> int:
     if isinstance(recommended, int) and recommended > 0:
         return recommended
     return mx.get_active_memory() + int(psutil.virtual_memory().available * MEMORY_SHARE)
+
+
+class DeviceError(TurnkeepError):
+    """The device cannot do what a setting asks for; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +86,23 @@ class _Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hold:
+    key: SessionKey
+    num_tokens: int
+    answer: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    key: SessionKey
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
+
+
+_Command = Turn | _Cancel | _Drop | _Hold | _Release | _Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +127,30 @@ class Device:
         stall_s: float,
         limit_bytes: int | None = None,
         max_draft: int = 0,
+        wired_bytes: int | None = None,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
         `died` is called there if the thread ends for another reason than `stop`. `limit_bytes` is
-        for all that MLX holds; None derives it from the machine.
+        for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be paged out.
         """
         self._load = load
         self._report = report
         self._died = died
         self._block = block_tokens
         self._room: Callable[[], int] | None = None
-        self._commands: queue.SimpleQueue[Turn | _Cancel | _Drop | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
         self._pace = Pace(stall_s, block_tokens)
         self._resident: dict[SessionKey, _Held] = {}
         self._sharing = Sharing()
+        self._promised: dict[SessionKey, int] = {}  # bytes that restores are about to bring
+        self._asking: list[_Hold] = []
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
+        self._wired_bytes = wired_bytes
         self._peak = 0
         self._num_decoded = 0
         self._max_draft = max_draft
@@ -158,6 +186,17 @@ class Device:
         """Forget the KV of a session that has no turn under way."""
         self._commands.put(_Drop(key))
 
+    def hold(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
+        """Keep room for a restore of so many tokens until the session's turn is submitted, or `release`.
+
+        `answer` is called on the device thread once there is room; with False where there never will be.
+        """
+        self._commands.put(_Hold(key, num_tokens, answer))
+
+    def release(self, key: SessionKey) -> None:
+        """Give up what `hold` keeps or waits for."""
+        self._commands.put(_Release(key))
+
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the step that is running; False if it did not end in time."""
         self._commands.put(_Stop())
@@ -176,6 +215,8 @@ class Device:
 
     def _live(self) -> None:
         try:
+            if self._wired_bytes is not None:
+                _wire(self._wired_bytes)
             loaded = self._load()
             self._take_model(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
@@ -215,6 +256,7 @@ class Device:
         started = time.perf_counter()
         step, estimated = self._choose()
         before = mx.get_active_memory()
+        self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
         mx.reset_peak_memory()
         if step:
             self._run_step(step)
@@ -228,7 +270,8 @@ class Device:
         """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
 
         Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
-        for the answers to end; and where no answer runs, the prompt whose turn it is gives up.
+        for the answers to end. Where no answer runs, prompts that have come less far begin anew later; one
+        that has the device to itself gives up.
         """
         if self._batch.is_ahead:
             return Step(self._scheduler.decoding, ()), 0
@@ -238,30 +281,90 @@ class Device:
             step = self._scheduler.next(budget)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
             scratch = self._estimator.scratch_bytes(num_rows, pieces)
-            lengths = [*self._batch.growing, *(length for _, length in pieces)]
-            growth = self._estimator.growth_bytes(lengths) + self._batch.leaving_bytes
+            growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
+            growth = self._estimator.growth_bytes(
+                [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
+            )
+            growth += self._batch.leaving_bytes + self._cut_bytes(step)
             if self._make_room(scratch + growth) or not step.prefill:
                 return step, scratch
             if budget > LEAST:
                 budget = max(budget // 2, LEAST)
             elif num_rows:
                 budget = 0
-            else:
+            elif len(step.prefill) > 1:
+                budget = 1  # one of them
+            elif self._promised:
+                time.sleep(_LOOK_S)  # a restore is under way: its turn, or its end, is the next command
+                return Step((), ()), 0
+            elif not self._give_way() and not self._comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
 
-    def _make_room(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Let idle sessions go, least recently used first, until there is room; False if there is none.
+    def _cut_bytes(self, step: Step[Turn]) -> int:
+        """Count the copies for the disk that a step's pieces of prompts make."""
+        if self._room is None:
+            return 0
+        ready = (
+            span.num_tokens
+            for turn, num in step.prefill
+            for span in turn.spans
+            if span.end <= turn.num_cached + num
+        )
+        return sum(ready) * self._estimator.bytes_per_token
 
-        The session `but` stays.
+    def _give_way(self) -> bool:
+        """Let the prompt that has come the least far begin anew later; False where only one holds KV.
+
+        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
         """
-        while mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
-            key = next((key for key in self._resident if key != but), None)
-            if key is None:
+        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached]
+        if len(holding) < 2:
+            return False
+        turn = min(holding, key=lambda turn: turn.num_cached)
+        turn.caches = make_prompt_cache(self._model)
+        turn.num_cached = turn.num_reused = turn.num_prefilled = 0
+        return True
+
+    def _comes_free(self, size_bytes: int) -> bool:
+        """Wait a while for memory that others are about to free: snapshots on their way to the disk."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not self._make_room(size_bytes):
+            if time.monotonic() > deadline_s:
                 return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _make_room(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
+        """Let idle sessions go, least recently used first, until there is room.
+
+        The session `but` stays. False if there is none, and then nobody has left in vain.
+        """
+        size_bytes += sum(self._promised.values())
+        excess = mx.get_active_memory() + size_bytes - self._estimator.limit_bytes
+        if excess <= 0:
+            return True
+        idle = [key for key in self._resident if key != but]
+        if sum(layers.allocated_bytes(self._resident[key].caches) for key in idle) < excess:
+            return False
+        while idle and mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
+            key = idle.pop(0)
             del self._resident[key]
             self._events.append(Spilled(key))
-        return True
+        return mx.get_active_memory() + size_bytes <= self._estimator.limit_bytes
+
+    def _grant(self) -> None:
+        """Answer those who want room for a restore, in their order, as far as there is any."""
+        while self._asking:
+            ask = self._asking[0]
+            size_bytes = self._estimator.restore_bytes(ask.num_tokens, self._block)
+            fits = self._make_room(size_bytes)
+            if not fits and (self._scheduler or self._promised):
+                return
+            if fits:
+                self._promised[ask.key] = size_bytes
+            del self._asking[0]
+            ask.answer(fits)
 
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
         return (
@@ -273,12 +376,17 @@ class Device:
     def _take_commands(self) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
         while True:
+            self._take_up_ready()
+            self._grant()
+            if self._events:
+                self._hand_over(0, 0.0, 0, 0)
             try:
                 command = self._commands.get(block=not self._scheduler)
             except queue.Empty:
                 return True
             match command:
                 case Turn():
+                    self._promised.pop(command.key, None)
                     self._guarded(command, self._begin)
                 case _Cancel(turn) if turn in self._scheduler:
                     self._leave(turn)
@@ -288,11 +396,13 @@ class Device:
                     self._leave(turn)
                 case _Drop(key):
                     self._resident.pop(key, None)
+                case _Hold():
+                    self._asking.append(command)
+                case _Release(key):
+                    self._promised.pop(key, None)
+                    self._asking = [ask for ask in self._asking if ask.key != key]
                 case _Stop():
                     return False
-            self._take_up_ready()
-            if self._events:
-                self._hand_over(0, 0.0, 0, 0)
 
     def _hand_over(self, num_rows: int, step_s: float, estimated: int, measured: int) -> None:
         events, self._events = tuple(self._events), []
@@ -534,7 +644,8 @@ class Device:
                 span.start,
                 span.end,
                 at_end=at_end,
-                room_bytes=self._room(),
+                # What waits for the disk is on the device too: it must not take the place of sessions.
+                room_bytes=min(self._room(), self._estimator.limit_bytes - mx.get_active_memory()),
                 # A state can be many times a block's KV: the one at the turn's end is worth more than others.
                 spare_states=0 if ends_turn else 1,
             )
@@ -551,3 +662,26 @@ def _under_way(turn: Turn, batch: Batch) -> _Held:
     if turn.row is not None:
         return _Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
     return _Held(turn.caches or [], turn.context[: turn.num_cached])
+
+
+def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
+    """Say whether caches have to allocate for so many tokens more."""
+    first = caches[0] if caches else None
+    if type(first) is not KVCache or first.keys is None:
+        return True
+    return bool(first.offset + num_tokens > first.keys.shape[2])
+
+
+def _wire(size_bytes: int) -> None:
+    """Keep so many bytes resident. MLX takes the call on every device, and does nothing but on Metal."""
+    if not mx.metal.is_available():
+        raise DeviceError(
+            f"wired_memory is for Metal, and this device is {mx.default_device()}: leave it off"
+        )
+    try:
+        mx.set_wired_limit(size_bytes)
+    except (ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"wired_memory of {size_bytes} bytes is refused: {error}; lower it, or raise the system's"
+            " iogpu.wired_limit_mb"
+        ) from None

@@ -8,7 +8,7 @@ the log or the order of a session's requests; the session sees to it that it has
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from .admission import place
+from .memory import grown
 from .sampling import Sampling
 from .turn import (
     Cut,
@@ -104,12 +106,14 @@ class _Running:
     events: asyncio.Queue[Sampled | Finished | Faulted]
     submitted: bool = False
     held: Held | None = None
+    room: asyncio.Future[bool] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     key: SessionKey
     size_bytes: int
+    place_s: float
     admitted: asyncio.Future[bool]
 
 
@@ -135,7 +139,7 @@ class Engine:
         self._fixed_bytes = fixed_bytes
         self._resident: dict[SessionKey, list[int]] = {}
         self._running: dict[SessionKey, _Running] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: list[_Waiter] = []
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -172,6 +176,7 @@ class Engine:
         context: list[int],
         cancelled: Callable[[], bool],
         *,
+        priority: int = 0,
         answer: Answer | None = None,
         sampling: Sampling | None = None,
         max_new: int = 0,
@@ -180,15 +185,18 @@ class Engine:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
-        slower than the device. Returns None if the turn was `cancelled()` before it was on the device; after
-        that, `cancel` ends it with what there is. Raises `DeviceFaultError`, and `StoppingError` where the
-        worker stops before the turn is over.
+        slower than the device. Of turns that wait, those of a higher `priority` come first. Returns None if
+        the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
+        is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
         """
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
         num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
-        if cancelled() or not await self._admitted(key, self.size_bytes(num_tokens)):
+        # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
+        allocated = min(self.size_bytes(grown(num_tokens)), self.ledger.max_bytes)
+        needed = max(allocated, self.size_bytes(num_tokens))
+        if cancelled() or not await self._admitted(key, needed, priority):
             return None
-        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling())
+        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
         running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
         self._running[key] = running
         try:
@@ -205,6 +213,8 @@ class Engine:
             del self._running[key]
             if self._store is not None and running.held is not None:
                 self._store.release(running.held)
+            if running.room is not None:
+                self._device.release(key)
             self.ledger.settle(key, self.size_bytes(len(self._resident.get(key, []))))
             self._admit_waiting()
         num_cached = min(turn.num_reused, turn.num_prompt)
@@ -228,6 +238,7 @@ class Engine:
         running = self._running.get(key)
         if running is not None:
             self._device.cancel(running.turn)
+            _answer(running.room, granted=False)
         for waiter in self._waiters:
             if waiter.key == key and not waiter.admitted.done():
                 waiter.admitted.set_result(False)
@@ -328,7 +339,8 @@ class Engine:
         found = max(turn.num_kept, turn.num_shared)
         for _ in range(_RESTORE_TRIES):
             match = self._store.match(turn.key.tenant, turn.context[:num_usable])
-            if match.num_tokens - found <= found // _RESTORE_GAIN:
+            wanted = match.num_tokens - found > found // _RESTORE_GAIN
+            if not wanted or not await self._has_room(turn.key, match.num_tokens):
                 self._store.release(match)
                 break
             restored = await self._store.load(match)
@@ -363,6 +375,23 @@ class Engine:
                 found, most = key, num
         return found, most if found else 0
 
+    async def _has_room(self, key: SessionKey, num_tokens: int) -> bool:
+        """Wait until the device has room for a restore; False where it has not, or the turn is cancelled.
+
+        What has left the ledger is on the device until the step that runs is over.
+        """
+        if 2 * self.ledger.used_bytes <= self.ledger.max_bytes:
+            return True
+        loop = asyncio.get_running_loop()
+        room: asyncio.Future[bool] = loop.create_future()
+        self._running[key].room = room
+
+        def answer(granted: bool) -> None:
+            loop.call_soon_threadsafe(lambda: _answer(room, granted=granted))
+
+        self._device.hold(key, num_tokens, answer)
+        return await room
+
     def _save(self, cut: Cut) -> None:
         if self._store is None:
             return
@@ -376,23 +405,24 @@ class Engine:
             # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
-    async def _admitted(self, key: SessionKey, size_bytes: int) -> bool:
-        """Wait, first come first served, until the ledger has room; False if cancelled meanwhile."""
+    async def _admitted(self, key: SessionKey, size_bytes: int, priority: int) -> bool:
+        """Wait for room in the ledger, behind those who come first; False if cancelled meanwhile."""
         if self._stopping:
             raise StoppingError
-        waiter = _Waiter(key, size_bytes, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
+        place_s = place(monotonic(), priority)
+        waiter = _Waiter(key, size_bytes, place_s, asyncio.get_running_loop().create_future())
+        insort(self._waiters, waiter, key=lambda waiter: waiter.place_s)
         self._admit_waiting()
         try:
             return await waiter.admitted
         finally:
-            self._waiters = deque(other for other in self._waiters if other is not waiter)
+            self._waiters.remove(waiter)
             self._admit_waiting()  # one that gave up may have been all that stood before others
 
     def _admit_waiting(self) -> None:
         for waiter in self._waiters:
             if waiter.admitted.done():
-                continue
+                continue  # it leaves the queue when its task runs
             victims = self.ledger.reserve(waiter.key, waiter.size_bytes)
             if victims is None:
                 return
@@ -400,3 +430,8 @@ class Engine:
                 self._resident.pop(victim, None)
                 self._device.drop(victim)
             waiter.admitted.set_result(True)
+
+
+def _answer(room: asyncio.Future[bool] | None, *, granted: bool) -> None:
+    if room is not None and not room.done():
+        room.set_result(granted)

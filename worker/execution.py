@@ -108,7 +108,7 @@ class Execution:
         cached = prefilled = 0
         live_bytes = self._engine.live_bytes(key, history.tokens)
         if tokens != history.tokens:
-            outcome = await self._engine.run(key, tokens, lambda: pending.cancelled)
+            outcome = await self._engine.run(key, tokens, lambda: pending.stopped, priority=pending.priority)
             if outcome is None or not outcome.complete:
                 return withdrawn(pending, history), history
             live_bytes = outcome.live_bytes
@@ -144,7 +144,8 @@ class Execution:
         await self._resume(key, request.id, answer)
         outcome = await self._sample(key, request, pending, prompt, answer)
         if answer.finish_reason is None:
-            pending.held_text = answer.cancel()
+            late = pending.expired and not pending.cancelled
+            pending.held_text = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
             return withdrawn(pending, history), history
         after = self._folder.answered(extended.history, answer.tokens)
@@ -179,7 +180,8 @@ class Execution:
         outcome = await self._engine.run(
             key,
             prompt + answer.tokens,
-            lambda: pending.cancelled,
+            lambda: pending.stopped,
+            priority=pending.priority,
             answer=answer,
             sampling=_sampling(key, request, pending),
             max_new=answer.max_tokens - num_known,
@@ -247,7 +249,9 @@ def failed(pending: Pending, history: History, code: ErrorCode, message: str) ->
 
 
 def withdrawn(pending: Pending, history: History) -> Result:
-    """Build the answer to a request that was cancelled before it had an effect."""
+    """Build the answer to a request that was cancelled, or too late, before it had an effect."""
+    if pending.expired and not pending.cancelled:
+        return failed(pending, history, "expired", "its deadline passed; nothing was added")
     if not isinstance(pending.request, Generate):
         return failed(pending, history, "expired", "cancelled before it was carried out; nothing was added")
     waited_s = monotonic() - pending.received_s

@@ -253,7 +253,10 @@ def _attention(
         plain = all(value is None for value in more.values())  # no attention sinks
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, scale, mask)
-        return _THEIR_ATTENTION(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+        theirs: mx.array = _THEIR_ATTENTION(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
+        )
+        return theirs
 
     if isinstance(cache, _LayerView):
         return cache.attend(queries, mask, attention)

@@ -218,6 +218,5 @@ class Journal:
 
 def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:
     kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
-    # The server writes nanoseconds; the log needs the day.
-    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"][:19] + "+00:00")
+    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # nanoseconds, of which microseconds are kept
     return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

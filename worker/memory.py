@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 GROWTH_TOKENS: Final = 256
 #: What computes in 16 bits still has its softmax in 32.
 _FLOAT_BYTES: Final = 4
+#: Token ids, positions, masks and the like, at the most; a tiny model's step takes little else.
+_SMALL_BYTES: Final = 64 * 2**10
 #: Attention kernels that never hold the scores exist up to this head size.
 _FUSED_HEAD_DIM: Final = 128
 #: Configurations of models that also see or hear keep the language model's in one of these.
@@ -76,6 +78,11 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
     return outputs + shape.num_heads * num_new * num_context * _FLOAT_BYTES
 
 
+def grown(num_tokens: int) -> int:
+    """Return how many tokens a cache allocates at a time to hold so many more."""
+    return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class Estimator:
     """Prices sessions and steps of one model on one device. `limit_bytes` is for all that MLX holds."""
@@ -103,16 +110,38 @@ class Estimator:
         attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
-        return attention * 3 // 2 + mixing + logits
+        return attention * 3 // 2 + mixing + logits + _SMALL_BYTES
 
-    def growth_bytes(self, lengths: Sequence[int]) -> int:
-        """Count what full caches of these lengths allocate: new room, and a copy of one layer at a time."""
-        copied = max(lengths, default=0) * self.bytes_per_token // self.num_layers
-        return len(lengths) * GROWTH_TOKENS * self.bytes_per_token + copied
+    def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
+        """Count what full caches of these lengths allocate: new room, and copies of one layer at a time.
+
+        A cache is cut to its length, then joined with the new room; it gets `most_new` tokens at the most.
+        """
+        copied = 2 * max(lengths, default=0) * self.bytes_per_token // self.num_layers
+        return len(lengths) * grown(most_new) * self.bytes_per_token + copied
+
+    def restore_bytes(self, num_tokens: int, block: int) -> int:
+        """Estimate what a restore takes: the KV of so many tokens, a layer of it twice, a block's rest."""
+        return self.kv_bytes(num_tokens + block) + self.kv_bytes(num_tokens) // self.num_layers
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
-        """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead."""
-        step = self.scratch_bytes(max_rows, [(chunk, num_context)]) + self.growth_bytes(
-            [num_context] * max_rows
-        )
-        return max(self.limit_bytes - self.weight_bytes - step, 0)
+        """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead.
+
+        No session is longer than `num_context`, nor than that KV is for: the less there is of it, the less a
+        step takes.
+        """
+        left = self.limit_bytes - self.weight_bytes
+
+        def fits(size_bytes: int) -> bool:
+            longest = num_context
+            if self.bytes_per_token:
+                longest = min((size_bytes - self.fixed_bytes) // self.bytes_per_token, num_context)
+            longest = max(longest, chunk)
+            step = self.scratch_bytes(max_rows, [(chunk, longest)])
+            return size_bytes + step + self.growth_bytes([longest] * max_rows) <= left
+
+        least, most = 0, max(left, 0)
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle - 1)
+        return least

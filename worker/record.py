@@ -10,14 +10,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 import structlog
 
 from protocol.errors import InvalidMessageError
 from protocol.log import HISTORY_HEADER, MODEL_HEADER
-from protocol.messages import Failed, decode_request, decode_result, encode
+from protocol.messages import Append, Failed, Generate, decode_request, decode_result, encode
 
 from .history import DivergedError
 from .journal import FencedError
@@ -38,14 +38,17 @@ log = structlog.get_logger()
 class Pending:
     """A request without a result. `request` is None where the body is no valid one; `error` says why.
 
-    `held_text` is what a cancelled answer still had to say.
+    `stored_s` is when the log took it, in seconds since 1970. `held_text` is what an answer that was ended
+    early still had to say.
     """
 
     seq: int
     request: Request | None
     error: str
     received_s: float = field(default_factory=monotonic)
+    stored_s: float = field(default_factory=time)
     cancelled: bool = False
+    expired: bool = False
     held_text: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -53,6 +56,27 @@ class Pending:
     def id(self) -> str | None:
         """The request's id; None where the body is no valid request."""
         return self.request.id if self.request else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is to end where it is."""
+        return self.cancelled or self.expired
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it is to end, in seconds since 1970; None where it has the time that it takes.
+
+        Counted from the log's own time, so that a restart gives it no more.
+        """
+        request = self.request
+        if not isinstance(request, Append | Generate) or request.deadline_s is None:
+            return None
+        return self.stored_s + request.deadline_s
+
+    @property
+    def priority(self) -> int:
+        """How much it is to be preferred to others that wait."""
+        return self.request.priority if isinstance(self.request, Append | Generate) else 0
 
     @property
     def type(self) -> str:
@@ -117,7 +141,7 @@ class Record:
     def _take_request(self, entry: Entry, answer: tuple[Result, Entry] | None) -> None:
         request, error = _decode(entry.body)
         if answer is None:
-            self.pending.append(Pending(entry.seq, request, error))
+            self.pending.append(Pending(entry.seq, request, error, stored_s=entry.stored.timestamp()))
             return
         result, out = answer
         if request is None:

@@ -2,7 +2,7 @@
 
 A step is one token for every running answer, and pieces of prompts up to a budget. Prompts take turns,
 first by tenant and then within each, so that neither a long prompt nor a tenant with many of them holds up
-another.
+another. Those of a higher priority come first; but a priority that gets nothing rises with every step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Final, Generic, Protocol, TypeVar
 
 
 class Work(Protocol):
@@ -22,6 +19,10 @@ class Work(Protocol):
     @property
     def tenant(self) -> str:
         """Whose turn it is."""
+
+    @property
+    def priority(self) -> int:
+        """How much it is preferred to others; higher ones come first."""
 
     @property
     def num_cached(self) -> int:
@@ -37,6 +38,9 @@ class Work(Protocol):
 
 
 T = TypeVar("T", bound=Work)
+
+#: A priority counts as one higher for every so many steps in a row that had no piece of its prompts.
+AGE_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Scheduler(Generic[T]):
         self._block = block
         self._prefilling: dict[str, deque[T]] = {}  # by tenant, in the order of their turns
         self._decoding: list[T] = []
+        self._passed_over: dict[int, int] = {}  # by priority: steps without a piece of its prompts
 
     def __len__(self) -> int:
         return sum(map(len, self._prefilling.values())) + len(self._decoding)
@@ -72,6 +77,11 @@ class Scheduler(Generic[T]):
     def decoding(self) -> tuple[T, ...]:
         """The turns that decode."""
         return tuple(self._decoding)
+
+    @property
+    def prefilling(self) -> tuple[T, ...]:
+        """The turns whose prompts are not done."""
+        return tuple(chain.from_iterable(self._prefilling.values()))
 
     def add(self, turn: T) -> None:
         """Queue a turn whose prompt is not done."""
@@ -111,12 +121,29 @@ class Scheduler(Generic[T]):
                 budget -= end - start
         for turn, _ in pieces:
             self._to_the_end(turn)
+        self._age({turn.priority for turn, _ in pieces})
         return Step(tuple(self._decoding), tuple(pieces))
 
-    def _rotation(self) -> Iterator[T]:
-        """Yield one turn of each tenant, then the next one of each."""
-        rounds = chain.from_iterable(zip_longest(*self._prefilling.values()))
-        return (turn for turn in rounds if turn is not None)
+    def _rotation(self) -> list[T]:
+        """List the turns of the highest priority first; of each one, a turn of each tenant, then the next."""
+        levels = {
+            priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
+            for priority in {turn.priority for turn in self.prefilling}
+        }
+        order: list[T] = []
+        for priority in sorted(levels, key=lambda priority: (-levels[priority], priority)):
+            queues = [
+                [turn for turn in queue if turn.priority == priority] for queue in self._prefilling.values()
+            ]
+            order += (turn for turn in chain.from_iterable(zip_longest(*queues)) if turn is not None)
+        return order
+
+    def _age(self, served: set[int]) -> None:
+        """Count a step for the priorities whose prompts had no part in it."""
+        self._passed_over = {
+            priority: self._passed_over.get(priority, 0) + 1
+            for priority in {turn.priority for turn in self.prefilling} - served
+        }
 
     def _to_the_end(self, turn: T) -> None:
         queue = self._prefilling.pop(turn.tenant)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -178,7 +178,11 @@ class Session:
         """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay."""
         if pending is self.active or not isinstance(pending.request, Generate):
             return pending is self.active
-        return bool(await self._services.journal.published(self.key, pending.request.id))
+        return await self._published(pending.request)
+
+    async def _published(self, request: Generate) -> bool:
+        """Say whether clients may have seen tokens of a request."""
+        return bool(await self._services.journal.published(self.key, request.id))
 
     async def _settle_answered(self) -> None:
         """Settle deliveries of requests that had their result when they were read: somebody died before this.
@@ -213,13 +217,31 @@ class Session:
 
     async def _answer(self, pending: Pending) -> None:
         self.active = pending
+        alarm = self._set_alarm(pending)
         try:
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
                 result, history = await self._result(pending)
                 await self._commit(pending, result, history)
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self.active = None
             self.used_s = monotonic()
+
+    def _set_alarm(self, pending: Pending) -> asyncio.TimerHandle | None:
+        """See to it that a request ends at its deadline."""
+        if pending.deadline_s is None:
+            return None
+        left_s = pending.deadline_s - time()
+        if left_s <= 0:
+            pending.expired = True
+            return None
+
+        def expire() -> None:
+            pending.expired = True
+            self._services.engine.cancel(self.key)
+
+        return asyncio.get_running_loop().call_later(left_s, expire)
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
         """Work out a request's result and the history after it; only a stop or a fence gets in the way."""
@@ -248,6 +270,8 @@ class Session:
         if answered is not None:
             return await self._repeated(request, pending, answered), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have tokens out
+            return withdrawn(pending, history), history
+        if pending.expired and not (isinstance(request, Generate) and await self._published(request)):
             return withdrawn(pending, history), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)

@@ -240,6 +240,11 @@ class Settings:
         None,
         "bytes of KV among them; auto takes what is left",
     )
+    wired_memory: int | None = _setting(
+        _or("off", None, _size(_MIB)),
+        None,
+        "bytes that macOS must not page out, on Metal; other devices have no such limit",
+    )
     snapshots: str = _setting(
         _choice("on", "off"),
         "on",

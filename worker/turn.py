@@ -43,6 +43,7 @@ class Turn:
     num_shared: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
     spans: list[Span] = field(default_factory=list)
     edges: tuple[int, ...] = ()
 

@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.errors import InvalidMessageError
 from protocol.log import derived_seed
-from protocol.messages import Failed, Generate, Generated, decode_request, decode_result
+from protocol.messages import Append, Failed, Generate, Generated, decode_request, decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,10 +131,12 @@ def _pairs(entries: Sequence[Entry], left_out: Counter[str]) -> list[_Pair]:
 def _playable(request: Request, result: Result, entry: Entry) -> Request:
     """Make the request say what its place in the log said for it, and drop its guard."""
     changes: dict[str, object] = {"expect_position": None}
+    if isinstance(request, Append | Generate):
+        changes["deadline_s"] = None
     if isinstance(request, Generate) and isinstance(result, Generated):
         if request.seed is None and request.temperature > 0:
             changes["seed"] = derived_seed(entry.key, entry.seq)
-        if result.finish_reason == "cancelled":  # it ended where somebody happened to stop it
+        if result.finish_reason in ("cancelled", "expired"):  # it ended where somebody happened to stop it
             changes["max_tokens"] = len(result.tokens)
     return msgspec.structs.replace(request, **changes)
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import key, loaded, prompt
 
-from worker.admission import Ledger
+from worker.admission import PRIORITY_S, Ledger, place
 from worker.device import Device
 from worker.engine import Engine
 from worker.telemetry import Telemetry
@@ -131,9 +131,30 @@ async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
     assert engine.num_waiting == 0
 
 
+async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
+    engine = await make_engine(300)
+    order: list[str] = []
+
+    async def run(name: str, priority: int) -> None:
+        await engine.run(key(name), prompt(250), lambda: False, priority=priority)
+        order.append(name)
+
+    tasks = []
+    for name, priority in (("first", 0), ("low", -1), ("none", 0), ("high", 5), ("higher", 6), ("late", 0)):
+        tasks.append(asyncio.create_task(run(name, priority)))
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*tasks)
+    assert order == ["first", "higher", "high", "none", "late", "low"]
+
+
+def test_what_waits_long_enough_is_overtaken_by_nobody() -> None:
+    waiting = place(100.0, 0)
+    assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
+
+
 async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engine) -> None:
-    """Also where what is free has long been enough for them."""
-    engine = await make_engine(600)
+    """Also where what is free has long been enough for them. A turn takes what caches allocate for it."""
+    engine = await make_engine(1024)
     running = asyncio.create_task(engine.run(key("running"), prompt(590), lambda: False))
     await asyncio.sleep(0)
     cancelled = False
@@ -144,7 +165,7 @@ async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engin
     cancelled = True
     engine.cancel(key("large"))
     assert await large is None
-    assert engine.num_waiting == 0, "10 tokens had been free all the time"
+    assert engine.num_waiting == 0, "256 tokens had been free all the time"
     assert await small is not None
     assert await running is not None
 
@@ -154,7 +175,7 @@ async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over
     await engine.run(key("rewound"), prompt(250), lambda: False)
     turn = asyncio.create_task(engine.run(key("rewound"), prompt(10), lambda: False))
     await asyncio.sleep(0)
-    assert engine.ledger.used_bytes == engine.size_bytes(250)
+    assert engine.ledger.used_bytes == engine.size_bytes(256), "caches grow by so many tokens"
     await turn
     assert engine.ledger.used_bytes == engine.size_bytes(10)
 

@@ -70,3 +70,28 @@ def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, nu
     batch.step([Piece(caches, num_cached, prompt(num_new))])
     after = mx.get_active_memory()  # its caches may have grown
     assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected
+
+
+def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
+    """No session is longer than the KV: what its attention would take is not kept free."""
+    shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
+    estimator = Estimator(
+        shape=shape,
+        limit_bytes=GIB,
+        weight_bytes=GIB // 2,
+        bytes_per_token=2**16,
+        fixed_bytes=0,
+        num_layers=8,
+        fused=False,
+    )
+
+    def needed(num_tokens: int, longest: int) -> int:
+        step = estimator.scratch_bytes(4, [(128, longest)]) + estimator.growth_bytes([longest] * 4)
+        return estimator.kv_bytes(num_tokens) + step
+
+    room = estimator.room_for_kv(4, 128, 100_000)
+    num_tokens = room // 2**16
+    assert needed(num_tokens, num_tokens) <= GIB // 2 < needed(num_tokens + 1, num_tokens + 1)
+    assert room > GIB // 2 - needed(0, 100_000)
+    short = estimator.room_for_kv(4, 128, 1000)
+    assert short == GIB // 2 - needed(0, 1000)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import queue
 import random
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import alone, append, generate, prompt
+from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
+from worker.device import Device, DeviceError
 from worker.turn import Faulted, Finished, NoRoomError, Spilled
+
+if TYPE_CHECKING:
+    from worker.memory import Estimator
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2
@@ -24,6 +31,18 @@ def model(make_model) -> Any:
 def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
     gc.collect()  # what other tests have left
     return mx.get_active_memory() + round(num_sessions * SESSION) + scratch
+
+
+def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int:
+    """Find the limit that leaves KV for just so many tokens."""
+    wanted = estimator.kv_bytes(num_tokens)
+    low, high = wanted, wanted + 2**26
+    while low < high:
+        middle = (low + high) // 2
+        of = dataclasses.replace(estimator, limit_bytes=middle, weight_bytes=0)
+        enough = of.room_for_kv(4, 32, 4096) >= wanted
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return weight_bytes + low
 
 
 def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
@@ -82,6 +101,93 @@ def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> 
     assert order == [rig.end(running), rig.end(waiting)]
 
 
+def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn(make_rig, model) -> None:
+    limit = limit_of(8, scratch=2**20)
+    rig = make_rig(model, block_tokens=64, limit_bytes=limit)
+    rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    size_bytes = estimator.restore_bytes(3200, 64)
+    assert mx.get_active_memory() + size_bytes > limit
+    rig.device.hold(key("restored"), 3200, answers.put)
+    assert answers.get(timeout=20)
+    assert mx.get_active_memory() + size_bytes <= limit
+    rig.wait(lambda events: any(isinstance(event, Spilled) for event in events))
+    beside = append(prompt(1800), name="beside")
+    rig.device.submit(beside)
+    time.sleep(0.5)
+    assert mx.get_active_memory() + size_bytes <= limit, "what is promised is taken by nobody else"
+    rig.device.release(key("restored"))
+    rig.finish(beside)
+    assert isinstance(rig.end(beside), Finished)
+    assert rig.peak <= limit
+
+
+def test_a_restore_that_will_never_have_room_is_told_so(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(2))
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    rig.device.hold(key("large"), 100_000, answers.put)
+    assert answers.get(timeout=20) is False
+
+
+def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(8))
+    running = generate(prompt(250), 1000, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 2)
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    left = estimator.limit_bytes - mx.get_active_memory()
+    num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left + 2**14)
+    rig.device.hold(key("large"), num_tokens, answers.put)
+    rig.wait(lambda _: len(rig.tokens(running)) > 20)
+    assert answers.empty()
+    rig.device.cancel(running)
+    rig.finish(running)
+    assert answers.get(timeout=20)
+
+
+@pytest.mark.parametrize("num_turns", [20, 80])
+@pytest.mark.parametrize("num_new", [0, 10], ids=["appends", "generates"])
+def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
+    make_rig, model, num_turns: int, num_new: int
+) -> None:
+    """Their caches allocate 256 tokens each, of which they need 30; there is room for what they need."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [
+        generate(prompt(20, salt=i), num_new, name=f"s{i}")
+        if num_new
+        else append(prompt(30, salt=i), name=f"s{i}")
+        for i in range(num_turns)
+    ]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    for turn in turns:
+        assert turn.num_reused + turn.num_prefilled == turn.num_prompt
+    if num_new:
+        for turn in turns[::7]:
+            assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
+
+
+def test_of_long_prompts_that_cannot_all_go_on_one_begins_anew(make_rig, model) -> None:
+    """Nobody has seen to it that there is room for all of them, so some lose what they had."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [append(prompt(1500, salt=i), name=f"s{i}") for i in range(6)]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
+    last = [event for event in rig.events if isinstance(event, Finished)][-1].turn
+    again = generate(last.context, 3, name=last.key.session, num_kept=1900)
+    rig.run(again)
+    assert rig.tokens(again) == alone(model, again.context, 3)[0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
     """Short and long prompts at random: the peak stays below the limit, and what fits is answered."""
@@ -101,3 +207,49 @@ def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns[::7]:
         assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
+
+
+def test_wired_memory_is_refused_where_it_would_do_nothing() -> None:
+    device = Device(
+        lambda: pytest.fail("the model was loaded"),
+        lambda _: None,
+        lambda _: None,
+        block_tokens=8,
+        max_batch=1,
+        stall_s=0.25,
+        wired_bytes=2**20,
+    )
+    if mx.metal.is_available():
+        pytest.skip("this device has it")
+    with pytest.raises(DeviceError, match="wired_memory is for Metal, and this device is "):
+        device.start()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_wired_memory_is_what_metal_is_told(make_model, monkeypatch, refused: bool) -> None:
+    """Metal is not at hand: what would be called there is."""
+    told: list[int] = []
+
+    def set_wired_limit(size_bytes: int) -> None:
+        if refused:
+            raise ValueError("larger than the system's")
+        told.append(size_bytes)
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    device = Device(
+        lambda: loaded(make_model("llama")),
+        lambda _: None,
+        lambda _: None,
+        block_tokens=8,
+        max_batch=1,
+        stall_s=0.25,
+        wired_bytes=2**20,
+    )
+    if refused:
+        with pytest.raises(DeviceError, match="larger than the system's"):
+            device.start()
+        return
+    device.start()
+    assert device.stop()
+    assert told == [2**20]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from worker.scheduler import Scheduler, Step
+from worker.scheduler import AGE_STEPS, Scheduler, Step
 
 BLOCK = 8
 
@@ -18,6 +18,7 @@ class Turn:
     tenant: str = "a"
     draws: bool = True
     num_cached: int = 0
+    priority: int = 0
     ran: list[int] = field(default_factory=list)
 
 
@@ -102,6 +103,48 @@ SCRIPT = st.lists(
 )
 
 
+def test_a_higher_priority_comes_first_and_a_lower_one_gets_what_is_left() -> None:
+    low, high = Turn(30), Turn(12, priority=2)
+    scheduler = scheduler_of(low, high)
+    assert carry_out(scheduler).prefill == ((high, 8),)
+    assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
+
+
+def test_a_lower_priority_is_not_starved() -> None:
+    """However much of higher priority keeps coming: the lower one rises while it gets nothing."""
+    low = Turn(1000, priority=-1)
+    scheduler = scheduler_of(low)
+    waits, waited = [], 0
+    for _ in range(200):
+        scheduler.add(Turn(BLOCK, draws=False, priority=1))
+        step = carry_out(scheduler)
+        if step.prefill[0][0] is low:
+            waits.append(waited)
+            waited = 0
+        else:
+            waited += 1
+    assert waits == [2 * AGE_STEPS] * len(waits)
+    assert len(waits) >= 5
+
+
+def test_within_a_priority_tenants_take_turns_however_long_some_have_waited() -> None:
+    scheduler = scheduler_of(*(Turn(400, "many", priority=1) for _ in range(20)), Turn(400, "other"))
+    for _ in range(3 * AGE_STEPS):
+        carry_out(scheduler)
+    late = Turn(400, "late", priority=1)
+    scheduler.add(late)
+    ran = [carry_out(scheduler).prefill[0][0] for _ in range(10)]
+    assert 4 <= ran.count(late) <= 5
+
+
+def test_the_last_token_of_a_prompt_gets_its_row_by_priority() -> None:
+    low, high = Turn(1), Turn(1, priority=1)
+    scheduler = scheduler_of(low, high, max_rows=1)
+    assert carry_out(scheduler).prefill == ((high, 1),)
+    scheduler.remove(high)
+    assert carry_out(scheduler).prefill == ((low, 1),)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 4), st.integers(1, 20), SCRIPT)
 def test_nobody_is_lost_starved_or_run_twice(
@@ -112,7 +155,7 @@ def test_nobody_is_lost_starved_or_run_twice(
     alive: list[Turn] = []
     for action, size, tenant, draws in script:
         if action == "add":
-            alive.append(Turn(size, tenant, draws))
+            alive.append(Turn(size, tenant, draws, priority=size % 3))
             scheduler.add(alive[-1])
         elif action == "end" and alive:
             scheduler.remove(alive.pop(size % len(alive)))

@@ -38,6 +38,18 @@ async def wire(
 
 
 @pytest.fixture(scope="session")
+def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
+    folder = tmp_path_factory.mktemp("models") / "endless"
+    shutil.copytree(tiny_model, folder)
+    for name in ("config.json", "tokenizer_config.json"):
+        config = json.loads((folder / name).read_text())
+        config = {key: value for key, value in config.items() if not key.startswith("eos")}
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def model_with_template(tiny_model: Path) -> Callable[[str, str], Path]:
     """Make copies of the tiny model's folder with other chat templates."""
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import time
 from dataclasses import dataclass, field
@@ -48,18 +47,6 @@ pytestmark = pytest.mark.process
 BLOCK = 32  # as tests/conftest.py starts workers with
 QUICK = ("--ack-wait-s", "0.5")
 SUBJECTS = Subjects()
-
-
-@pytest.fixture(scope="module")
-def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
-    folder = tmp_path_factory.mktemp("models") / "endless"
-    shutil.copytree(tiny_model, folder)
-    for name in ("config.json", "tokenizer_config.json"):
-        config = json.loads((folder / name).read_text())
-        config = {key: value for key, value in config.items() if not key.startswith("eos")}
-        (folder / name).write_text(json.dumps(config))
-    return folder
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:

@@ -1,0 +1,1 @@
+"""`turnkeep bench pressure`: a random load around the memory limit."""

@@ -1,0 +1,136 @@
+"""Deadlines: what is too late is not begun, what is under way ends with what there is; and never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from protocol.errors import RequestFailedError
+from protocol.messages import Append, Failed, Generate, Generated
+from protocol.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LONG = list(range(40, 200)) * 12  # next to the tiny model's context
+
+
+async def submitted(client: Any, name: str, *requests: Append | Generate) -> list[Any]:
+    return [await client.submit(SessionKey("default", name), one, timeout_s=20) for one in requests]
+
+
+async def test_what_is_too_late_is_refused_before_any_device_work(local_worker: Any) -> None:
+    worker = await local_worker()
+    first, append, generate, last = await submitted(
+        worker.client,
+        "late",
+        Append(id="first", tokens=tuple(LONG)),
+        Append(id="a", tokens=(40, 41, 42), deadline_s=0.01),
+        Generate(id="g", tokens=(40, 41, 42), deadline_s=0.01),
+        Generate(id="last", tokens=(50,), max_tokens=2, deadline_s=60),
+    )
+    position = (await first).position
+    for pending in (append, generate):
+        result = await pending
+        assert isinstance(result, Failed)
+        assert (result.code, result.retryable, result.position) == ("expired", True, position)
+        assert "deadline" in result.message
+    assert (await last).usage.prompt_tokens == position + 1
+    info = await worker.client.session("late").info()
+    assert info.worker.prefilled_tokens + info.worker.cached_tokens == position + (position + 1)
+
+
+async def test_an_answer_ends_at_its_deadline_with_what_there_is(
+    local_worker: Any, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_draft=0)
+    session = worker.client.session("running")
+    generation = session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=0.5)
+    seen = [token async for chunk in generation for token in chunk.tokens]
+    result = generation.result
+    assert result.finish_reason == "expired"
+    assert 0 < len(result.tokens) < 1900
+    assert seen == list(result.tokens)
+    assert result.position == 2 + len(seen)
+    after = await session.generate(tokens=[42], max_tokens=1)
+    assert after.usage.prompt_tokens == result.position + 1
+    repeated = await session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=0.5, request_id=result.id)
+    assert (repeated.tokens, repeated.repeat_of) == (result.tokens, result.seq)
+
+
+async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
+    local_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.device import Device
+
+    run_step = Device._run_step
+
+    def slowly(self: Device, step: Any) -> None:
+        time.sleep(0.05)
+        run_step(self, step)
+
+    monkeypatch.setattr(Device, "_run_step", slowly)
+    worker = await local_worker()
+    session = worker.client.session("reading")
+    for send in (session.append, session.generate):
+        with pytest.raises(RequestFailedError, match="deadline") as caught:
+            await send(tokens=LONG, deadline_s=0.5)
+        assert caught.value.code == "expired"
+    assert (await session.append(tokens=[40])).position == 1
+
+
+async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endless_model: Path) -> None:
+    worker = await local_worker(model=str(endless_model), max_draft=0)
+    session = worker.client.session("cancelled")
+    generation = session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=60)
+    async for _ in generation:
+        await generation.cancel()
+        break
+    assert (await generation).finish_reason == "cancelled"
+
+
+async def test_time_without_a_worker_counts(local_worker: Any) -> None:
+    """The deadline is the log's: neither a restart nor another delivery gives a request more time."""
+    worker = await local_worker()
+    await worker.client.session("waiting").append(tokens=[40])
+    worker.app.stop()
+    await worker.task
+    late, early = await submitted(
+        worker.client,
+        "waiting",
+        Generate(id="late", tokens=(41,), max_tokens=2, deadline_s=0.2),
+        Generate(id="early", tokens=(42,), max_tokens=2, deadline_s=60),
+    )
+    await asyncio.sleep(0.3)
+    await local_worker()
+    result = await late
+    assert isinstance(result, Failed)
+    assert result.code == "expired"
+    assert isinstance(await early, Generated)
+    await worker.client.close()
+
+
+@pytest.mark.process
+async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(
+    worker_process: Any, endless_model: Path
+) -> None:
+    process = worker_process("--ack-wait-s", "0.5", "--max-draft", "0", model=endless_model)
+    process.start()
+    async with await process.client() as client:
+        seen: list[int] = []
+        generation = client.session("killed").generate(tokens=[40, 41], max_tokens=1900, deadline_s=2.0)
+        async for chunk in generation:
+            if not seen:
+                process.kill()
+                await asyncio.sleep(2.0)
+                process.start()
+            seen += chunk.tokens
+        result = generation.result
+        assert result.finish_reason == "expired"
+        assert seen == list(result.tokens)
+        assert 0 < len(seen) < 1900
+        entries = await client.log("killed")
+        assert [entry.kind for entry in entries] == ["in", "out"]
