@@ -1,7 +1,7 @@
 """The index's SQLite file: used while opening, then by the writer thread alone.
 
 The snapshot files are the truth. A catalog that is lost, damaged or wrong is made anew from their headers;
-only the order of use is lost with it.
+the order of use and the pins are lost with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import structlog
 
 from .format import DoubtfulSnapshotError, read_name
 from .index import Row
+from .pins import Pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-_SCHEMA_VERSION: Final = 1
-_SCHEMA: Final = """
+#: Version 2 has brought the pins. What version 1 holds is taken over as it is.
+_SCHEMA_VERSION: Final = 2
+_READABLE: Final = (1, _SCHEMA_VERSION)
+_SCHEMA: Final = (
+    """
     CREATE TABLE IF NOT EXISTS snapshot (
         digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
         size_bytes INTEGER NOT NULL, used INTEGER NOT NULL
     ) WITHOUT ROWID
-"""
+    """,
+    "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
+)
 
 
 class Catalog:
@@ -44,7 +51,7 @@ class Catalog:
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-            if sound and version == (_SCHEMA_VERSION if existed else 0):
+            if sound and version in (_READABLE if existed else (0,)):
                 return self._prepare(db)
             reason = f"version {version}" if sound else "damaged"
         except sqlite3.DatabaseError as error:
@@ -64,13 +71,40 @@ class Catalog:
         db.execute("PRAGMA synchronous=NORMAL")
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
-        db.execute(_SCHEMA)
+        for table in _SCHEMA:
+            db.execute(table)
         db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def rows(self) -> list[Row]:
         """Read everything."""
         return [Row(*row) for row in self._db.execute("SELECT * FROM snapshot")]
+
+    def pins(self) -> list[Pin]:
+        """Read the pinned prefixes."""
+        return [Pin(*row) for row in self._db.execute("SELECT root, tokens FROM pin")]
+
+    def pin(self, pins: Iterable[Pin]) -> None:
+        """Add pinned prefixes."""
+        with self._transaction() as db:
+            rows = [(pin.name, pin.root, pin.tokens) for pin in pins]
+            db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", rows)
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """Delete pinned prefixes."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM pin WHERE name = ?", [(pin.name,) for pin in pins])
+
+    def name_model(self, identity: bytes, name: str) -> None:
+        """Note what people call the model with this identity."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
+
+    def clear(self, _: Iterable[object] = ()) -> None:
+        """Delete all rows and pins."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM snapshot")
+            db.execute("DELETE FROM pin")
 
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
@@ -108,7 +142,13 @@ class _Transaction:
         return self._db
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None:
+                self._db.execute("COMMIT")
+        finally:
+            # A full disk has mostly rolled it back already; one that was left open would fail every next one.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
 
 def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:

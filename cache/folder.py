@@ -14,11 +14,15 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from .format import SUFFIX, CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_log = structlog.get_logger("turnkeep.cache")
 
 #: Quarantined files beyond this many are removed, oldest first.
 QUARANTINE_FILES: Final = 8
@@ -102,17 +106,38 @@ class Folder:
         self.path(digest).unlink(missing_ok=True)
 
     def quarantine(self, digest: bytes) -> None:
-        """Move a doubtful file out of the way, and drop the oldest of those that are too many."""
+        """Move a doubtful file out of the way, and drop the oldest of those that are too many.
+
+        Where the disk does not let it be moved it stays where it is; it is doubtful again when next read.
+        """
         path = self.path(digest)
-        with suppress(FileNotFoundError):
-            path.rename(self.quarantined / path.name)
-        kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
-        for old in kept[:-QUARANTINE_FILES]:
-            old.unlink(missing_ok=True)
+        try:
+            with suppress(FileNotFoundError):
+                path.rename(self.quarantined / path.name)
+            kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
+            for old in kept[:-QUARANTINE_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
+            _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
     def quarantined_bytes(self) -> int:
         """Measure the quarantine: it counts against the disk limit."""
-        return sum(path.stat().st_size for path in self.quarantined.iterdir())
+        try:
+            return sum(path.stat().st_size for path in self.quarantined.iterdir())
+        except OSError:  # gone, or going
+            return 0
+
+    def clear(self) -> list[str]:
+        """Remove all snapshots, the quarantined ones too; returns the names that could not be removed."""
+        left = []
+        for room in (self.snapshots, self.quarantined):
+            with os.scandir(room) as entries:
+                for entry in entries:
+                    try:
+                        os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them
+                    except OSError:
+                        left.append(entry.name)
+        return left
 
     def free_bytes(self) -> int:
         """Measure what the file system has left for this process."""

@@ -42,9 +42,12 @@ class Entry:
     size_bytes: int
     used: int
     durable: bool = False
-    #: Loads that need the file. It is not evicted meanwhile, and `doomed` waits for the last of them.
+    #: Loads that need the file, counted by `Index.hold`. It is not evicted meanwhile, and `doomed` waits for
+    #: the last of them.
     pins: int = 0
     doomed: bool = False
+    #: Pinned prefixes that it is a part of, counted by `Index.keep`.
+    kept: int = 0
 
     @property
     def parent(self) -> bytes:
@@ -59,7 +62,7 @@ class Entry:
     @property
     def held(self) -> bool:
         """Whether eviction must leave it alone for now."""
-        return self.pins > 0 or not self.durable
+        return self.pins > 0 or self.kept > 0 or not self.durable
 
     @property
     def row(self) -> Row:
@@ -78,9 +81,16 @@ class Index:
         self._clock = clock
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._held: set[Entry] = set()
         self._now = 0
         self.stored = 0
         self.stored_bytes = 0
+        #: Of entries that are not stored yet.
+        self.on_its_way_bytes = 0
+        #: Of entries that pinned prefixes are made of.
+        self.kept_bytes = 0
+        #: Hears of every entry that has come or gone.
+        self.changed: Callable[[Entry], None] = lambda _: None
         for row in _in_order(list(rows)):
             self.add(Entry(row.digest, row.name, row.size_bytes, row.used), use=False)
             self.settle(self._entries[row.digest])
@@ -116,12 +126,40 @@ class Index:
         insort(self._children.setdefault(entry.parent, []), (entry.name.tokens, entry.digest))
         if use:
             self.use(entry)
+        self.on_its_way_bytes += entry.size_bytes
+        self._look_at(entry)
+        self.changed(entry)
 
     def settle(self, entry: Entry) -> None:
         """Note that an entry's file is in place."""
         entry.durable = True
+        self.on_its_way_bytes -= entry.size_bytes
         self.stored += 1
         self.stored_bytes += entry.size_bytes
+        self._look_at(entry)
+
+    def hold(self, entry: Entry, by: int = 1) -> None:
+        """Count a load that needs the file (`by` -1: one that needs it no more)."""
+        entry.pins += by
+        self._look_at(entry)
+
+    def keep(self, entry: Entry, by: int = 1) -> None:
+        """Count a pinned prefix that the entry is a part of (`by` -1: one that was given up)."""
+        was, entry.kept = entry.kept > 0, entry.kept + by
+        if was != (entry.kept > 0):
+            self.kept_bytes += entry.size_bytes if entry.kept else -entry.size_bytes
+
+    def held_bytes(self) -> int:
+        """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
+        seen: set[bytes] = set()
+        size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
+        for entry in self._held:
+            link: Entry | None = entry
+            while link is not None and not link.kept and link.digest not in seen:
+                seen.add(link.digest)
+                size_bytes += link.size_bytes
+                link = self._entries.get(link.parent)
+        return size_bytes
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
@@ -133,6 +171,15 @@ class Index:
         if entry.durable:
             self.stored -= 1
             self.stored_bytes -= entry.size_bytes
+        else:
+            self.on_its_way_bytes -= entry.size_bytes
+        self._held.discard(entry)
+        self.changed(entry)
+
+    def clear(self) -> None:
+        """Forget all entries. Those that are being loaded are on their own."""
+        self._entries, self._children, self._held = OrderedDict(), {}, set()
+        self.stored = self.stored_bytes = self.on_its_way_bytes = self.kept_bytes = 0
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
@@ -143,18 +190,18 @@ class Index:
             self._entries.move_to_end(link.digest)
             link = self._entries.get(link.parent)
 
-    def longest(self, parent: bytes, packed: bytes) -> tuple[Entry, int] | None:
+    def longest(self, parent: bytes, packed: bytes, *, on_its_way: bool = False) -> tuple[Entry, int] | None:
         """Find the stored child of `parent` that shares the most leading tokens with `packed`, and how many.
 
         Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
-        two that share as much, the smaller one is read faster.
+        two that share as much, the smaller one is read faster. `on_its_way` counts what is not stored yet.
         """
         siblings = self._children.get(parent, [])
         at = bisect_left(siblings, (packed,))
         found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
             entries = (self._entries[siblings[i][1]] for i in side)
-            entry = next((entry for entry in entries if entry.usable), None)
+            entry = next((entry for entry in entries if entry.usable or on_its_way), None)
             if entry is not None and (num_tokens := num_common(entry.name.tokens, packed)):
                 found.append((num_tokens, -entry.size_bytes, entry))
         num_tokens, _, entry = max(found, key=lambda one: one[:2], default=(0, 0, None))
@@ -189,6 +236,12 @@ class Index:
         for parent in found:
             found += self.children(parent.digest)
         return found[:0:-1]
+
+    def _look_at(self, entry: Entry) -> None:
+        if (entry.pins > 0 or not entry.durable) and self._entries.get(entry.digest) is entry:
+            self._held.add(entry)
+        else:
+            self._held.discard(entry)
 
 
 def _in_order(rows: list[Row]) -> list[Row]:
