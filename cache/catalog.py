@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .format import DoubtfulSnapshotError, read_name
+from .claims import read_claim
+from .folder import scan
+from .format import DoubtfulSnapshotError, Name, read_name
 from .index import Row
 from .pins import Pin
 
@@ -24,6 +26,8 @@ _log = structlog.get_logger("turnkeep.cache")
 
 #: Version 2 has brought the pins. What version 1 holds is taken over as it is.
 _SCHEMA_VERSION: Final = 2
+#: What a file of another format version stands for in the index: nothing that could be matched.
+_NO_NAME: Final = Name(b"", 0, b"")
 _READABLE: Final = (1, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
@@ -156,24 +160,27 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
 
     Returns the snapshots, and how many files were doubtful.
 
-    A file without a row is adopted by its header, with its mtime as its last use. A row without a file
-    is dropped. A file that is no snapshot goes to quarantine, and one whose parent is gone is removed,
-    since nothing could ever match it.
+    A file without a row is adopted by its header, with its mtime as its last use; one of another format
+    version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
+    snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
     rows = {row.digest: row for row in catalog.rows()}
-    files = folder.scan()
+    files = scan(folder.snapshots)
     known = {
         digest: row
         for digest, row in rows.items()
         # SQLite has no checksums of its own: a row must prove its name as a file does.
-        if row.name.digest == digest and files.get(digest, (-1,))[0] == row.size_bytes
+        # One of another format version has no tokens that could be told.
+        if (row.name.digest == digest or not row.tokens) and files.get(digest, (-1,))[0] == row.size_bytes
     }
     adopted: dict[bytes, Row] = {}
     doubtful = 0
     for digest in files.keys() - known.keys():
         size_bytes, mtime_ns = files[digest]
         try:
-            name = read_name(folder.path(digest))
+            path = folder.path(digest)
+            foreign = read_claim(path).is_foreign
+            name = _NO_NAME if foreign else read_name(path)
         except (DoubtfulSnapshotError, OSError) as error:
             folder.quarantine(digest)
             doubtful += 1

@@ -29,7 +29,26 @@ QUARANTINE_FILES: Final = 8
 
 
 class DirectoryLockedError(CacheError):
-    """Another process has this directory open."""
+    """Another process has this directory open; `owner` is its pid, or "unknown"."""
+
+    def __init__(self, directory: Path, owner: str) -> None:
+        why = f"is in use by process {owner}; give each worker its own"
+        super().__init__(f"cache directory {directory} {why}")
+        self.directory = directory
+        self.owner = owner
+
+
+def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
+    """List the snapshots in a folder: digest to (size in bytes, mtime in ns)."""
+    found = {}
+    with os.scandir(snapshots) as entries:
+        for entry in entries:
+            with suppress(ValueError, FileNotFoundError):  # another name; or it has just been removed
+                digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
+                if entry.name == f"{digest.hex()}{SUFFIX}" and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    found[digest] = (stat.st_size, stat.st_mtime_ns)
+    return found
 
 
 class Folder:
@@ -49,9 +68,7 @@ class Folder:
         except BlockingIOError:
             owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
-            raise DirectoryLockedError(
-                f"cache directory {directory} is in use by process {owner}; give each worker its own"
-            ) from None
+            raise DirectoryLockedError(directory, owner) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -62,18 +79,6 @@ class Folder:
     def path(self, digest: bytes) -> Path:
         """Name the file of a snapshot."""
         return self.snapshots / f"{digest.hex()}{SUFFIX}"
-
-    def scan(self) -> dict[bytes, tuple[int, int]]:
-        """List the snapshots that are there: digest to (size in bytes, mtime in ns)."""
-        found = {}
-        with os.scandir(self.snapshots) as entries:
-            for entry in entries:
-                with suppress(ValueError):
-                    digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
-                    if entry.name == self.path(digest).name and entry.is_file(follow_symlinks=False):
-                        stat = entry.stat(follow_symlinks=False)
-                        found[digest] = (stat.st_size, stat.st_mtime_ns)
-        return found
 
     def clear_tmp(self) -> int:
         """Remove what a process that died was writing; count it."""

@@ -78,6 +78,7 @@ class Room:
         self._writer = writer
         self._discard = discard
         self._pins = Pins(index, pins)
+        self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
 
     def usage(self) -> Usage:
@@ -114,7 +115,7 @@ class Room:
     def check(self) -> None:
         """See to it that what is over the limits leaves, as far as it may."""
         if self._step is None and self._excess() > 0:
-            self._step = asyncio.get_running_loop().call_later(STEP_PAUSE_S, self._shrink)
+            self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
         """Evict whatever a limit that was lowered between two runs has no room for, before anybody waits."""
