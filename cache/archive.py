@@ -167,7 +167,10 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
             if name.start == 0:
                 break
             digest = name.parent.hex()
-    return [snapshots / f"{digest}{SUFFIX}" for digest in sorted(starts, key=lambda digest: starts[digest])]
+    return [
+        snapshots / f"{digest}{SUFFIX}"
+        for digest in sorted(starts, key=lambda digest: (starts[digest], digest))
+    ]
 
 
 def _only(there: set[str], beginning: str) -> str:
