@@ -7,6 +7,7 @@ the order of use and the pins are lost with it.
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -28,6 +29,19 @@ _log = structlog.get_logger("turnkeep.cache")
 _SCHEMA_VERSION: Final = 2
 #: What a file of another format version stands for in the index: nothing that could be matched.
 _NO_NAME: Final = Name(b"", 0, b"")
+#: Errors that say nothing of the file's contents: it is left alone.
+_DISKS_FAULTS: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
 _READABLE: Final = (1, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
@@ -46,6 +60,8 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
+        #: Whether what is noted outlives the process.
+        self.is_lasting = True
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -56,28 +72,54 @@ class Catalog:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
             if sound and version in (_READABLE if existed else (0,)):
-                return self._prepare(db)
+                return self._prepare(db, version)
             reason = f"version {version}" if sound else "damaged"
         except sqlite3.DatabaseError as error:
             reason = str(error)
+            if error.sqlite_errorcode & 0xFF in _DISKS_FAULTS:
+                db.close()
+                return self._in_memory(error)
         db.close()
         _log.warning("index_discarded", path=str(self._path), reason=reason)
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        return self._prepare(self._connect())
+        db = self._connect()
+        try:
+            return self._prepare(db, 0)
+        except sqlite3.DatabaseError as error:
+            db.close()
+            return self._in_memory(error)
+
+    def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
+        """Go on without the file, on a disk that is full, say: what is stored there is still of use.
+
+        What the file says is taken over as far as it can be read; what changes is lost with the process.
+        """
+        _log.error("index_not_written", path=str(self._path), error=str(error))
+        self.is_lasting = False
+        db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        for table in _SCHEMA:
+            db.execute(table)
+        uri = self._path.absolute().as_uri()
+        with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?immutable=1", uri=True)) as source:
+            for table, values in (("snapshot", "?, ?, ?, ?, ?, ?"), ("pin", "?, ?, ?")):
+                rows = source.execute(f"SELECT * FROM {table}").fetchall()  # noqa: S608  # two fixed names
+                db.executemany(f"INSERT INTO {table} VALUES ({values})", rows)  # noqa: S608
+        return db
 
     def _connect(self) -> sqlite3.Connection:
         # Opened on one thread, then used by the writer alone.
         return sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
 
-    def _prepare(self, db: sqlite3.Connection) -> sqlite3.Connection:
+    def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
-        for table in _SCHEMA:
-            db.execute(table)
-        db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
+            for table in _SCHEMA:
+                db.execute(table)
+            db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def rows(self) -> list[Row]:
@@ -101,8 +143,10 @@ class Catalog:
 
     def name_model(self, identity: bytes, name: str) -> None:
         """Note what people call the model with this identity."""
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
+        known = self._db.execute("SELECT name FROM model WHERE identity = ?", (identity,)).fetchone()
+        if known != (name,):
+            with self._transaction() as db:
+                db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
 
     def clear(self, _: Iterable[object] = ()) -> None:
         """Delete all rows and pins."""

@@ -69,8 +69,12 @@ class Folder:
             owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise DirectoryLockedError(directory, owner) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError:  # a file system without locks
+            os.close(self._lock)
+            raise
+        with suppress(OSError):  # on a full disk nobody is told who holds it, but what is there is of use
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         """Give the lock back."""

@@ -8,9 +8,11 @@ beginning.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -315,9 +317,10 @@ class Store:
             raise ValueError("a pinned prefix has at least one token")
         pin = Pin(self._root(tenant), blocks.pack(tokens))
         held = self._room.pin(pin)
-        self._writer.pin([pin], on=True)
+        note = self._writer.pin([pin], on=True)
         pinned = Pinned(len(tokens), held.num_tokens, held.size_bytes, self._index.kept_bytes, noted=False)
-        return replace(pinned, noted=await self.barrier(timeout_s))
+        await self.barrier(timeout_s)
+        return replace(pinned, noted=note.made)
 
     def unpin(self, tenant: str, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
         """Let go of all pinned prefixes of these tokens, or only of the one that is all of them.
@@ -465,6 +468,7 @@ class Store:
 def _open(directory: Path, identity: bytes, model: str) -> _Opened:
     """Lock a directory and read what is in it. Blocking."""
     folder = Folder(directory)
+    catalog = None
     try:
         leftovers = folder.clear_tmp()
         if leftovers:
@@ -472,7 +476,8 @@ def _open(directory: Path, identity: bytes, model: str) -> _Opened:
         catalog = Catalog(folder)
         rows, rejected = reconcile(folder, catalog)
         if model:
-            catalog.name_model(identity, model)
+            with suppress(sqlite3.Error):  # a name for lists only
+                catalog.name_model(identity, model)
         return _Opened(
             folder,
             catalog,
@@ -483,6 +488,8 @@ def _open(directory: Path, identity: bytes, model: str) -> _Opened:
             folder.free_bytes(),
         )
     except BaseException:
+        if catalog is not None:
+            catalog.close()
         folder.close()
         raise
 

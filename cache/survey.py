@@ -167,10 +167,10 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
     """Read rows, pins and model names: from the index where it agrees with the files, else from headers."""
     survey = Survey()
     known, names = {}, {}
-    path = directory / "index.sqlite"
+    uri = (directory / "index.sqlite").absolute().as_uri()
     # Without its lock file a read-only directory opens as one that nobody writes.
     for mode in ("mode=ro", "immutable=1"):
-        with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?{mode}", uri=True)) as db:
+        with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?{mode}", uri=True)) as db:
             known = {row[0]: Row(*row) for row in db.execute("SELECT * FROM snapshot")}
             survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
             names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}

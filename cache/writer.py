@@ -91,9 +91,12 @@ class _Use:
 
 
 @dataclass(slots=True, eq=False)
-class _Pins:
+class PinNote:
+    """A note that prefixes were pinned or unpinned; `made` says that it is on disk."""
+
     pins: list[Pin]
     on: bool
+    made: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +109,7 @@ class _Barrier:
     passed: asyncio.Future[None]
 
 
-_Job = Write | _Unlink | _Use | _Pins | _Clear | _Barrier
+_Job = Write | _Unlink | _Use | PinNote | _Clear | _Barrier
 
 
 @dataclass(slots=True)
@@ -195,9 +198,11 @@ class Writer:
         """Queue a note of when a snapshot was used."""
         self._jobs.put(_Use(used, digest))
 
-    def pin(self, pins: list[Pin], *, on: bool) -> None:
+    def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
         """Queue a note that prefixes were pinned, or unpinned."""
-        self._jobs.put(_Pins(pins, on))
+        note = PinNote(pins, on)
+        self._jobs.put(note)
+        return note
 
     def clear(self) -> None:
         """Give up every write, wherever it is, and queue the removal of all files and rows."""
@@ -235,7 +240,7 @@ class Writer:
             case _Barrier():
                 if not job.passed.done():  # whoever waited may have been cancelled
                     job.passed.set_result(None)
-            case _Use() | _Pins() | _Clear():
+            case _Use() | PinNote() | _Clear():
                 pass
 
     def _count(self, write: Write) -> None:
@@ -283,8 +288,9 @@ class Writer:
                     self._unlink(job)
                 case _Use():
                     self._in_catalog(self._catalog.use, [(job.used, job.digest)])
-                case _Pins():
-                    self._in_catalog(self._catalog.pin if job.on else self._catalog.unpin, job.pins)
+                case PinNote():
+                    change = self._catalog.pin if job.on else self._catalog.unpin
+                    job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
                 case _Clear():
                     self._clear()
                 case _Barrier():
@@ -340,7 +346,7 @@ class Writer:
         except OSError:  # the directory is gone: the next write says so
             return None
 
-    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> None:
+    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
         """Change the catalog. Its faults are announced once per episode; the next start makes it whole."""
         try:
             change(rows)
@@ -350,3 +356,4 @@ class Writer:
             self._catalog_failed = True
         else:
             self._catalog_failed = False
+        return not self._catalog_failed
