@@ -91,10 +91,20 @@ class Index:
         self.kept_bytes = 0
         #: Hears of every entry that has come or gone.
         self.changed: Callable[[Entry], None] = lambda _: None
-        for row in _in_order(list(rows)):
-            self.add(Entry(row.digest, row.name, row.size_bytes, row.used), use=False)
-            self.settle(self._entries[row.digest])
-            self._now = max(self._now, row.used)
+        self._fill(list(rows))
+
+    def _fill(self, rows: list[Row]) -> None:
+        """Take in what is stored at a start, all at once: there may be a hundred thousand."""
+        used = _chain_uses(rows)
+        for row in sorted(rows, key=lambda row: (used[row.digest], -row.start)):
+            entry = Entry(row.digest, row.name, row.size_bytes, used[row.digest], durable=True)
+            self._entries[row.digest] = entry
+            self._children.setdefault(row.parent, []).append((row.tokens, row.digest))
+        for siblings in self._children.values():
+            siblings.sort()
+        self.stored = len(rows)
+        self.stored_bytes = sum(row.size_bytes for row in rows)
+        self._now = max(used.values(), default=0)
 
     def __iter__(self) -> Iterator[Entry]:
         """Go through the entries, least recently used first, children before their parents."""
@@ -244,12 +254,10 @@ class Index:
             self._held.discard(entry)
 
 
-def _in_order(rows: list[Row]) -> list[Row]:
-    """Sort rows by use, a parent as its most recently used descendant, children before their parents."""
+def _chain_uses(rows: list[Row]) -> dict[bytes, int]:
+    """Say when each row was used, a parent as its most recently used descendant."""
     used = {row.digest: row.used for row in rows}
     for row in sorted(rows, key=lambda row: -row.start):
-        if row.parent in used:
-            used[row.parent] = max(used[row.parent], used[row.digest])
-    return sorted(
-        (row._replace(used=used[row.digest]) for row in rows), key=lambda row: (row.used, -row.start)
-    )
+        if row.parent in used and used[row.parent] < used[row.digest]:
+            used[row.parent] = used[row.digest]
+    return used

@@ -123,15 +123,18 @@ def look(directory: Path) -> Survey:
 
 
 def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
-    """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of each.
+    """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of the bytes read.
 
     Returns a survey with what is doubtful; files of other versions are counted, and not judged.
     """
     check(directory)
     files = sorted(path for path in (directory / "snapshots").iterdir())
     survey = Survey(num_files=len(files))
-    for done, path in enumerate(files):
-        progress(done, len(files))
+    sizes = {path: _size(path) for path in files}
+    done, total = 0, sum(sizes.values())
+    for path in files:
+        progress(done, total)
+        done += sizes[path]
         try:
             if path.name.removesuffix(SUFFIX) == path.name:
                 raise DoubtfulSnapshotError("not the name of a snapshot")  # noqa: TRY301  # as any other doubt
@@ -148,7 +151,7 @@ def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
             pass  # a worker has evicted it
         except OSError as error:
             survey.doubtful.append((path.name, f"unreadable: {error.strerror}"))
-    progress(len(files), len(files))
+    progress(total, total)
     return survey
 
 
@@ -194,6 +197,13 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
             continue
         rows.append(row)
     return rows, survey, names
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # evicted meanwhile
+        return 0
 
 
 def _up(get: Callable[[bytes], Entry | None], entry: Entry) -> Iterator[Entry]:

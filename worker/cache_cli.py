@@ -211,11 +211,14 @@ def verify(
             folder.close()
     if as_json:
         doubtful = [{"file": name, "reason": reason} for name, reason in found.doubtful]
-        click.echo(json.dumps({"files": found.num_files, "doubtful": doubtful, "quarantined": moved}))
+        figures = {"files": found.num_files, "other_versions": found.num_foreign}
+        click.echo(json.dumps({**figures, "doubtful": doubtful, "quarantined": moved}))
     else:
         for name, reason in found.doubtful:
             click.echo(f"{name}: {reason}" + (" (moved to quarantine)" if name in moved else ""))
-        click.echo(f"{found.num_files} files, {len(found.doubtful)} doubtful, {found.num_foreign} not judged")
+        click.echo(
+            f"{found.num_files} files, {len(found.doubtful)} doubtful, {found.num_foreign} of other versions"
+        )
     sys.exit(1 if found.doubtful else 0)
 
 

@@ -144,7 +144,7 @@ async def test_files_of_another_version_are_skipped_and_kept_until_they_are_evic
         assert store.stats().rejected == 0
         await store.close()
         assert later.exists()
-    assert "1 not judged" in turnkeep("verify").stdout
+    assert "1 of other versions" in turnkeep("verify").stdout
     assert json.loads(turnkeep("du", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
     store = await open_store(max_bytes=100)
     await store.barrier(5)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+from click.testing import CliRunner
 from raw_wire import append, generate
 
 from cache import format as snapshot_format
 from protocol.errors import RequestFailedError
 from tests.conftest import BLOCK
+from worker.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -58,6 +61,24 @@ async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> N
     assert again["usage"]["cached_tokens"] == 3 * BLOCK - 1
     unpinned = await w.worker.client.session("other").unpin()
     assert (unpinned.prefixes, unpinned.pinned_bytes) == ((3 * BLOCK,), 0)
+
+
+async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) -> None:
+    w = await wire(max_disk=2**20)
+    await w.send("s", append("a", text("x")))
+
+    def turnkeep(*arguments: str) -> Any:
+        where = ("--nats", w.worker.settings.nats, "--prefix", w.prefix)
+        return CliRunner().invoke(main, [*arguments, *where])
+
+    pinned = await asyncio.to_thread(turnkeep, "pin", "s", "--position", str(2 * BLOCK))
+    assert f"pinned {2 * BLOCK} tokens, all of them stored in" in pinned.stdout
+    refused = await asyncio.to_thread(turnkeep, "pin", "s", "--position", "999")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "a position must be from 1 to that" in refused.stderr
+    unpinned = await asyncio.to_thread(turnkeep, "unpin", "s")
+    assert unpinned.stdout == f"unpinned {2 * BLOCK}; 0 B stay pinned\n"
+    assert "unpinned nothing" in (await asyncio.to_thread(turnkeep, "unpin", "s")).stdout
 
 
 @pytest.mark.parametrize(
@@ -168,49 +189,67 @@ async def test_a_reload_changes_the_limits_and_names_what_it_cannot_change(wire:
     assert 0 < app._store.stats().stored_bytes <= 2**16
 
 
+class Serving:
+    """`turnkeep serve` as a process with a settings file, and with what is to be its standard input."""
+
+    def __init__(self, folder: Path, model: Path, nats_url: str) -> None:
+        self.config = folder / "turnkeep.toml"
+        self.config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
+        self._log = folder / "log"
+        self._command = [
+            *(sys.executable, "-m", "worker", "serve", "--config", str(self.config), "--nats", nats_url),
+            *("--prefix", f"hup{time.monotonic_ns()}", "--data-dir", str(folder / "data")),
+            *("--model", str(model), "--log-format", "json"),
+        ]
+
+    async def start(self, stdin: int) -> asyncio.subprocess.Process:
+        with self._log.open("wb") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=stdin, stdout=output, stderr=output
+            )
+        await self.said("ready")
+        return self.process
+
+    async def said(self, event: str) -> dict[str, Any]:
+        """Wait for a line of the log."""
+        async with asyncio.timeout(60):
+            while True:
+                for line in self._log.read_text().splitlines():
+                    if event in line:
+                        found: dict[str, Any] = json.loads(line)
+                        return found
+                assert self.process.returncode is None, self._log.read_text()
+                await asyncio.sleep(0.05)
+
+
 @pytest.mark.process
 async def test_sighup_has_a_worker_read_its_settings_again(
     tmp_path: Path, tiny_model: Path, nats_url: str
 ) -> None:
-    config = tmp_path / "turnkeep.toml"
-    config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
-    log_path = tmp_path / "log"
-    with log_path.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "worker", "serve", "--config", str(config), "--nats", nats_url),
-            *(
-                "--prefix",
-                f"hup{os.getpid()}",
-                "--data-dir",
-                str(tmp_path / "data"),
-                "--model",
-                str(tiny_model),
-            ),
-            *("--log-format", "json"),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-
-    async def said(event: str) -> dict[str, Any]:
-        async with asyncio.timeout(60):
-            while True:
-                for line in log_path.read_text().splitlines():
-                    if event in line:
-                        found: dict[str, Any] = json.loads(line)
-                        return found
-                assert process.returncode is None, log_path.read_text()
-                await asyncio.sleep(0.05)
-
+    serving = Serving(tmp_path, tiny_model, nats_url)
+    process = await serving.start(subprocess.DEVNULL)
     try:
-        await said("ready")
-        config.write_text("max_disk = 'much'\n")
+        serving.config.write_text("max_disk = 'much'\n")
         process.send_signal(signal.SIGHUP)
-        assert "'much' is not valid" in (await said("the settings stay as they are"))["reason"]
-        config.write_text('max_disk = "2MiB"\nmin_free_disk = 0\n')
+        assert "'much' is not valid" in (await serving.said("the settings stay as they are"))["reason"]
+        serving.config.write_text('max_disk = "2MiB"\nmin_free_disk = 0\n')
         process.send_signal(signal.SIGHUP)
-        assert (await said("read the settings again"))["changed"] == ["max_disk"]
-        assert (await said("cache_limits_changed"))["max_bytes"] == 2 * 2**20
+        assert (await serving.said("read the settings again"))["changed"] == ["max_disk"]
+        assert (await serving.said("cache_limits_changed"))["max_bytes"] == 2 * 2**20
     finally:
         process.terminate()
         assert await process.wait() == 0
+
+
+@pytest.mark.process
+async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
+    tmp_path: Path, tiny_model: Path, nats_url: str
+) -> None:
+    terminal, end = pty.openpty()
+    try:
+        process = await Serving(tmp_path, tiny_model, nats_url).start(end)
+        process.send_signal(signal.SIGHUP)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        os.close(terminal)
+        os.close(end)
