@@ -130,12 +130,11 @@ class Index:
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
-    def add(self, entry: Entry, *, use: bool = True) -> None:
-        """Take in a new entry, as the most recently used one unless told otherwise."""
+    def add(self, entry: Entry) -> None:
+        """Take in a new entry, as the most recently used one."""
         self._entries[entry.digest] = entry
         insort(self._children.setdefault(entry.parent, []), (entry.name.tokens, entry.digest))
-        if use:
-            self.use(entry)
+        self.use(entry)
         self.on_its_way_bytes += entry.size_bytes
         self._look_at(entry)
         self.changed(entry)

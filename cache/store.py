@@ -8,11 +8,9 @@ beginning.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -20,10 +18,9 @@ import structlog
 
 from . import blocks
 from . import format as snapshot_format
-from .catalog import Catalog, reconcile
-from .folder import Folder
 from .format import Name
-from .index import Entry, Index, Row
+from .index import Entry, Index
+from .opening import Opened, open_directory
 from .pins import Pin, Pinned
 from .restore import Piece, Restored, leave, restore
 from .room import Room
@@ -67,23 +64,12 @@ class Forgotten:
     settled: bool
 
 
-@dataclass(slots=True)
-class _Opened:
-    folder: Folder
-    catalog: Catalog
-    rows: list[Row]
-    pins: list[Pin]
-    rejected: int
-    quarantined_bytes: int
-    free_bytes: int
-
-
 class Store:
     """An open cache directory. Make it with `open`; every method but `room` belongs to the event loop."""
 
     def __init__(
         self,
-        opened: _Opened,
+        opened: Opened,
         *,
         identity: Identity,
         max_bytes: int,
@@ -140,7 +126,7 @@ class Store:
         system, at the cost of snapshots. `model` is what people call the model, for listings. `clock` orders
         uses, `monotonic` times pauses. Raises `DirectoryLockedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(_open, directory, identity.digest(), model)
+        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model)
         return cls(
             opened,
             identity=identity,
@@ -463,35 +449,6 @@ class Store:
         # directory failed. If it has been saved anew, that write is queued already, and replaces it.
         if write.state in {State.DURABLE, State.FAILED} and self._index.get(entry.digest) is None:
             self._writer.unlink([write.row])
-
-
-def _open(directory: Path, identity: bytes, model: str) -> _Opened:
-    """Lock a directory and read what is in it. Blocking."""
-    folder = Folder(directory)
-    catalog = None
-    try:
-        leftovers = folder.clear_tmp()
-        if leftovers:
-            _log.info("unfinished_snapshots_removed", files=leftovers)
-        catalog = Catalog(folder)
-        rows, rejected = reconcile(folder, catalog)
-        if model:
-            with suppress(sqlite3.Error):  # a name for lists only
-                catalog.name_model(identity, model)
-        return _Opened(
-            folder,
-            catalog,
-            rows,
-            catalog.pins(),
-            rejected,
-            folder.quarantined_bytes(),
-            folder.free_bytes(),
-        )
-    except BaseException:
-        if catalog is not None:
-            catalog.close()
-        folder.close()
-        raise
 
 
 def _slice(packed: bytes, span: Span) -> bytes:
