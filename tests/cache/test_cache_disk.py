@@ -87,7 +87,8 @@ async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lo
         assert list((directory / "tmp").iterdir()) == []
         assert await restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
         two = await restored(store, TWO)
-        assert two == 10 or said != ["one", "two"] or len(said) > 2 or forgetting(store, two), life
+        if "two" in said:  # it may just be forgotten: from its end, never from its middle
+            assert two in (0, 4, 8, 10), life
         assert two == 0 or "forgotten" not in said, life
         assert (store.stats().kept_bytes > 0) >= ("pinned" in said), life
         save_all(store, "a", ONE)
@@ -95,11 +96,6 @@ async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lo
         assert await restored(store, ONE) == 10, life
         assert_sum_rule(store)
         await store.close()
-
-
-def forgetting(store, num_tokens) -> bool:
-    """Killed while it was being forgotten, a session may have lost its end: never its middle."""
-    return num_tokens in (0, 4, 8) and store.stats().rejected == 0
 
 
 @pytest.mark.process
