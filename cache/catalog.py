@@ -1,20 +1,23 @@
 """The index's SQLite file: used while opening, then by the writer thread alone.
 
 The snapshot files are the truth. A catalog that is lost, damaged or wrong is made anew from their headers;
-only the order of use is lost with it.
+the order of use and the pins are lost with it.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from .blocks import link
-from .format import DoubtfulSnapshotError, read_name
+from .claims import read_claim
+from .format import DoubtfulSnapshotError, Name, read_name
 from .index import Row
+from .pins import Pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,15 +26,34 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
+#: Version 2 has brought the pins, and states. What version 1 holds is taken over as it is.
 _SCHEMA_VERSION: Final = 2
-_SCHEMA: Final = """
+#: What a file of another format version stands for in the index: nothing that could be matched.
+_NO_NAME: Final = Name(b"", 0, b"")
+#: Errors that say nothing of the file's contents: it is left alone.
+_DISKS_FAULTS: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+_READABLE: Final = (1, _SCHEMA_VERSION)
+_SCHEMA: Final = (
+    """
     CREATE TABLE IF NOT EXISTS snapshot (
         digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
         size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL
     ) WITHOUT ROWID
-"""
-#: Version 1 knew no others. Its rows are kept: without them the snapshots of that time would be doubtful.
-_READABLE: Final = (1, _SCHEMA_VERSION)
+    """,
+    "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
+)
 _RESUMABLE: Final = "ALTER TABLE snapshot ADD COLUMN resumable INTEGER NOT NULL DEFAULT 1"
 
 
@@ -40,6 +62,8 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
+        #: Whether what is noted outlives the process.
+        self.is_lasting = True
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -50,34 +74,89 @@ class Catalog:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
             if sound and version in (_READABLE if existed else (0,)):
-                return self._prepare(db)
+                return self._prepare(db, version)
             reason = f"version {version}" if sound else "damaged"
         except sqlite3.DatabaseError as error:
             reason = str(error)
+            if error.sqlite_errorcode & 0xFF in _DISKS_FAULTS:
+                db.close()
+                return self._in_memory(error)
         db.close()
         _log.warning("index_discarded", path=str(self._path), reason=reason)
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        return self._prepare(self._connect())
+        db = self._connect()
+        try:
+            return self._prepare(db, 0)
+        except sqlite3.DatabaseError as error:
+            db.close()
+            return self._in_memory(error)
+
+    def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
+        """Go on without the file, on a disk that is full, say: what is stored there is still of use.
+
+        What the file says is taken over as far as it can be read; what changes is lost with the process.
+        """
+        _log.error("index_not_written", path=str(self._path), error=str(error))
+        self.is_lasting = False
+        db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        for table in _SCHEMA:
+            db.execute(table)
+        uri = self._path.absolute().as_uri()
+        with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?immutable=1", uri=True)) as source:
+            rows = [Row(*row) for row in source.execute("SELECT * FROM snapshot")]  # of either version
+            db.executemany("INSERT INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            db.executemany("INSERT INTO pin VALUES (?, ?, ?)", source.execute("SELECT * FROM pin"))
+        return db
 
     def _connect(self) -> sqlite3.Connection:
         # Opened on one thread, then used by the writer alone.
         return sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
 
-    def _prepare(self, db: sqlite3.Connection) -> sqlite3.Connection:
+    def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
-        db.execute(_SCHEMA)
-        if "resumable" not in {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}:
-            db.execute(_RESUMABLE)
-        db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
+            for table in _SCHEMA:
+                db.execute(table)
+            if "resumable" not in {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}:
+                db.execute(_RESUMABLE)
+            db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def rows(self) -> list[Row]:
         """Read everything."""
         return list(map(Row._make, self._db.execute("SELECT * FROM snapshot")))
+
+    def pins(self) -> list[Pin]:
+        """Read the pinned prefixes."""
+        return [Pin(*row) for row in self._db.execute("SELECT root, tokens FROM pin")]
+
+    def pin(self, pins: Iterable[Pin]) -> None:
+        """Add pinned prefixes."""
+        with self._transaction() as db:
+            rows = [(pin.name, pin.root, pin.tokens) for pin in pins]
+            db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", rows)
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """Delete pinned prefixes."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM pin WHERE name = ?", [(pin.name,) for pin in pins])
+
+    def name_model(self, identity: bytes, name: str) -> None:
+        """Note what people call the model with this identity."""
+        known = self._db.execute("SELECT name FROM model WHERE identity = ?", (identity,)).fetchone()
+        if known != (name,):
+            with self._transaction() as db:
+                db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
+
+    def clear(self, _: Iterable[object] = ()) -> None:
+        """Delete all rows and pins."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM snapshot")
+            db.execute("DELETE FROM pin")
 
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
@@ -115,7 +194,13 @@ class _Transaction:
         return self._db
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None:
+                self._db.execute("COMMIT")
+        finally:
+            # A full disk has mostly rolled it back already; one that was left open would fail every next one.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
 
 def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
@@ -123,25 +208,27 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
 
     Returns the snapshots, and how many files were doubtful.
 
-    A file without a row is adopted by its header, with its mtime as its last use. A row without a file
-    is dropped. A file that is no snapshot goes to quarantine, and one whose parent is gone is removed,
-    since nothing could ever match it.
+    A file without a row is adopted by its header, with its mtime as its last use; one of another format
+    version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
+    snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
     rows = {row.digest: row for row in catalog.rows()}
-    files = folder.scan()
+    files = folder.names()
     known = {
         digest: row
         for digest, row in rows.items()
         # SQLite has no checksums of its own: a row must prove its name as a file does. The file's length is
-        # looked at when it is read.
-        if digest in files and link(row.parent, row.tokens) == digest
+        # looked at when it is read. One of another format version has no tokens that could be told.
+        if digest in files and (not row.tokens or link(row.parent, row.tokens) == digest)
     }
     adopted: dict[bytes, Row] = {}
     doubtful = 0
     for digest in files - known.keys():
         try:
-            stat = folder.path(digest).stat()
-            name = read_name(folder.path(digest))
+            path = folder.path(digest)
+            stat = path.stat()
+            foreign = read_claim(path).is_foreign
+            name = _NO_NAME if foreign else read_name(path)
         except (DoubtfulSnapshotError, OSError) as error:
             folder.quarantine(digest)
             doubtful += 1

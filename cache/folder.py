@@ -15,12 +15,16 @@ import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from .blocks import DIGEST_BYTES
 from .format import SUFFIX, CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_log = structlog.get_logger("turnkeep.cache")
 
 #: Quarantined files beyond this many are removed, oldest first.
 QUARANTINE_FILES: Final = 8
@@ -29,7 +33,26 @@ _IS_NAME: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}{re.escape(SUFFIX)}
 
 
 class DirectoryLockedError(CacheError):
-    """Another process has this directory open."""
+    """Another process has this directory open; `owner` is its pid, or "unknown"."""
+
+    def __init__(self, directory: Path, owner: str) -> None:
+        why = f"is in use by process {owner}; give each worker its own"
+        super().__init__(f"cache directory {directory} {why}")
+        self.directory = directory
+        self.owner = owner
+
+
+def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
+    """List the snapshots in a folder: digest to (size in bytes, mtime in ns)."""
+    found = {}
+    with os.scandir(snapshots) as entries:
+        for entry in entries:
+            with suppress(ValueError, FileNotFoundError):  # another name; or it has just been removed
+                digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
+                if entry.name == f"{digest.hex()}{SUFFIX}" and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    found[digest] = (stat.st_size, stat.st_mtime_ns)
+    return found
 
 
 class Folder:
@@ -49,11 +72,13 @@ class Folder:
         except BlockingIOError:
             owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
-            raise DirectoryLockedError(
-                f"cache directory {directory} is in use by process {owner}; give each worker its own"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            raise DirectoryLockedError(directory, owner) from None
+        except OSError:  # a file system without locks
+            os.close(self._lock)
+            raise
+        with suppress(OSError):  # on a full disk nobody is told who holds it, but what is there is of use
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         """Give the lock back."""
@@ -63,8 +88,8 @@ class Folder:
         """Name the file of a snapshot."""
         return self.snapshots / f"{digest.hex()}{SUFFIX}"
 
-    def scan(self) -> set[bytes]:
-        """List the snapshots that are there. Only their names: a `stat` each would take half of a start."""
+    def names(self) -> set[bytes]:
+        """List the digests of the snapshots. Only their names: a `stat` each would take half of a start."""
         with os.scandir(self.snapshots) as entries:
             return {
                 bytes.fromhex(entry.name.removesuffix(SUFFIX))
@@ -103,17 +128,38 @@ class Folder:
         self.path(digest).unlink(missing_ok=True)
 
     def quarantine(self, digest: bytes) -> None:
-        """Move a doubtful file out of the way, and drop the oldest of those that are too many."""
+        """Move a doubtful file out of the way, and drop the oldest of those that are too many.
+
+        Where the disk does not let it be moved it stays where it is; it is doubtful again when next read.
+        """
         path = self.path(digest)
-        with suppress(FileNotFoundError):
-            path.rename(self.quarantined / path.name)
-        kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
-        for old in kept[:-QUARANTINE_FILES]:
-            old.unlink(missing_ok=True)
+        try:
+            with suppress(FileNotFoundError):
+                path.rename(self.quarantined / path.name)
+            kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
+            for old in kept[:-QUARANTINE_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
+            _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
     def quarantined_bytes(self) -> int:
         """Measure the quarantine: it counts against the disk limit."""
-        return sum(path.stat().st_size for path in self.quarantined.iterdir())
+        try:
+            return sum(path.stat().st_size for path in self.quarantined.iterdir())
+        except OSError:  # gone, or going
+            return 0
+
+    def clear(self) -> list[str]:
+        """Remove all snapshots, the quarantined ones too; returns the names that could not be removed."""
+        left = []
+        for room in (self.snapshots, self.quarantined):
+            with os.scandir(room) as entries:
+                for entry in entries:
+                    try:
+                        os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them
+                    except OSError:
+                        left.append(entry.name)
+        return left
 
     def free_bytes(self) -> int:
         """Measure what the file system has left for this process."""

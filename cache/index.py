@@ -44,9 +44,12 @@ class Entry:
     size_bytes: int
     used: int
     durable: bool = False
-    #: Loads that need the file. It is not evicted meanwhile, and `doomed` waits for the last of them.
+    #: Loads that need the file, counted by `Index.hold`. It is not evicted meanwhile, and `doomed` waits for
+    #: the last of them.
     pins: int = 0
     doomed: bool = False
+    #: Pinned prefixes that it is a part of, counted by `Index.keep`.
+    kept: int = 0
 
     @property
     def parent(self) -> bytes:
@@ -61,7 +64,7 @@ class Entry:
     @property
     def held(self) -> bool:
         """Whether eviction must leave it alone for now."""
-        return self.pins > 0 or not self.durable
+        return self.pins > 0 or self.kept > 0 or not self.durable
 
     @property
     def row(self) -> Row:
@@ -83,9 +86,16 @@ class Index:
         self._clock = clock
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._held: set[Entry] = set()
         self._now = 0
         self.stored = 0
         self.stored_bytes = 0
+        #: Of entries that are not stored yet.
+        self.on_its_way_bytes = 0
+        #: Of entries that pinned prefixes are made of.
+        self.kept_bytes = 0
+        #: Hears of every entry that has come or gone.
+        self.changed: Callable[[Entry], None] = lambda _: None
         self._fill(list(rows))
 
     def _fill(self, rows: list[Row]) -> None:
@@ -126,18 +136,45 @@ class Index:
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
-    def add(self, entry: Entry, *, use: bool = True) -> None:
-        """Take in a new entry, as the most recently used one unless told otherwise."""
+    def add(self, entry: Entry) -> None:
+        """Take in a new entry, as the most recently used one."""
         self._entries[entry.digest] = entry
         insort(self._children.setdefault(entry.parent, []), (entry.name.tokens, entry.digest))
-        if use:
-            self.use(entry)
+        self.use(entry)
+        self.on_its_way_bytes += entry.size_bytes
+        self._look_at(entry)
+        self.changed(entry)
 
     def settle(self, entry: Entry) -> None:
         """Note that an entry's file is in place."""
         entry.durable = True
+        self.on_its_way_bytes -= entry.size_bytes
         self.stored += 1
         self.stored_bytes += entry.size_bytes
+        self._look_at(entry)
+
+    def hold(self, entry: Entry, by: int = 1) -> None:
+        """Count a load that needs the file (`by` -1: one that needs it no more)."""
+        entry.pins += by
+        self._look_at(entry)
+
+    def keep(self, entry: Entry, by: int = 1) -> None:
+        """Count a pinned prefix that the entry is a part of (`by` -1: one that was given up)."""
+        was, entry.kept = entry.kept > 0, entry.kept + by
+        if was != (entry.kept > 0):
+            self.kept_bytes += entry.size_bytes if entry.kept else -entry.size_bytes
+
+    def held_bytes(self) -> int:
+        """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
+        seen: set[bytes] = set()
+        size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
+        for entry in self._held:
+            link: Entry | None = entry
+            while link is not None and not link.kept and link.digest not in seen:
+                seen.add(link.digest)
+                size_bytes += link.size_bytes
+                link = self._entries.get(link.parent)
+        return size_bytes
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
@@ -149,6 +186,15 @@ class Index:
         if entry.durable:
             self.stored -= 1
             self.stored_bytes -= entry.size_bytes
+        else:
+            self.on_its_way_bytes -= entry.size_bytes
+        self._held.discard(entry)
+        self.changed(entry)
+
+    def clear(self) -> None:
+        """Forget all entries. Those that are being loaded are on their own."""
+        self._entries, self._children, self._held = OrderedDict(), {}, set()
+        self.stored = self.stored_bytes = self.on_its_way_bytes = self.kept_bytes = 0
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
@@ -241,6 +287,12 @@ class Index:
         for parent in found:
             found += self.children(parent.digest)
         return found[:0:-1]
+
+    def _look_at(self, entry: Entry) -> None:
+        if (entry.pins > 0 or not entry.durable) and self._entries.get(entry.digest) is entry:
+            self._held.add(entry)
+        else:
+            self._held.discard(entry)
 
 
 def _inherited_uses(rows: list[Row]) -> dict[bytes, int]:

@@ -1,4 +1,4 @@
-"""The only face of the cache: match, load, save, forget, barrier, stats.
+"""The only face of the cache: match, load, save, forget, pin, limits, barrier, stats.
 
 Belongs to the event loop, which owns the index and all counts; blocking work runs on the writer thread and
 on I/O threads. Names KV by tenant and tokens. Knows nothing of sessions: those are names that share a
@@ -8,28 +8,28 @@ beginning.
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from . import blocks, eviction
+from . import blocks
 from . import format as snapshot_format
 from .blocks import Span
-from .catalog import Catalog, reconcile
-from .folder import Folder
 from .format import Name
-from .index import Entry, Index
+from .index import Entry
+from .opening import Opened, open_directory
+from .pins import Pin, Pinned
 from .restore import Piece, Restored, leave, restore
+from .room import Room
+from .stats import SnapshotStats
 from .writer import DropReason, State, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from .format import Tensor
@@ -37,15 +37,10 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: At most so many snapshots are evicted to make room for one; the rest waits for the next.
-EVICT_LIMIT: Final = 32
-
 #: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
 #: takes longer than computing them.
 _LEAST_SHARE: Final = 0.25
 
-#: An index of so many entries is worth telling the garbage collector about.
-_MANY_ROWS: Final = 10_000
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
 
@@ -73,36 +68,12 @@ class Held:
     entries: tuple[Entry, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotStats:
-    """The counts at one instant: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """How many snapshots went, and whether they are known to be off the disk."""
 
-    `stored` and `stored_bytes` are what is there now, `evicted` what went for want of room, `rejected`
-    the files that were doubtful. The other bytes are totals since the start.
-    """
-
-    accepted: int = 0
-    durable: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    failed: int = 0
-    cancelled: int = 0
-    in_flight: int = 0
-    in_flight_bytes: int = 0
-    written_bytes: int = 0
-    restored_bytes: int = 0
-    stored: int = 0
-    stored_bytes: int = 0
-    evicted: int = 0
-    rejected: int = 0
-
-
-@dataclass(slots=True)
-class _Opened:
-    folder: Folder
-    catalog: Catalog
-    index: Index
-    rejected: int
-    quarantined_bytes: int
+    num_snapshots: int
+    settled: bool
 
 
 class Store:
@@ -110,7 +81,7 @@ class Store:
 
     def __init__(
         self,
-        opened: _Opened,
+        opened: Opened,
         *,
         identity: Identity,
         stateful: bool,
@@ -124,23 +95,29 @@ class Store:
         self._identity = identity
         self._identity_digest = identity.digest()
         self._stateful = stateful
-        self._max_bytes = max_bytes
-        self._min_free_bytes = min_free_bytes
         self._index = opened.index
         self._writer = Writer(
             opened.folder,
             opened.catalog,
             queue_bytes=queue_bytes,
+            free_bytes=opened.free_bytes,
             settled=self._settled,
             monotonic=monotonic,
+        )
+        self._room = Room(
+            self._index,
+            self._writer,
+            opened.pins,
+            self._discard,
+            max_bytes=max_bytes,
+            min_free_bytes=min_free_bytes,
+            quarantined_bytes=opened.quarantined_bytes,
         )
         self._io = ThreadPoolExecutor(_IO_THREADS, "turnkeep-restore")
         self._closing = False
         self._restored_bytes = 0
-        self._evicted = 0
         self._rejected = opened.rejected
-        self._quarantined_bytes = opened.quarantined_bytes
-        self._shrink()
+        self._room.shrink_at_once()
 
     @classmethod
     async def open(
@@ -152,6 +129,7 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
+        model: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Store:
@@ -160,10 +138,10 @@ class Store:
         Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
         `stateful` says that the model has layers whose state is saved whole: a match then ends where a
         snapshot with a state does. `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes`
-        is left free on the file system, at the cost of snapshots. `clock` orders uses, `monotonic` times
-        pauses. Raises `DirectoryLockedError`, `OSError`.
+        is left free on the file system, at the cost of snapshots. `model` is what people call the model, for
+        listings. `clock` orders uses, `monotonic` times pauses. Raises `DirectoryLockedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(_open, directory, clock)
+        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock)
         return cls(
             opened,
             identity=identity,
@@ -196,7 +174,7 @@ class Store:
             entries += path
             num_tokens = at // blocks.TOKEN_BYTES + num_shared
         for entry in entries:
-            entry.pins += 1
+            self._index.hold(entry)
         if entries:
             self._use(entries[-1])
         return Match(num_tokens, tuple(entries))
@@ -218,18 +196,19 @@ class Store:
         path = self._pieces(parent, packed[start * blocks.TOKEN_BYTES :])
         entries += path
         for entry in entries:
-            entry.pins += 1
+            self._index.hold(entry)
         return Held((start, *(entry.name.span.end for entry in path)), tuple(entries))
 
     def release(self, match: Match | Held) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
         for entry in reversed(match.entries):
-            entry.pins -= 1
+            self._index.hold(entry, -1)
             if entry.doomed and not entry.pins and self._index.get(entry.digest) is entry:
                 # What was saved on top of it meanwhile needs it again.
                 entry.doomed = False
                 if not self._index.num_children(entry.digest):
                     self._discard([entry])
+        self._room.check()
 
     async def load(self, match: Match) -> Restored | None:
         """Read a match into evaluated arrays, on an I/O thread.
@@ -260,7 +239,7 @@ class Store:
         finally:
             self.release(match)
         if outcome.doubt is not None:
-            self._quarantined_bytes = outcome.quarantined_bytes
+            self._room.quarantined_bytes = outcome.quarantined_bytes
             self._reject(match.entries[outcome.num_read], outcome.doubt)
         if outcome.restored is not None:
             self._restored_bytes += outcome.restored.size_bytes
@@ -332,7 +311,7 @@ class Store:
         entry = Entry(name.digest, name, draft.size_bytes, self._index.next_use())
         # In the index first: as a child on its way it keeps its own chain from being evicted for it.
         self._index.add(entry)
-        if not self._make_room(draft.size_bytes):
+        if not self._room.make(draft.size_bytes):
             self._index.remove(entry)
             self._writer.drop("disk_limit")
             return False
@@ -350,8 +329,8 @@ class Store:
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
         """Remove what is stored or on its way of these tokens, from the end to where others share it.
 
-        Returns how many snapshots went. What is being loaded goes when that is done. Settled after a
-        `barrier`: nothing of it comes back, not even by a write that was under way.
+        Returns how many snapshots went. What is being loaded goes when that is done; what is pinned stays.
+        Settled after a `barrier`: nothing of it comes back, not even by a write that was under way.
         """
         packed = blocks.pack(tokens)
         width = self._block * blocks.TOKEN_BYTES
@@ -359,8 +338,54 @@ class Store:
         gone = 0
         for i in reversed(range(len(chain))):
             within = self._index.within(chain[i], packed[i * width : (i + 1) * width])
-            gone += self._discard_unneeded(reversed(within))
+            gone += self._discard_unneeded(entry for entry in reversed(within) if not entry.kept)
         return gone
+
+    async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
+        """`forget`, and wait until that is settled; the answer comes in time whatever the disk does."""
+        num_snapshots = self.forget(tenant, tokens)
+        return Forgotten(num_snapshots, await self.barrier(timeout_s))
+
+    async def clear(self, timeout_s: float = 5.0) -> bool:
+        """Remove everything, of all tenants and models, pins and quarantine too; False where that takes long.
+
+        What is written meanwhile or later stays. Nothing from before comes back, not even by a write that
+        the disk holds up now.
+        """
+        self._index.clear()
+        self._room.clear()
+        self._writer.clear()
+        return await self.barrier(timeout_s)
+
+    async def pin(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
+        """Keep a prefix until it is unpinned, over restarts: what is stored of it, and what comes.
+
+        Raises `PinRefusedError` where it is too large, `ValueError` where it is empty.
+        """
+        if not tokens:
+            raise ValueError("a pinned prefix has at least one token")
+        pin = Pin(self._root(tenant), blocks.pack(tokens))
+        held = self._room.pin(pin)
+        note = self._writer.pin([pin], on=True)
+        pinned = Pinned(len(tokens), held.num_tokens, held.size_bytes, self._index.kept_bytes, noted=False)
+        await self.barrier(timeout_s)
+        return replace(pinned, noted=note.made)
+
+    def unpin(self, tenant: str, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
+        """Let go of all pinned prefixes of these tokens, or only of the one that is all of them.
+
+        Returns their lengths in tokens. They leave when others need the room.
+        """
+        gone = self._room.unpin(self._root(tenant), blocks.pack(tokens), exactly=exactly)
+        self._writer.pin(gone, on=False)
+        return sorted(len(pin.tokens) // blocks.TOKEN_BYTES for pin in gone)
+
+    def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
+        """Change limits from now on. What is over them leaves in the background, some snapshots at a time."""
+        self._room.set_limits(
+            self._room.max_bytes if max_bytes is None else max_bytes,
+            self._room.min_free_bytes if min_free_bytes is None else min_free_bytes,
+        )
 
     async def barrier(self, timeout_s: float) -> bool:
         """Wait until all earlier writes and removals are settled; False where that takes too long."""
@@ -376,33 +401,25 @@ class Store:
 
     def stats(self) -> SnapshotStats:
         """Take the counts."""
-        counts = self._writer.counts
-        return SnapshotStats(
-            accepted=counts.accepted,
-            durable=counts.durable,
-            dropped=dict(counts.dropped),
-            failed=counts.failed,
-            cancelled=counts.cancelled,
-            in_flight=counts.in_flight,
-            in_flight_bytes=counts.in_flight_bytes,
-            written_bytes=counts.written_bytes,
+        return SnapshotStats.take(
+            self._writer.counts,
+            self._index,
+            self._room,
             restored_bytes=self._restored_bytes,
-            stored=self._index.stored,
-            stored_bytes=self._index.stored_bytes,
-            evicted=self._evicted,
             rejected=self._rejected,
         )
 
-    async def close(self, timeout_s: float = 5.0) -> bool:
+    async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
         """Write what is queued, then end the threads and unlock. False where time ran out.
 
         What is not written by then is given up. A directory whose writer hangs stays locked. Saves are
-        refused from now on; closing again does nothing.
+        refused from now on; closing again does nothing. `discard` removes everything instead of writing it.
         """
         if self._closing:
             return True
         self._closing = True
-        drained = await self.barrier(timeout_s / 2)
+        self._room.close()
+        drained = await (self.clear(timeout_s / 2) if discard else self.barrier(timeout_s / 2))
         stopped = await self._writer.stop(timeout_s / 2)
         self._end_io()
         if stopped:
@@ -450,42 +467,13 @@ class Store:
             return "closing"
         if self._writer.paused:
             return "disk_error"
-        if size_bytes > min(self._max_bytes, self._writer.queue_bytes):
+        if size_bytes > min(self._room.max_bytes, self._writer.queue_bytes):
             return "too_large"
         if name.start and self._index.get(name.parent) is None:
             return "no_parent"
         if size_bytes > self._writer.room_bytes:
             return "queue_full"
         return None
-
-    def _make_room(self, size_bytes: int) -> bool:
-        """Evict until `size_bytes` more fit both limits; False where they cannot."""
-        need = self._excess() + size_bytes
-        victims = eviction.choose(self._index, self._index.num_children, need_bytes=need, limit=EVICT_LIMIT)
-        self._evicted += len(victims)
-        self._discard(victims)
-        return sum(victim.size_bytes for victim in victims) >= need
-
-    def _excess(self) -> int:
-        """How far over its limits the cache is (negative: how much still fits)."""
-        in_flight = self._writer.counts.in_flight_bytes
-        used = self._index.stored_bytes + in_flight + self._quarantined_bytes
-        free = self._folder.free_bytes() + self._writer.unlinking_bytes - in_flight
-        return max(used - self._max_bytes, self._min_free_bytes - free)
-
-    def _shrink(self) -> None:
-        """Evict at a start whatever a lowered limit has no room for."""
-        used = self._index.stored_bytes + self._quarantined_bytes
-        victims = eviction.choose(
-            self._index,
-            self._index.num_children,
-            need_bytes=used - self._max_bytes,
-            limit=len(self._index),
-        )
-        if victims:
-            self._evicted += len(victims)
-            self._discard(victims)
-            _log.warning("cache_shrunk", evicted=len(victims), max_bytes=self._max_bytes)
 
     def _use(self, entry: Entry) -> None:
         self._index.use(entry)
@@ -530,7 +518,11 @@ class Store:
         self._take_out([*self._index.below(entry), entry], "no_parent")
 
     def _settled(self, write: Write) -> None:
-        """Enter the end of a write into the index. Called by the writer, on the event loop."""
+        """Take note of the end of a write. Called by the writer, on the event loop."""
+        self._enter(write)
+        self._room.check()
+
+    def _enter(self, write: Write) -> None:
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
             self._index.settle(entry)
@@ -543,37 +535,6 @@ class Store:
         # directory failed. If it has been saved anew, that write is queued already, and replaces it.
         if write.state in {State.DURABLE, State.FAILED} and self._index.get(entry.digest) is None:
             self._writer.unlink([write.row])
-
-
-def _open(directory: Path, clock: Callable[[], float]) -> _Opened:
-    """Lock a directory and read what is in it. Blocking."""
-    folder = Folder(directory)
-    try:
-        leftovers = folder.clear_tmp()
-        if leftovers:
-            _log.info("unfinished_snapshots_removed", files=leftovers)
-        catalog = Catalog(folder)
-        with _rarely_collecting():
-            rows, rejected = reconcile(folder, catalog)
-            index = Index(clock, rows)
-            if len(rows) > _MANY_ROWS:
-                gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
-        return _Opened(folder, catalog, index, rejected, folder.quarantined_bytes())
-    except BaseException:
-        folder.close()
-        raise
-
-
-@contextmanager
-def _rarely_collecting() -> Iterator[None]:
-    """Keep the garbage collector from looking through what is read, again and again while it grows."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _slice(packed: bytes, span: Span) -> bytes:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .folder import Folder
     from .format import Draft
     from .index import Entry, Row
+    from .pins import Pin
 
 T = TypeVar("T")
 
@@ -90,11 +91,25 @@ class _Use:
 
 
 @dataclass(slots=True, eq=False)
+class PinNote:
+    """A note that prefixes were pinned or unpinned; `made` says that it is on disk."""
+
+    pins: list[Pin]
+    on: bool
+    made: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Clear:
+    pass
+
+
+@dataclass(slots=True, eq=False)
 class _Barrier:
     passed: asyncio.Future[None]
 
 
-_Job = Write | _Unlink | _Use | _Barrier
+_Job = Write | _Unlink | _Use | PinNote | _Clear | _Barrier
 
 
 @dataclass(slots=True)
@@ -120,6 +135,7 @@ class Writer:
         catalog: Catalog,
         *,
         queue_bytes: int,
+        free_bytes: int,
         settled: Callable[[Write], None],
         monotonic: Callable[[], float],
     ) -> None:
@@ -127,6 +143,8 @@ class Writer:
         self.queue_bytes = queue_bytes
         #: Bytes of files that are removed from the index, but not yet from the disk.
         self.unlinking_bytes = 0
+        #: What the file system had left after the last job that was settled: so nobody else has to ask it.
+        self.free_bytes = free_bytes
         self._folder = folder
         self._catalog = catalog
         self._settled = settled
@@ -180,6 +198,18 @@ class Writer:
         """Queue a note of when a snapshot was used."""
         self._jobs.put(_Use(used, digest))
 
+    def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
+        """Queue a note that prefixes were pinned, or unpinned."""
+        note = PinNote(pins, on)
+        self._jobs.put(note)
+        return note
+
+    def clear(self) -> None:
+        """Give up every write, wherever it is, and queue the removal of all files and rows."""
+        for write in self._in_flight.values():
+            write.abandoned = write.abandoned or "cancelled"
+        self._jobs.put(_Clear())
+
     async def barrier(self) -> None:
         """Wait until everything that was queued before is settled, and has been counted."""
         passed: asyncio.Future[None] = self._loop.create_future()
@@ -198,7 +228,9 @@ class Writer:
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: _Job, free_bytes: int | None) -> None:
+        if free_bytes is not None:
+            self.free_bytes = free_bytes
         match job:
             case Write():
                 self._count(job)
@@ -208,7 +240,7 @@ class Writer:
             case _Barrier():
                 if not job.passed.done():  # whoever waited may have been cancelled
                     job.passed.set_result(None)
-            case _Use():
+            case _Use() | PinNote() | _Clear():
                 pass
 
     def _count(self, write: Write) -> None:
@@ -256,10 +288,15 @@ class Writer:
                     self._unlink(job)
                 case _Use():
                     self._in_catalog(self._catalog.use, [(job.used, job.digest)])
+                case PinNote():
+                    change = self._catalog.pin if job.on else self._catalog.unpin
+                    job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
+                case _Clear():
+                    self._clear()
                 case _Barrier():
                     pass
             try:
-                self._loop.call_soon_threadsafe(self._settle, job)
+                self._loop.call_soon_threadsafe(self._settle, job, self._free_bytes())
             except RuntimeError:  # the event loop is closed: nobody is left to be told
                 return
 
@@ -295,7 +332,21 @@ class Writer:
                 _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
         self._in_catalog(self._catalog.remove, job.rows)
 
-    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> None:
+    def _clear(self) -> None:
+        try:
+            for digest in self._folder.clear():
+                _log.error("snapshot_not_removed", digest=digest)
+        except OSError as error:
+            _log.error("cache_not_cleared", error=str(error))
+        self._in_catalog(self._catalog.clear, [])
+
+    def _free_bytes(self) -> int | None:
+        try:
+            return self._folder.free_bytes()
+        except OSError:  # the directory is gone: the next write says so
+            return None
+
+    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
         """Change the catalog. Its faults are announced once per episode; the next start makes it whole."""
         try:
             change(rows)
@@ -305,3 +356,4 @@ class Writer:
             self._catalog_failed = True
         else:
             self._catalog_failed = False
+        return not self._catalog_failed

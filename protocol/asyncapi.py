@@ -32,16 +32,20 @@ from .messages import (
     Metrics,
     Open,
     Opened,
+    Pinned,
+    PinRequest,
     Rewind,
     Rewound,
     SessionInfo,
+    Unpinned,
+    UnpinRequest,
 )
 from .subjects import ID_RULE, SessionKey, Subjects
 
 REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
 RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
-CONTROLS: Final = (InfoRequest, CancelRequest)
-CONTROL_REPLIES: Final = (SessionInfo, Cancelled, Failed)
+CONTROLS: Final = (InfoRequest, CancelRequest, PinRequest, UnpinRequest)
+CONTROL_REPLIES: Final = (SessionInfo, Cancelled, Pinned, Unpinned, Failed)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")

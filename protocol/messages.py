@@ -126,7 +126,13 @@ class Rewind(_Request, frozen=True, tag="rewind"):
 
 
 class Close(_Request, frozen=True, tag="close"):
-    """End the session. Only an `open` can use its name again."""
+    """End the session. Only an `open` can use its name again.
+
+    `forget` also removes what the worker's disk holds of the session's tokens, up to where other sessions
+    or a pin share it. The log keeps what was said.
+    """
+
+    forget: bool = False
 
 
 Request = Open | Append | Generate | Rewind | Close
@@ -148,7 +154,14 @@ class Rewound(_Result, frozen=True, tag="rewound"):
 
 
 class Closed(_Result, frozen=True, tag="closed"):
-    """Answer to `close`; `position` is what the session held."""
+    """Answer to `close`; `position` is what the session held.
+
+    Where it was to forget, `forgotten` counts the snapshots that went. `settled` is false where the disk did
+    not confirm that in time: then they go as soon as it answers.
+    """
+
+    forgotten: int | None = None
+    settled: bool = True
 
 
 class Appended(_Result, frozen=True, tag="appended"):
@@ -245,7 +258,31 @@ class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     id: Id
 
 
-ControlRequest = InfoRequest | CancelRequest
+class PinRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="pin", omit_defaults=True
+):
+    """Keep the session's first `position` tokens on disk, until they are unpinned (on `ctl`).
+
+    Without a position: all that it has now. The pin belongs to the tenant's prefix, not to the session: it
+    outlives both session and worker, and serves every session that begins alike.
+    """
+
+    position: Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")] | None = (
+        None
+    )
+
+
+class UnpinRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unpin", omit_defaults=True
+):
+    """Let go of the pinned prefixes of the session, or of the one with `position` tokens (on `ctl`)."""
+
+    position: Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")] | None = (
+        None
+    )
+
+
+ControlRequest = InfoRequest | CancelRequest | PinRequest | UnpinRequest
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
@@ -253,6 +290,26 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
 
     id: str
     was: Literal["waiting", "running"]
+
+
+class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
+    """Answer to `pin`: of `tokens`, `stored_tokens` are on disk or on their way, in `size_bytes`.
+
+    `pinned_bytes` are those of all pins in the worker's cache. `noted` says that the pin itself is on disk.
+    """
+
+    tokens: int
+    stored_tokens: int
+    size_bytes: int
+    pinned_bytes: int
+    noted: bool
+
+
+class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
+    """Answer to `unpin`: the lengths in tokens of the prefixes that were let go."""
+
+    prefixes: tuple[int, ...]
+    pinned_bytes: int
 
 
 class Histogram(Struct, frozen=True):
@@ -265,7 +322,12 @@ class Histogram(Struct, frozen=True):
 
 
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
-    """`accepted = durable + sum(dropped) + failed + cancelled + in_flight`, at every instant."""
+    """Two sums hold at every instant.
+
+    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots.
+    `free + pinned + evictable = capacity` counts bytes: what snapshots may take, of which `pinned` must not
+    be evicted now: pinned prefixes (`kept`) and what is being written or loaded.
+    """
 
     accepted: int = 0
     durable: int = 0
@@ -280,6 +342,11 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     stored_bytes: int = 0
     evicted: int = 0
     rejected: int = 0
+    capacity_bytes: int = 0
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    evictable_bytes: int = 0
+    kept_bytes: int = 0
 
 
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
@@ -346,7 +413,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     worker: Metrics
 
 
-ControlReply = SessionInfo | Cancelled | Failed
+ControlReply = SessionInfo | Cancelled | Pinned | Unpinned | Failed
 
 _T = TypeVar("_T")
 

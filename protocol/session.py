@@ -26,10 +26,14 @@ from .messages import (
     Message,
     Open,
     Opened,
+    Pinned,
+    PinRequest,
     Request,
     Rewind,
     Rewound,
     SessionInfo,
+    Unpinned,
+    UnpinRequest,
     decode_control_reply,
     decode_request,
     encode,
@@ -151,9 +155,12 @@ class Session:
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
         return expect(Rewound, await self._call(request, timeout_s))
 
-    async def close(self, *, request_id: str | None = None, timeout_s: float | None = None) -> Closed:
-        """End the session. Only `open` can use its name again."""
-        return expect(Closed, await self._call(build(Close, request_id), timeout_s))
+    async def close(
+        self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Closed:
+        """End the session; `forget` removes its snapshots too. Only `open` can use its name again."""
+        request = build(Close, request_id, forget=forget or None)
+        return expect(Closed, await self._call(request, timeout_s))
 
     async def info(self) -> SessionInfo:
         """Return the session's state, from the worker that holds it."""
@@ -162,6 +169,14 @@ class Session:
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""
         return expect(Cancelled, await self._control(CancelRequest(id=check_id("request id", request_id))))
+
+    async def pin(self, position: int | None = None) -> Pinned:
+        """Keep the session's first `position` tokens on the worker's disk (None: all) until `unpin`."""
+        return expect(Pinned, await self._control(PinRequest(position=position)))
+
+    async def unpin(self, position: int | None = None) -> Unpinned:
+        """Let go of the pinned prefixes of the session, or of the one with `position` tokens."""
+        return expect(Unpinned, await self._control(UnpinRequest(position=position)))
 
     async def _call(self, request: Request, timeout_s: float | None) -> Any:
         return await self._pending(request, timeout_s)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.metadata
 import sqlite3
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import psutil
@@ -62,6 +62,9 @@ VERSION = importlib.metadata.version("turnkeep")
 _PLANNED_CONTEXT = 65_536
 
 
+#: The settings that a reload takes over.
+_RELOADED = frozenset({"max_disk", "min_free_disk"})
+
 #: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
 _STOP_S = 10.0
 
@@ -88,6 +91,21 @@ class App:
     def stop(self) -> None:
         """Ask the worker to go down; event loop only."""
         self._stop.set()
+
+    def reload(self, settings: Settings) -> None:
+        """Take over what may change while the worker runs: the limits of the disk. Event loop only."""
+        changed = {
+            field.name
+            for field in dataclasses.fields(settings)
+            if getattr(settings, field.name) != getattr(self._settings, field.name)
+        }
+        if changed - _RELOADED:
+            log.warning("these settings need a restart", settings=sorted(changed - _RELOADED))
+        news = {name: getattr(settings, name) for name in _RELOADED}
+        self._settings = dataclasses.replace(self._settings, **news)
+        if self._store is not None:
+            self._store.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
+        log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
         """Serve until `stop`. Raises `TurnkeepError`, with one line, for what a user can mend."""
@@ -169,11 +187,15 @@ class App:
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
+                model=folder.name,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400
             return
-        stack.push_async_callback(self._store.close)
+        discard = settings.snapshots == "temporary"
+        if discard and not await self._store.clear():
+            log.warning("snapshots of an earlier run are still being removed")
+        stack.push_async_callback(self._store.close, discard=discard)
         self._device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
@@ -210,6 +232,7 @@ class App:
         self._sessions = Sessions(
             services,
             self._engine,
+            self._store,
             subjects,
             idle_timeout_s=settings.idle_timeout_s,
             metrics=lambda: self._metrics(intake),
@@ -316,5 +339,7 @@ class App:
             estimated_scratch_bytes=engine.estimated_bytes,
             measured_scratch_bytes=engine.measured_bytes,
             process_bytes=psutil.Process().memory_info().rss,
-            snapshots=SnapshotCounters(**asdict(self._store.stats())) if self._store else SnapshotCounters(),
+            snapshots=SnapshotCounters(**dataclasses.asdict(self._store.stats()))
+            if self._store
+            else SnapshotCounters(),
         )

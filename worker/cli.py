@@ -1,16 +1,14 @@
 """The command line. Every fault that a user can cause or mend is one line on standard error.
 
 Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted. Commands that talk to
-a worker are clients like any other; only `serve`, `model` and `doctor` touch this machine.
+a worker are clients like any other; only `serve`, `model`, `cache` and `doctor` touch this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,13 +16,17 @@ import click
 from bench.cli import bench
 from protocol.errors import NoWorkerError, TurnkeepError
 
-from . import settings as settings_module
-from .settings import Settings, SettingsError
+from .cache_cli import cache
+from .flags import read, with_settings
+from .settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from pathlib import Path
 
     from protocol.client import Client
+
+    from .settings import Settings
 
 _CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
 
@@ -51,26 +53,6 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of the named settings (none: all), and `--config`."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for setting in reversed(settings_module.describe()):
-            if not names or setting.name in names:
-                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
-                help_text += f"[{setting.variable}; default: {setting.default}]"
-                command = click.option(setting.flag, setting.name, metavar="VALUE", help=help_text)(command)
-        return click.option(
-            "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
-        )(command)
-
-    return decorate
-
-
-def _settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    return settings_module.load(flags, os.environ, config)
-
-
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
 def main() -> None:
@@ -78,12 +60,15 @@ def main() -> None:
 
 
 @main.command()
-@_with_settings()
+@with_settings()
 def serve(config: Path | None, **flags: Any) -> None:
-    """Run a worker, with a NATS server of its own unless --nats names one. Ctrl-C stops it."""
+    """Run a worker, with a NATS server of its own unless --nats names one. Ctrl-C stops it.
+
+    SIGHUP has it read the settings again, and hold to max_disk and min_free_disk as they are then.
+    """
     from .serve import serve as run
 
-    run(_settings(config, flags))
+    run(read(config, flags), lambda: read(config, flags))
 
 
 @main.group()
@@ -92,7 +77,7 @@ def model() -> None:
 
 
 @model.command("list")
-@_with_settings("data_dir")
+@with_settings("data_dir")
 def model_list(config: Path | None, **flags: Any) -> None:
     """List the models that are here: packaged, converted, downloaded."""
     from rich.console import Console
@@ -102,20 +87,20 @@ def model_list(config: Path | None, **flags: Any) -> None:
 
     table = Table("model", "origin", "dtype", "size", box=None, header_style="bold")
     table.add_column("path", overflow="fold")
-    for entry in list_models(_settings(config, flags).data_dir):
+    for entry in list_models(read(config, flags).data_dir):
         size = f"{entry.size_bytes / 2**20:.0f} MiB"
         table.add_row(entry.name, entry.origin, entry.dtype, size, str(entry.path))
     Console().print(table)
 
 
 @model.command("path")
-@_with_settings("data_dir", "model", "dtype")
+@with_settings("data_dir", "model", "dtype")
 def model_path(config: Path | None, **flags: Any) -> None:
     """Print the MLX folder that a worker with these settings loads, converting or downloading it first."""
     from .model import default_dtype, resolve
     from .progress import terminal_progress
 
-    settings = _settings(config, flags)
+    settings = read(config, flags)
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
     with terminal_progress() as progress:
         folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
@@ -123,14 +108,14 @@ def model_path(config: Path | None, **flags: Any) -> None:
 
 
 @main.command()
-@_with_settings()
+@with_settings()
 def doctor(config: Path | None, **flags: Any) -> None:
     """Check this machine: what is there, what is missing, and the command that mends it."""
     from rich.console import Console
 
     from .doctor import checks, exit_code, table
 
-    found = checks(_settings(config, flags))
+    found = checks(read(config, flags))
     Console().print(table(found))
     sys.exit(exit_code(found))
 
@@ -140,7 +125,7 @@ def doctor(config: Path | None, **flags: Any) -> None:
 @click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
 @click.option("--max-tokens", default=512, show_default=True, help="Most tokens of one answer.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
-@_with_settings(*_CLIENT_SETTINGS)
+@with_settings(*_CLIENT_SETTINGS)
 def chat(
     config: Path | None, name: str, tenant: str, max_tokens: int, temperature: float, **flags: Any
 ) -> None:
@@ -148,7 +133,7 @@ def chat(
     from .talk import chat as run
 
     _talk(
-        _settings(config, flags),
+        read(config, flags),
         tenant,
         lambda client: run(client, name, max_tokens=max_tokens, temperature=temperature),
     )
@@ -160,7 +145,7 @@ def chat(
 @click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
 @click.option("--max-tokens", default=256, show_default=True, help="Most tokens of the answer.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
-@_with_settings(*_CLIENT_SETTINGS)
+@with_settings(*_CLIENT_SETTINGS)
 def ask(
     config: Path | None,
     question: str,
@@ -174,7 +159,7 @@ def ask(
     from .talk import ask as run
 
     _talk(
-        _settings(config, flags),
+        read(config, flags),
         tenant,
         lambda client: run(client, name, question, max_tokens=max_tokens, temperature=temperature),
     )
@@ -184,19 +169,19 @@ def ask(
 @click.argument("session", required=False)
 @click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
 @click.option("--json", "as_json", is_flag=True, help="Print the message as it came.")
-@_with_settings(*_CLIENT_SETTINGS)
+@with_settings(*_CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
     """Show a session and its worker; without SESSION, the next metrics message."""
     from .talk import info as run
 
-    _talk(_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
+    _talk(read(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
 
 
 @main.command()
 @click.argument("session")
 @click.argument("request_id", metavar="ID")
 @click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
-@_with_settings(*_CLIENT_SETTINGS)
+@with_settings(*_CLIENT_SETTINGS)
 def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
     """Stop request ID of SESSION; what it has said stays in the session."""
 
@@ -204,10 +189,38 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
         cancelled = await client.session(session).cancel(request_id)
         click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 
-    _talk(_settings(config, flags), tenant, run)
+    _talk(read(config, flags), tenant, run)
+
+
+@main.command()
+@click.argument("session")
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@click.option("--position", type=click.IntRange(1), help="Pin the first so many tokens. [default: all]")
+@with_settings(*_CLIENT_SETTINGS)
+def pin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
+    """Keep SESSION's tokens on disk, whatever else needs the room, until they are unpinned.
+
+    A pin is the tenant's and outlives the session: every session that begins with these tokens finds them.
+    """
+    from .talk import pin as run
+
+    _talk(read(config, flags), tenant, lambda client: run(client, session, position))
+
+
+@main.command()
+@click.argument("session")
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@click.option("--position", type=click.IntRange(1), help="Only the pin of so many tokens. [default: all]")
+@with_settings(*_CLIENT_SETTINGS)
+def unpin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
+    """Let go of what is pinned of SESSION; it leaves the disk when others need the room."""
+    from .talk import unpin as run
+
+    _talk(read(config, flags), tenant, lambda client: run(client, session, position))
 
 
 main.add_command(bench)
+main.add_command(cache)
 
 
 def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:

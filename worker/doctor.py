@@ -122,7 +122,7 @@ def _disk(settings: Settings) -> list[Check]:
     directory = Check("data directory", "ok", found)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"
-    if settings.snapshots == "on":
+    if settings.snapshots != "off":
         wanted += settings.max_disk + settings.min_free_disk
         what = f"snapshots ({size_text(settings.max_disk)}) and the log"
     found = f"{free / 2**30:.1f} GiB free"

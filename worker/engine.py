@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
-    from cache.store import Held, Store
+    from cache.store import Forgotten, Held, Store
     from protocol.subjects import SessionKey
 
     from .admission import Ledger
@@ -249,6 +249,11 @@ class Engine:
             self._device.drop(key)
         self.ledger.forget(key)
         self._admit_waiting()
+
+    async def erase(self, key: SessionKey, tokens: list[int]) -> Forgotten | None:
+        """Drop a session's KV from the device and from SSD; None where there is no SSD. Takes 2 s at most."""
+        self.forget(key)
+        return await self._store.erase(key.tenant, tokens) if self._store is not None else None
 
     def stop(self) -> None:
         """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
+from msgspec import structs
 
 from protocol.log import derived_seed
 from protocol.messages import (
@@ -95,9 +96,18 @@ class Execution:
                 result = Rewound(id=request.id, seq=pending.seq, position=position)
                 return result, self._folder.rewound(history, position)
             case Close():
-                self._engine.forget(key)
-                closed = Closed(id=request.id, seq=pending.seq, position=history.position)
-                return closed, self._folder.closed(history)
+                return await self._close(key, request, pending, history), self._folder.closed(history)
+
+    async def _close(self, key: SessionKey, request: Close, pending: Pending, history: History) -> Closed:
+        closed = Closed(id=request.id, seq=pending.seq, position=history.position)
+        if not request.forget:
+            self._engine.forget(key)
+            return closed
+        # Before the result is stored: after a crash in between, whoever answers it removes what is left.
+        erased = await self._engine.erase(key, history.tokens)
+        if erased is None:
+            return structs.replace(closed, forgotten=0)
+        return structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
 
     async def _append(
         self, key: SessionKey, request: Append, pending: Pending, history: History

@@ -8,27 +8,39 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import structlog
+
 from .blas import preload
 from .logs import configure
 from .progress import terminal_progress
+from .settings import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .app import App
     from .settings import Settings
+
+log = structlog.get_logger()
 
 #: The device thread holds the interpreter while it builds a step's graph; at the default of 5 ms the event
 #: loop would wait that long for each of its own turns.
 _SWITCH_INTERVAL_S = 0.001
 
 
-def serve(settings: Settings) -> None:
-    """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once."""
+def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
+    """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
+
+    SIGHUP takes the limits that may change from `read_again`, where the worker has no terminal. On a
+    terminal it means that this was closed, and stops the worker like SIGTERM.
+    """
     configure(settings.log_format, settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     preload()  # before anything imports MLX
-    asyncio.run(_serve(settings))
+    asyncio.run(_serve(settings, read_again))
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     from .app import App
 
     loop = asyncio.get_running_loop()
@@ -49,8 +61,19 @@ async def _serve(settings: Settings) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
+        if os.isatty(0):
+            loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, _reload, app, read_again)
         try:
             await running
         except asyncio.CancelledError:
             if not told:
                 raise
+
+
+def _reload(app: App, read_again: Callable[[], Settings]) -> None:
+    try:
+        app.reload(read_again())
+    except SettingsError as error:
+        log.error("the settings stay as they are", reason=str(error))  # noqa: TRY400  # a user's fault

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 import structlog
 
 from protocol.errors import InvalidMessageError
-from protocol.messages import Cancelled, CancelRequest, Failed, Progress, SessionInfo, decode_control, failure
+from protocol.messages import (
+    CancelRequest,
+    InfoRequest,
+    Progress,
+    SessionInfo,
+    decode_control,
+    failure,
+)
 from protocol.subjects import ID_RULE, SessionKey
 
+from . import pinning
 from .engine import StoppingError
 from .journal import FencedError
 from .session import Session
@@ -25,7 +33,8 @@ from .tasks import end
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from protocol.messages import Metrics
+    from cache.store import Store
+    from protocol.messages import ControlReply, Metrics
     from protocol.subjects import Subjects
 
     from .engine import Engine
@@ -49,6 +58,7 @@ class Sessions:
         self,
         services: Services,
         engine: Engine,
+        store: Store | None,
         subjects: Subjects,
         *,
         idle_timeout_s: float,
@@ -57,6 +67,7 @@ class Sessions:
         """`metrics` is what `info` says of the worker."""
         self._services = services
         self._engine = engine
+        self._store = store
         self._subjects = subjects
         self._idle_timeout_s = idle_timeout_s
         self._metrics = metrics
@@ -78,7 +89,7 @@ class Sessions:
         else:
             self._hold(key).ring(seq)
 
-    async def control(self, subject: str, body: bytes) -> SessionInfo | Cancelled | Failed:
+    async def control(self, subject: str, body: bytes) -> ControlReply:
         """Answer what came on a session's `ctl`."""
         try:
             key, _, _ = self._subjects.parse(subject)
@@ -96,7 +107,9 @@ class Sessions:
             await session.catch_up(beyond_bell=True)
         history = session.history
         if session.pending or (history.exists and not history.closed):
-            return self._info(session)
+            if isinstance(request, InfoRequest):
+                return self._info(session)
+            return await pinning.answer(self._store, key.tenant, history.tokens, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         if not session.has_work and key not in self._tasks:

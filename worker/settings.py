@@ -246,9 +246,9 @@ class Settings:
         "bytes that macOS must not page out, on Metal; other devices have no such limit",
     )
     snapshots: str = _setting(
-        _choice("on", "off"),
+        _choice("on", "off", "temporary"),
         "on",
-        "whether KV is kept on disk; off writes nothing, and every session is prefilled anew after a restart",
+        "whether KV is kept on disk; off writes nothing, temporary removes it all as the worker stops",
     )
     max_disk: int = _setting(
         _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"

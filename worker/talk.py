@@ -83,6 +83,25 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
     _print_metrics(console, session.worker)
 
 
+async def pin(client: Client, name: str, position: int | None) -> None:
+    """Pin what a session holds, and say what that takes."""
+    pinned = await client.session(name).pin(position)
+    stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
+    click.echo(
+        f"pinned {pinned.tokens} tokens, {stored} stored in {_size(pinned.size_bytes)};"
+        f" all pins together take {_size(pinned.pinned_bytes)}"
+    )
+    if not pinned.noted:
+        click.echo("turnkeep: the disk did not confirm it in time: pin again after a restart", err=True)
+
+
+async def unpin(client: Client, name: str, position: int | None) -> None:
+    """Unpin what is pinned of a session."""
+    unpinned = await client.session(name).unpin(position)
+    lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
+    click.echo(f"unpinned {lengths}; {_size(unpinned.pinned_bytes)} stay pinned")
+
+
 def _print_metrics(console: Console, metrics: Metrics) -> None:
     table = Table("worker", metrics.worker, box=None, header_style="bold")
     table.add_row("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}")
@@ -107,6 +126,12 @@ def _print_metrics(console: Console, metrics: Metrics) -> None:
     table.add_row("KV on the device", f"{resident} of {limit}")
     snapshots = metrics.snapshots
     table.add_row("snapshots on SSD", f"{snapshots.stored}, {_size(snapshots.stored_bytes)}")
+    if snapshots.capacity_bytes:
+        table.add_row(
+            "  room",
+            f"{_size(snapshots.capacity_bytes)}: {_size(max(snapshots.free_bytes, 0))} free,"
+            f" {_size(snapshots.evictable_bytes)} evictable, {_size(snapshots.kept_bytes)} pinned",
+        )
     table.add_row(
         "  since the start",
         f"{snapshots.durable} durable of {snapshots.accepted}, {sum(snapshots.dropped.values())} dropped, "

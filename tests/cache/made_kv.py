@@ -68,3 +68,25 @@ def assert_sum_rule(store: Store) -> None:
     stats = store.stats()
     settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
     assert stats.accepted == settled + stats.in_flight, stats
+    assert_room_rule(store)
+
+
+def assert_room_rule(store: Store) -> None:
+    """Count the room again, entry by entry, the slow way."""
+    stats, room = store.stats(), store._room
+    entries = {entry.digest: entry for entry in store._index}
+    pinned = set()
+    for entry in entries.values():
+        link = entry if entry.pins or entry.kept or not entry.durable else None
+        while link is not None:
+            pinned.add(link.digest)
+            link = entries.get(link.parent)
+    # What was given up while the writer had it takes room until the writer has let go of it.
+    lost = stats.in_flight_bytes - sum(e.size_bytes for e in entries.values() if not e.durable)
+    assert lost >= 0
+    assert stats.pinned_bytes == sum(entries[digest].size_bytes for digest in pinned) + lost
+    assert stats.evictable_bytes == sum(e.size_bytes for e in entries.values() if e.digest not in pinned)
+    assert stats.kept_bytes == sum(e.size_bytes for e in entries.values() if e.kept)
+    assert stats.free_bytes + stats.pinned_bytes + stats.evictable_bytes == stats.capacity_bytes
+    on_disk = stats.stored_bytes + store._writer.free_bytes + store._writer.unlinking_bytes
+    assert stats.capacity_bytes == min(room.max_bytes - room.quarantined_bytes, on_disk - room.min_free_bytes)

@@ -1,12 +1,16 @@
-"""The cache against a model of itself, through any order of turns, loads, faults and restarts."""
+"""The cache against a model of itself, through any order of turns, loads, pins, limits, faults, restarts.
+
+A run is short and always the same. `TURNKEEP_TEST_EXAMPLES=3000` hunts for as many examples as it says,
+other ones each time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import tempfile
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import blocks
 from cache import format as snapshot_format
+from cache.room import PinRefusedError
 from cache.store import Store
 
 WRITE = snapshot_format.write
@@ -46,6 +51,7 @@ class Driven(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
+        self.wall = 1e9
         self.directory = Path(tempfile.mkdtemp(prefix="cache-machine-"))
 
     @initialize()
@@ -57,6 +63,7 @@ class Driven(RuleBasedStateMachine):
                 max_bytes=self.max_bytes,
                 queue_bytes=self.queue_bytes,
                 min_free_bytes=0,
+                clock=lambda: self.wall,
                 monotonic=lambda: self.now,
             )
         )
@@ -86,8 +93,12 @@ class Driven(RuleBasedStateMachine):
     def limits_hold(self) -> None:
         if hasattr(self, "store"):
             stats = self.store.stats()
-            assert stats.stored_bytes + stats.in_flight_bytes <= self.max_bytes
+            assert stats.stored_bytes + stats.in_flight_bytes <= self.most_bytes
             assert stats.in_flight_bytes <= self.queue_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.max_bytes
 
     @invariant()
     def the_index_is_a_tree_in_order_of_use(self) -> None:
@@ -99,6 +110,10 @@ class Driven(RuleBasedStateMachine):
             stored = [entry.size_bytes for entry in entries if entry.durable]
             stats = self.store.stats()
             assert (stats.stored, stats.stored_bytes) == (len(stored), sum(stored))
+
+    @rule(jump_s=st.sampled_from([-1e6, -1, 1, 1e6]))
+    def move_the_clock(self, jump_s) -> None:
+        self.wall += jump_s
 
     @rule(some_time=st.integers(0, 3))
     def let_the_writer_go_on(self, some_time) -> None:
@@ -260,6 +275,65 @@ class Cramped(Driven):
         self.failing = False
         self.saved: set[tuple[str, tuple[int, ...]]] = set()
         self.held: list = []
+        #: Pinned prefixes, and how many of their tokens were once stored.
+        self.pins: dict[tuple[str, tuple[int, ...]], int] = {}
+        #: What a limit that was lowered has not made good yet.
+        self.used_bytes = 0
+        #: Matches of which all was cleared away.
+        self.lost: set[int] = set()
+
+    @property
+    def most_bytes(self) -> int:
+        return max(self.max_bytes, self.used_bytes)
+
+    def stored_of(self, tenant: str, tokens: tuple[int, ...]) -> int:
+        """Count the stored tokens of a prefix, without using them as a match would."""
+        parent, rest = blocks.root(identity().digest(), tenant), blocks.pack(tokens)
+        while rest and (found := self.store._index.longest(parent, rest)):
+            entry, num_tokens = found
+            rest = rest[num_tokens * blocks.TOKEN_BYTES :]
+            if num_tokens < entry.name.num_tokens:
+                break
+            parent = entry.digest
+        return len(tokens) - len(rest) // blocks.TOKEN_BYTES
+
+    @invariant()
+    def nothing_pinned_is_lost(self) -> None:
+        for pin, before in self.pins.items():
+            now = self.stored_of(*pin)
+            assert now >= before
+            self.pins[pin] = now
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def pin(self, tenant, tokens) -> None:
+        try:
+            pinned = self.run(self.store.pin(tenant, tokens))
+        except PinRefusedError:
+            assert (tenant, tokens) not in self.pins
+            return
+        assert pinned.noted
+        self.pins.setdefault((tenant, tokens), 0)
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def unpin(self, tenant, tokens) -> None:
+        gone = [pin for pin in self.pins if pin[0] == tenant and tokens[: len(pin[1])] == pin[1]]
+        assert self.store.unpin(tenant, tokens) == sorted(len(pin[1]) for pin in gone)
+        for pin in gone:
+            del self.pins[pin]
+
+    @rule(max_bytes=st.sampled_from([2_000, 5_000, 9_000, 14_000]))
+    def change_the_limit(self, max_bytes) -> None:
+        stats = self.store.stats()
+        self.used_bytes = max(self.used_bytes, stats.stored_bytes + stats.in_flight_bytes)
+        self.max_bytes = max_bytes
+        self.store.set_limits(max_bytes=max_bytes)
+
+    @rule()
+    def clear(self) -> None:
+        assert self.run(self.store.clear(10))
+        assert self.store.stats().stored == 0
+        self.pins.clear()
+        self.lost = {id(match) for *_, match in self.held}
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
@@ -277,6 +351,9 @@ class Cramped(Driven):
         tenant, tokens, match = self.held.pop()
         if not load:
             self.store.release(match)
+            return
+        if id(match) in self.lost:  # by then all was cleared, and maybe saved again
+            self.load(tenant, tokens, match)
             return
         assert self.load(tenant, tokens, match) == match.num_tokens
         known = [common(saved, tokens) for owner, saved in self.saved if owner == tenant]
@@ -305,21 +382,39 @@ class Cramped(Driven):
         snapshot_format.write = WRITE
 
     @precondition(lambda self: not self.held)
-    @rule()
-    def restart(self) -> None:
-        assert self.run(self.store.close())
+    @rule(lose_the_catalog=st.booleans(), discard=st.sampled_from([False, False, False, True]))
+    def restart(self, lose_the_catalog, discard) -> None:
+        assert self.run(self.store.close(discard=discard))
+        if lose_the_catalog:
+            for path in self.directory.glob("index.sqlite*"):
+                path.unlink()
+        if lose_the_catalog or discard:
+            self.pins.clear()
         self.open()
+        self.used_bytes = self.store.stats().kept_bytes
 
     @rule()
     def look_at_the_disk(self) -> None:
         self.settle()
-        assert len(self.files()) == self.store.stats().stored
-        pins = Counter(entry.digest for *_, match in self.held for entry in match.entries)
-        assert pins.keys() <= {bytes.fromhex(name) for name in self.files()}
+        self.run(asyncio.sleep(0.03))  # a step or two of making a lowered limit good
+        self.settle()
+        stats = self.store.stats()
+        assert stats.free_bytes >= 0 or stats.evictable_bytes == 0
+        self.used_bytes = stats.stored_bytes + stats.in_flight_bytes
+        assert len(self.files()) == stats.stored
+        loading = {
+            entry.digest for *_, match in self.held if id(match) not in self.lost for entry in match.entries
+        }
+        assert loading <= {bytes.fromhex(name) for name in self.files()}
 
 
+HUNT = os.environ.get("TURNKEEP_TEST_EXAMPLES")
 FEW = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(HUNT or 30),
+    stateful_step_count=60 if HUNT else 30,
+    derandomize=not HUNT,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 Faithful.TestCase.settings = FEW
 Cramped.TestCase.settings = FEW

@@ -1,0 +1,84 @@
+"""A start: lock the directory, clear what a process that died has left, bring index and files together."""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from .catalog import Catalog, reconcile
+from .folder import Folder
+from .index import Index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from .pins import Pin
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: From so many snapshots on the index is kept from the garbage collector.
+_MANY_ROWS: Final = 10_000
+
+
+@dataclass(slots=True)
+class Opened:
+    """What a start has found; folder and catalog are open, and the writer's from here on."""
+
+    folder: Folder
+    catalog: Catalog
+    index: Index
+    pins: list[Pin]
+    rejected: int
+    quarantined_bytes: int
+    free_bytes: int
+
+
+def open_directory(directory: Path, identity: bytes, model: str, clock: Callable[[], float]) -> Opened:
+    """Lock a directory and read what is in it. Blocking. Raises `DirectoryLockedError`, `OSError`."""
+    folder = Folder(directory)
+    catalog = None
+    try:
+        leftovers = folder.clear_tmp()
+        if leftovers:
+            _log.info("unfinished_snapshots_removed", files=leftovers)
+        catalog = Catalog(folder)
+        with _rarely_collecting():
+            rows, rejected = reconcile(folder, catalog)
+            index = Index(clock, rows)
+            if len(rows) > _MANY_ROWS:
+                gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
+        if model:
+            with suppress(sqlite3.Error):  # a name for lists only
+                catalog.name_model(identity, model)
+        return Opened(
+            folder,
+            catalog,
+            index,
+            catalog.pins(),
+            rejected,
+            folder.quarantined_bytes(),
+            folder.free_bytes(),
+        )
+    except BaseException:
+        if catalog is not None:
+            catalog.close()
+        folder.close()
+        raise
+
+
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Keep the garbage collector from looking through what is read, again and again while it grows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,118 @@
+"""Remove snapshots from a directory that no worker has open. Blocking: for the command line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .catalog import Catalog, reconcile
+from .claims import read_claim
+from .folder import Folder
+from .format import CacheError, DoubtfulSnapshotError
+from .index import Index
+from .pins import Pin, Pins
+from .survey import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from .index import Entry, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What went and what is left; `num_pinned` would have gone but for a pin."""
+
+    num_files: int
+    size_bytes: int
+    num_pinned: int
+    left_bytes: int
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, list[Row]]]:
+    """Hold a directory's lock, with its index brought together with its files.
+
+    Raises `NotACacheError`, `DirectoryLockedError`, `OSError`.
+    """
+    check(directory)
+    folder = Folder(directory)
+    try:
+        folder.clear_tmp()
+        with closing(Catalog(folder)) as catalog:
+            rows, _ = reconcile(folder, catalog)
+            yield folder, catalog, rows
+    finally:
+        folder.close()
+
+
+def prune(
+    directory: Path, *, older_than_s: float | None, to_bytes: int | None, model: str | None, now_s: float
+) -> Pruned:
+    """Remove what was last used before `older_than_s` seconds, and of a model, down to `to_bytes` in all.
+
+    Each is a condition where it is given. `model` is the beginning of an identity's digest. Leaves go first,
+    least recently used first; pinned prefixes stay.
+    """
+    with opened(directory) as (folder, catalog, rows):
+        index = Index(lambda: 0.0, rows)
+        Pins(index, catalog.pins())
+        left_bytes = index.stored_bytes
+        is_of_model = _of_model(folder, model)
+        victims: list[Entry] = []
+        gone: Counter[bytes] = Counter()
+        num_pinned = 0
+        for entry in index:
+            if to_bytes is not None and left_bytes <= to_bytes:
+                break
+            if older_than_s is not None and entry.used / 1e6 >= now_s - older_than_s:
+                break  # the rest was used later still
+            if index.num_children(entry.digest) > gone[entry.digest] or not is_of_model(entry):
+                continue
+            if entry.kept:
+                num_pinned += 1
+                continue
+            victims.append(entry)
+            gone[entry.parent] += 1
+            left_bytes -= entry.size_bytes
+        for entry in victims:
+            folder.remove(entry.digest)
+        catalog.remove(entry.row for entry in victims)
+    return Pruned(len(victims), sum(entry.size_bytes for entry in victims), num_pinned, left_bytes)
+
+
+def prune_all(directory: Path) -> Pruned:
+    """Remove everything: snapshots, quarantine, pins. Raises `CacheError` where files cannot be removed."""
+    with opened(directory) as (folder, catalog, rows):
+        left = folder.clear()
+        catalog.clear()
+    if left:
+        raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
+    return Pruned(len(rows), sum(row.size_bytes for row in rows), 0, 0)
+
+
+def unpin(directory: Path, names: list[str]) -> list[Pin]:
+    """Let go of pins by the beginnings of their names (hex). Raises `CacheError` for one that is unknown."""
+    with opened(directory) as (_, catalog, _):
+        found: list[Pin] = []
+        pins = catalog.pins()
+        for name in names:
+            fitting = [pin for pin in pins if pin.name.hex().startswith(name.lower())]
+            if len(fitting) != 1:
+                raise CacheError(f"{len(fitting)} pins have a name that begins with {name!r}, not one")
+            found += fitting
+        catalog.unpin(found)
+    return found
+
+
+def _of_model(folder: Folder, model: str | None) -> Callable[[Entry], bool]:
+    def is_of_model(entry: Entry) -> bool:
+        try:
+            return model is None or read_claim(folder.path(entry.digest)).identity.startswith(model.lower())
+        except (DoubtfulSnapshotError, OSError):
+            return False
+
+    return is_of_model

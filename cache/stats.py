@@ -1,0 +1,65 @@
+"""The cache in numbers, at one instant: what became of the snapshots, and who has the room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from .index import Index
+    from .room import Room
+    from .writer import Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotStats:
+    """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
+
+    `stored` and `stored_bytes` are what is there now, `evicted` what went for want of room, `rejected`
+    the files that were doubtful. Of room there is `free + pinned + evictable = capacity`, in bytes, as
+    `room.Usage` says; `kept_bytes` are those of pinned prefixes. The other bytes are totals since the start.
+    """
+
+    accepted: int = 0
+    durable: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    written_bytes: int = 0
+    restored_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    evicted: int = 0
+    rejected: int = 0
+    capacity_bytes: int = 0
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    evictable_bytes: int = 0
+    kept_bytes: int = 0
+
+    @classmethod
+    def take(cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int) -> Self:
+        """Take the counts of an open store."""
+        usage = room.usage()
+        return cls(
+            accepted=counts.accepted,
+            durable=counts.durable,
+            dropped=dict(counts.dropped),
+            failed=counts.failed,
+            cancelled=counts.cancelled,
+            in_flight=counts.in_flight,
+            in_flight_bytes=counts.in_flight_bytes,
+            written_bytes=counts.written_bytes,
+            restored_bytes=restored_bytes,
+            stored=index.stored,
+            stored_bytes=index.stored_bytes,
+            evicted=room.evicted,
+            rejected=rejected,
+            capacity_bytes=usage.capacity,
+            free_bytes=usage.free,
+            pinned_bytes=usage.pinned,
+            evictable_bytes=usage.evictable,
+            kept_bytes=usage.kept,
+        )

@@ -1,0 +1,232 @@
+"""Look at a cache directory without its lock, beside a worker that may be using it.
+
+Files are read, nothing is changed. What comes or goes meanwhile is seen or not; what is there is what the
+files say. Blocking: for the command line.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import format as snapshot_format
+from .claims import read_claim
+from .folder import scan
+from .format import SUFFIX, CacheError, DoubtfulSnapshotError, Name
+from .index import Index, Row
+from .pins import Pin, Pins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from .index import Entry
+
+
+class NotACacheError(CacheError):
+    """The directory does not exist, or is none of a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Whose KV it is. `identity` is the digest as hex; `name` is empty where no worker has noted it."""
+
+    identity: str
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One stored sequence of tokens, down to a leaf of the tree; `digest` names the leaf.
+
+    `size_bytes` are those of the whole chain, `own_bytes` of what no other chain shares. `pinned_tokens`
+    are those of its beginning that pins keep. Whose tokens they are cannot be told: names are salted.
+    """
+
+    digest: bytes
+    model: Model
+    num_tokens: int
+    num_files: int
+    size_bytes: int
+    own_bytes: int
+    used_s: float
+    pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one model's snapshots take."""
+
+    model: Model
+    num_chains: int
+    num_files: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a look at a directory has found. `doubtful` are file names with what is wrong with them."""
+
+    chains: list[Chain] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
+    doubtful: list[tuple[str, str]] = field(default_factory=list)
+    num_files: int = 0
+    num_foreign: int = 0
+    foreign_bytes: int = 0
+    quarantined_bytes: int = 0
+
+
+def check(directory: Path) -> None:
+    """Raise `NotACacheError` where there is no cache in a directory."""
+    if not directory.is_dir():
+        raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
+    if not (directory / "snapshots").is_dir():
+        raise NotACacheError(
+            f"{directory} is no snapshot cache, it has no folder 'snapshots':"
+            " give the directory itself with --dir, or the worker's data directory with --data-dir"
+        )
+
+
+def look(directory: Path) -> Survey:
+    """List what is there. Reads one header for each chain. Raises `NotACacheError`, `OSError`."""
+    check(directory)
+    rows, survey, names = _read(directory)
+    index = Index(lambda: 0.0, rows)
+    Pins(index, survey.pins)
+    models: dict[str, Model] = {}
+    usage: dict[str, list[int]] = {}
+    counted: set[bytes] = set()
+    for entry in index:
+        if index.num_children(entry.digest):
+            continue
+        with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile; or it was read once already
+            claim = read_claim(directory / "snapshots" / f"{entry.digest.hex()}{SUFFIX}")
+            model = models.setdefault(
+                claim.identity, Model(claim.identity, names.get(claim.identity, ""), claim.model)
+            )
+            links = list(_up(index.get, entry))
+            survey.chains.append(_chain(entry, links, model, index.num_children))
+            sums = usage.setdefault(claim.identity, [0, 0, 0])
+            new = [link for link in links if link.digest not in counted]
+            counted.update(link.digest for link in new)
+            for i, more in enumerate((1, len(new), sum(link.size_bytes for link in new))):
+                sums[i] += more
+    survey.chains.sort(key=lambda chain: -chain.used_s)
+    survey.usage = [Usage(models[identity], *sums) for identity, sums in usage.items()]
+    with suppress(OSError):
+        survey.quarantined_bytes = sum(path.stat().st_size for path in (directory / "quarantine").iterdir())
+    return survey
+
+
+def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
+    """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of the bytes read.
+
+    Returns a survey with what is doubtful; files of other versions are counted, and not judged.
+    """
+    check(directory)
+    files = sorted(path for path in (directory / "snapshots").iterdir())
+    survey = Survey(num_files=len(files))
+    sizes = {path: _size(path) for path in files}
+    done, total = 0, sum(sizes.values())
+    for path in files:
+        progress(done, total)
+        done += sizes[path]
+        try:
+            if path.name.removesuffix(SUFFIX) == path.name:
+                raise DoubtfulSnapshotError("not the name of a snapshot")  # noqa: TRY301  # as any other doubt
+            claim = read_claim(path)
+            if claim.is_foreign:
+                survey.num_foreign += 1
+                survey.foreign_bytes += path.stat().st_size
+                continue
+            prove(path)
+        except DoubtfulSnapshotError as error:
+            if path.exists():
+                survey.doubtful.append((path.name, error.reason))
+        except FileNotFoundError:
+            pass  # a worker has evicted it
+        except OSError as error:
+            survey.doubtful.append((path.name, f"unreadable: {error.strerror}"))
+    progress(total, total)
+    return survey
+
+
+def prove(path: Path) -> Name:
+    """Prove that a file is what its own name and header say. Raises `DoubtfulSnapshotError`, `OSError`."""
+    name = snapshot_format.read_name(path)
+    identity = read_claim(path).identity
+    try:
+        snapshot_format.verify(path, name.digest, name.start, bytes.fromhex(identity))
+    except ValueError:
+        raise DoubtfulSnapshotError("an identity that is no digest") from None
+    return name
+
+
+def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
+    """Read rows, pins and model names: from the index where it agrees with the files, else from headers."""
+    survey = Survey()
+    known, names = {}, {}
+    uri = (directory / "index.sqlite").absolute().as_uri()
+    # Without its lock file a read-only directory opens as one that nobody writes.
+    for mode in ("mode=ro", "immutable=1"):
+        with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?{mode}", uri=True)) as db:
+            known = {row[0]: Row(*row) for row in db.execute("SELECT * FROM snapshot")}
+            survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
+            names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
+            break
+    rows = []
+    for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots").items():
+        row = known.get(digest)
+        file = directory / "snapshots" / f"{digest.hex()}{SUFFIX}"
+        try:
+            if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
+                if read_claim(file).is_foreign:
+                    survey.num_foreign += 1
+                    survey.foreign_bytes += size_bytes
+                    continue
+                name = snapshot_format.read_name(file)
+                used = mtime_ns // 1000
+                row = Row(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
+        except FileNotFoundError:
+            continue
+        except (DoubtfulSnapshotError, OSError) as error:
+            survey.doubtful.append((file.name, str(error)))
+            continue
+        rows.append(row)
+    return rows, survey, names
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # evicted meanwhile
+        return 0
+
+
+def _up(get: Callable[[bytes], Entry | None], entry: Entry) -> Iterator[Entry]:
+    link: Entry | None = entry
+    while link is not None:
+        yield link
+        link = get(link.parent)
+
+
+def _chain(entry: Entry, links: list[Entry], model: Model, num_children: Callable[[bytes], int]) -> Chain:
+    own_bytes = 0
+    for link in links:
+        if link is not entry and num_children(link.digest) > 1:
+            break
+        own_bytes += link.size_bytes
+    return Chain(
+        digest=entry.digest,
+        model=model,
+        num_tokens=entry.name.span.end,
+        num_files=len(links),
+        size_bytes=sum(link.size_bytes for link in links),
+        own_bytes=own_bytes,
+        used_s=entry.used / 1e6,
+        pinned_tokens=max((link.name.span.end for link in links if link.kept), default=0),
+    )

@@ -1,0 +1,177 @@
+"""A process whose disk is `faulty_disk.c`: what the cache goes through there, one scenario a run.
+
+`killed DIR`: the same life again and again, each in a directory of its own, killed at the n-th change of the
+disk or in the middle of it. `failing DIR`: the same, where the n-th change fails, or all from there on.
+`touched DIR`: counts what the event loop's own thread asks of the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import json
+import os
+import sqlite3
+import sys
+from pathlib import Path
+
+import structlog
+from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
+
+from cache.format import CacheError
+from cache.store import Store
+
+COUNT, KILL, TEAR, FAIL, SLOW = range(5)
+FOREVER = 1 << 40
+ONE, TWO = [1, *range(9)], [2, *range(9)]
+
+LIBC = ctypes.CDLL(None)
+LIBC.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_long] * 2, ctypes.c_int, ctypes.c_long]
+LIBC.faults_disarm.restype = LIBC.faults_seen_here.restype = ctypes.c_long
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def arm(directory: Path, mode: int, first: int = 0, end: int = 0, code: int = 0, delay_us: int = 0) -> None:
+    LIBC.faults_arm(str(directory).encode(), mode, first, end, code, delay_us)
+
+
+async def opened(directory: Path, clock: Clock) -> Store:
+    return await Store.open(
+        directory,
+        identity=identity(),
+        max_bytes=1 << 20,
+        queue_bytes=1 << 20,
+        min_free_bytes=0,
+        monotonic=clock,
+    )
+
+
+async def live(directory: Path, said) -> None:
+    """Do what a worker does with its cache; `said(word)` after each thing that is settled."""
+    store = await opened(directory, Clock())
+    save_all(store, "a", ONE[:6])
+    await store.barrier(10)
+    said("one")
+    save_all(store, "a", ONE)
+    save_all(store, "a", TWO)
+    await store.barrier(10)
+    said("two")
+    store.forget("a", TWO)
+    await store.barrier(10)
+    said("forgotten")
+    await store.pin("a", ONE)
+    said("pinned")
+    await store.close()
+
+
+def killed(base: Path) -> None:
+    """Leave a directory for each way to die, and beside it what was settled by then."""
+    found = []
+    for mode in (KILL, TEAR):
+        n = 0
+        while True:
+            n += 1
+            directory = base / f"{mode}-{n}"
+            child = os.fork()
+            if not child:
+                with (base / f"{mode}-{n}.said").open("w", buffering=1) as said:
+                    arm(directory, mode, n, n + 1)
+                    asyncio.run(live(directory, lambda word: print(word, file=said)))
+                    os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if not os.WIFSIGNALED(status):  # it has lived to its end
+                assert os.WEXITSTATUS(status) == 0
+                break
+            found.append(directory.name)
+    print(json.dumps(found))
+
+
+async def survive(directory: Path, n: int, end: int, code: int) -> None:
+    """Live with changes that fail: nothing is wrong, all is counted, and afterwards it works again."""
+    clock = Clock()
+    arm(directory, FAIL, n, end, code)
+    try:
+        store = await opened(directory, clock)
+    except (OSError, sqlite3.Error, CacheError):
+        LIBC.faults_disarm()  # such a worker serves without snapshots
+        store = await opened(directory, clock)
+    for tokens in (ONE[:6], ONE, TWO):
+        save_all(store, "a", tokens)
+        assert await store.barrier(10)
+        assert_sum_rule(store)
+        await check(store, tokens)
+        clock.now += 100
+    store.forget("a", TWO)
+    await store.pin("a", ONE)
+    assert store.match("a", TWO[:4]).num_tokens == 0
+    assert_sum_rule(store)
+    LIBC.faults_disarm()
+    clock.now += 100
+    save_all(store, "a", ONE)
+    assert await store.barrier(10)
+    assert await check(store, ONE) == len(ONE)
+    assert_sum_rule(store)
+    assert await store.close()
+    store = await opened(directory, clock)
+    assert await check(store, ONE) == len(ONE), "it is there after a restart"
+    await store.close()
+
+
+async def check(store: Store, tokens: list[int]) -> int:
+    restored = await store.load(store.match("a", tokens))
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
+async def failing(base: Path) -> None:
+    arm(base / "counted", COUNT)
+    await live(base / "counted", lambda word: None)
+    total = LIBC.faults_disarm()
+    codes = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS]
+    for n in range(1, total + 1):
+        await survive(base / f"once-{n}", n, n + 1, codes[n % 3])
+    for n in range(1, total + 1, 5):
+        await survive(base / f"from-{n}", n, FOREVER, codes[n % 4])
+    print(json.dumps({"changes": total}))
+
+
+async def touched(base: Path) -> None:
+    """Everything that the event loop calls, with a disk that takes 50 ms for each change."""
+    store = await opened(base / "cache", Clock())
+    save_all(store, "a", ONE)
+    await store.barrier(10)
+    arm(base / "cache", SLOW, 1, FOREVER, delay_us=50_000)
+    save_all(store, "a", TWO)
+    store.set_limits(max_bytes=8_000)
+    for session in range(3, 9):
+        save_all(store, "a", [session, *range(9)])
+    await store.load(store.match("a", ONE))
+    store.release(store.match("a", TWO))
+    store.skip(1)
+    await store.pin("a", ONE, 0.01)
+    store.unpin("a", ONE)
+    store.forget("a", TWO)
+    await store.erase("a", ONE, 0.01)
+    assert_sum_rule(store)
+    await store.clear(0.01)
+    assert await store.barrier(60)
+    here, everywhere = LIBC.faults_seen_here(), LIBC.faults_disarm()
+    await store.close()
+    print(json.dumps({"here": here, "everywhere": everywhere, "evicted": store.stats().evicted}))
+
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+scenario, place = sys.argv[1], Path(sys.argv[2])
+if scenario == "killed":
+    killed(place)
+else:
+    asyncio.run({"failing": failing, "touched": touched}[scenario](place))

@@ -1,0 +1,318 @@
+"""`turnkeep cache`: what it shows, checks, removes and carries, on real directories."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import tarfile
+import time
+
+import pytest
+from click.testing import CliRunner
+from made_kv import assert_is_kv_of, identity, save_all
+
+from cache import archive, survey
+from cache.format import CacheError
+from cache.identity import FORMAT_VERSION
+from worker.cli import main
+
+TOKENS = list(range(10))
+OTHER = [*TOKENS[:8], 77, 78]
+
+
+@pytest.fixture
+def turnkeep(tmp_path):
+    def run(command, *arguments, directory=tmp_path / "cache", code=0):
+        found = CliRunner().invoke(main, ["cache", command, *map(str, arguments), "--dir", str(directory)])
+        assert found.exit_code == code, found.output + found.stderr
+        return found
+
+    return run
+
+
+@pytest.fixture
+async def filled(open_store, tmp_path):
+    """A cache of two chains that share two blocks, and one of another model; closed."""
+    other = await open_store(identity=identity(weights="other"))
+    save_all(other, "a", TOKENS[:4])
+    await other.close()
+    store = await open_store(model="tiny")
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    save_all(store, "a", OTHER)
+    await store.close()
+    return tmp_path / "cache"
+
+
+def snapshots(directory):
+    return sorted((directory / "snapshots").iterdir())
+
+
+async def restored(store, tokens) -> int:
+    found = await store.load(store.match("a", tokens))
+    if found is None:
+        return 0
+    assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
+    return found.num_tokens
+
+
+async def test_ls_and_du_add_up(filled, turnkeep) -> None:
+    found = json.loads(turnkeep("ls", "--json").stdout)
+    chains = {(chain["model"], chain["tokens"], chain["files"]) for chain in found["chains"]}
+    assert chains == {("tiny", 10, 3), ("", 4, 1)}
+    assert [chain["tokens"] for chain in found["chains"]] == [10, 10, 4], "the last used first"
+    one, two, _ = found["chains"]
+    assert one["own_bytes"] < one["size_bytes"] == two["size_bytes"]
+    assert found["pins"] == []
+    sizes = json.loads(turnkeep("du", "--json").stdout)
+    assert sizes["total_bytes"] == sum(path.stat().st_size for path in snapshots(filled))
+    assert sorted(model["files"] for model in sizes["models"]) == [1, 4]
+    assert "tiny" in turnkeep("ls").stdout
+    assert "max_disk" in turnkeep("du").stdout
+
+
+async def test_what_reads_works_beside_a_store_that_writes(open_store, filled, turnkeep, tmp_path) -> None:
+    store = await open_store()
+    await store.pin("a", TOKENS[:6])
+    before = snapshots(filled)
+    for command in (("ls",), ("du",), ("verify",)):
+        await asyncio.to_thread(turnkeep, *command)
+    await asyncio.to_thread(turnkeep, "export", "--all", tmp_path / "all.tar")
+    found = json.loads((await asyncio.to_thread(turnkeep, "ls", "--json")).stdout)
+    assert [pin["tokens"] for pin in found["pins"]] == [6]
+    assert [chain["pinned_tokens"] for chain in found["chains"]] == [8, 8, 0]
+    assert snapshots(filled) == before
+    for command in (("prune", "--all"), ("import", tmp_path / "all.tar"), ("verify", "--quarantine")):
+        refused = await asyncio.to_thread(lambda command=command: turnkeep(*command, code=1))
+        assert f"in use by process {os.getpid()}: stop that worker first" in refused.stderr
+    assert await restored(store, TOKENS) == 10
+
+
+async def test_without_an_index_the_files_are_listed_all_the_same(filled, turnkeep) -> None:
+    def listed():
+        chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
+        return sorted((chain["digest"], chain["size_bytes"], chain["tokens"]) for chain in chains)
+
+    before = listed()
+    for path in filled.glob("index.sqlite*"):
+        path.unlink()
+    assert listed() == before
+    (filled / "index.sqlite").write_bytes(b"not a database" * 100)
+    assert listed() == before
+    assert (filled / "index.sqlite").read_bytes().startswith(b"not a database"), "nothing is mended here"
+
+
+async def test_verify_names_what_is_doubtful_and_moves_it_if_asked_to(filled, turnkeep) -> None:
+    assert "5 files, 0 doubtful" in turnkeep("verify").stdout
+    flipped, cut, misnamed = snapshots(filled)[:3]
+    whole = bytearray(flipped.read_bytes())
+    whole[-1] ^= 1
+    flipped.write_bytes(whole)
+    os.truncate(cut, 60)
+    misnamed.rename(misnamed.with_name("ab" * 32 + ".safetensors"))
+    (filled / "snapshots" / "notes.txt").write_text("mine")
+    found = json.loads(turnkeep("verify", "--json", code=1).stdout)
+    reasons = {entry["file"]: entry["reason"] for entry in found["doubtful"]}
+    assert reasons[flipped.name] == "wrong checksum"
+    assert "shorter than its header" in reasons[cut.name]
+    assert "another snapshot's name" in reasons["ab" * 32 + ".safetensors"]
+    assert reasons["notes.txt"] == "not the name of a snapshot"
+    assert (found["files"], found["quarantined"]) == (6, [])
+
+    turnkeep("verify", "--quarantine", code=1)
+    assert len(list((filled / "quarantine").iterdir())) == 3
+    assert (filled / "snapshots" / "notes.txt").exists()
+    (filled / "snapshots" / "notes.txt").unlink()
+    assert "2 files, 0 doubtful" in turnkeep("verify").stdout
+
+
+async def test_files_of_another_version_are_skipped_and_kept_until_they_are_evicted(
+    open_store, filled, turnkeep
+) -> None:
+    later = snapshots(filled)[0]
+    ours, other = f'"version":"{FORMAT_VERSION}"'.encode(), b'"version":"9"'
+    later.write_bytes(later.read_bytes().replace(ours, other).replace(b'"parent"', b'"ancestor"'))
+    for path in filled.glob("index.sqlite*"):
+        path.unlink()
+    for _ in range(2):  # with the index rebuilt, and with the one that then was written
+        store = await open_store()
+        assert store.stats().rejected == 0
+        await store.close()
+        assert later.exists()
+    assert "1 of other versions" in turnkeep("verify").stdout
+    assert json.loads(turnkeep("du", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
+    store = await open_store(max_bytes=100)
+    await store.barrier(5)
+    assert not later.exists()
+    assert store.stats().stored == 0
+
+
+async def test_prune_takes_leaves_first_and_leaves_pins_alone(open_store, filled, turnkeep) -> None:
+    store = await open_store()
+    await store.pin("a", TOKENS[:8])
+    kept_bytes = store.stats().kept_bytes
+    await store.close()
+    pruned = json.loads(turnkeep("prune", "--to-bytes", 0, "--json").stdout)
+    assert (pruned["files"], pruned["left_bytes"]) == (3, kept_bytes)
+    assert pruned["pinned_files"] > 0
+    store = await open_store()
+    assert await restored(store, TOKENS) == 8
+    await store.close()
+    pin = json.loads(turnkeep("ls", "--json").stdout)["pins"][0]["name"]
+    assert "unpinned" in turnkeep("unpin", pin[:10]).stdout
+    assert "0 pins have a name" in turnkeep("unpin", pin[:10], code=1).stderr
+    assert "removed 2 files" in turnkeep("prune", "--to-bytes", 0).stdout
+
+
+async def test_prune_by_age_and_by_model(open_store, filled, turnkeep) -> None:
+    models = json.loads(turnkeep("du", "--json").stdout)["models"]
+    other = next(model for model in models if not model["model"])
+    with sqlite3.connect(filled / "index.sqlite") as db:
+        day_ago = int((time.time() - 90_000) * 1e6)
+        db.execute("UPDATE snapshot SET used = ? WHERE used = (SELECT min(used) FROM snapshot)", (day_ago,))
+    db.close()
+    assert "removed 0 files" in turnkeep("prune", "--older-than", "2d").stdout
+    assert "removed 0 files" in turnkeep("prune", "--older-than", "1h", "--model", "f" * 12).stdout
+    assert "removed 1 files" in turnkeep("prune", "--older-than", "1d").stdout
+    assert other["identity"] not in turnkeep("du", "--json").stdout
+    tiny = next(model for model in models if model["model"])["identity"]
+    assert "removed 4 files" in turnkeep("prune", "--model", tiny[:8]).stdout
+
+
+async def test_prune_all_leaves_an_empty_cache_that_works(open_store, filled, turnkeep) -> None:
+    store = await open_store()
+    await store.pin("a", TOKENS)
+    await store.close()
+    (filled / "quarantine" / "bad").write_text("x")
+    assert "removed 5 files" in turnkeep("prune", "--all").stdout
+    assert json.loads(turnkeep("ls", "--json").stdout) == {"chains": [], "pins": []}
+    assert list((filled / "quarantine").iterdir()) == []
+    store = await open_store()
+    assert save_all(store, "a", TOKENS) == [True] * 3
+
+
+async def test_a_chain_is_carried_to_another_cache_and_serves_there(
+    open_store, filled, turnkeep, tmp_path
+) -> None:
+    chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
+    turnkeep("export", chain["digest"][:10], tmp_path / "one.tar")
+    there = await open_store(directory=tmp_path / "there")
+    await there.close()
+    took = json.loads(turnkeep("import", "--json", tmp_path / "one.tar", directory=tmp_path / "there").stdout)
+    assert (took["files"], took["skipped"]) == (3, [])
+    there = await open_store(directory=tmp_path / "there")
+    assert {await restored(there, TOKENS), await restored(there, OTHER)} == {10, 8}
+    await there.close()
+    again = turnkeep("import", tmp_path / "one.tar", directory=tmp_path / "there")
+    assert "took 0 files, 0 B; skipped 3" in again.stdout
+    assert again.stderr.count("there already") == 3
+
+
+def tar_of(path, *members) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+async def test_an_import_takes_nothing_that_is_not_proved(open_store, filled, tmp_path, turnkeep) -> None:
+    archive.export(filled, None, tmp_path / "all.tar")
+    with tarfile.open(tmp_path / "all.tar") as tar:
+        sound = [(member.name, tar.extractfile(member).read()) for member in tar]
+    flipped = bytearray(sound[0][1])
+    flipped[-1] ^= 1
+    orphan = sound[-1]
+    outside = tmp_path / "outside.safetensors"
+    tar_of(
+        tmp_path / "bad.tar",
+        (sound[0][0], bytes(flipped)),
+        (sound[1][0], sound[0][1]),
+        orphan,
+        (f"../../{outside.name}", sound[0][1]),
+        (str(outside), sound[0][1]),
+        (f"./{sound[0][0]}", sound[0][1]),
+        ("README", b"hello"),
+        ("ab" * 32 + ".safetensors", b""),
+    )
+    with tarfile.open(tmp_path / "bad.tar", "a") as tar:
+        link = tarfile.TarInfo(sound[0][0])
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    there = await open_store(directory=tmp_path / "there")
+    await there.close()
+    took = archive.restore(tmp_path / "there", tmp_path / "bad.tar", max_bytes=1 << 30, min_free_bytes=0)
+    assert took.num_files == 0
+    reasons = [reason for _, reason in took.skipped]
+    assert reasons[:3] == [
+        "wrong checksum",
+        "the file bears another snapshot's name",
+        "the prefix that it continues is not there",
+    ]
+    assert reasons[3:7] == ["not a file with the name of a snapshot"] * 4
+    assert reasons[7] == "shorter than its header"
+    assert reasons[8] == "not a file with the name of a snapshot"
+    assert not outside.exists()
+    assert snapshots(tmp_path / "there") == list((tmp_path / "there" / "tmp").iterdir()) == []
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "all.tar").read_bytes()[:2000])
+    assert "no sound tar file" in turnkeep("import", tmp_path / "cut.tar", code=1).stderr
+
+
+async def test_an_import_holds_to_the_limits(open_store, filled, tmp_path) -> None:
+    archive.export(filled, None, tmp_path / "all.tar")
+    there = await open_store(directory=tmp_path / "there")
+    await there.close()
+    least = max(path.stat().st_size for path in snapshots(filled))
+    took = archive.restore(tmp_path / "there", tmp_path / "all.tar", max_bytes=least, min_free_bytes=0)
+    assert (took.num_files, len(took.skipped)) == (1, 4)
+    assert "over the limit" in took.skipped[0][1]
+    took = archive.restore(
+        tmp_path / "there", tmp_path / "all.tar", max_bytes=1 << 30, min_free_bytes=1 << 60
+    )
+    assert took.num_files == 0
+    assert "bytes free" in took.skipped[-1][1]
+
+
+async def test_an_export_of_what_is_doubtful_leaves_no_archive(filled, tmp_path) -> None:
+    for path in snapshots(filled):
+        path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
+    with pytest.raises(CacheError, match="is doubtful"):
+        archive.export(filled, None, tmp_path / "all.tar")
+    with pytest.raises(CacheError, match="0 snapshots have a name that begins with 'zz'"):
+        archive.export(filled, ["zz"], tmp_path / "all.tar")
+    assert not list(tmp_path.glob("all.tar*"))
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "prune", "export", "import"])
+def test_a_directory_that_is_no_cache_is_named(turnkeep, tmp_path, command) -> None:
+    tar_of(tmp_path / "x.tar")
+    more = {"prune": ["--all"], "export": ["--all", tmp_path / "y.tar"], "import": [tmp_path / "x.tar"]}.get(
+        command, []
+    )
+    missing = turnkeep(command, *more, directory=tmp_path / "missing", code=1)
+    assert missing.stderr.startswith("turnkeep: there is no directory")
+    (tmp_path / "photos").mkdir()
+    wrong = turnkeep(command, *more, directory=tmp_path / "photos", code=1)
+    assert "is no snapshot cache" in wrong.stderr
+    assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
+
+
+def test_prune_wants_to_be_told_what_goes(turnkeep) -> None:
+    assert "say what is to go" in turnkeep("prune", code=2).stderr
+    assert "say what is to go" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
+    assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr
+
+
+async def test_a_cache_that_can_only_be_read_is_looked_at_all_the_same(open_store, filled, mounted) -> None:
+    """An image of a disk, say: SQLite cannot even make its own lock files there."""
+    folder = mounted("size=4m")
+    shutil.copytree(filled, folder / "cache")
+    await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)
+    found = survey.look(folder / "cache")
+    assert [chain.model.name for chain in found.chains] == ["tiny", "tiny", ""]
+    assert survey.verify(folder / "cache", lambda done, total: None).doubtful == []

@@ -1,0 +1,194 @@
+"""Disks that fail at any point, take the process with them, vanish, or are full: real calls, real files.
+
+The faults come from `faulty_disk.c`, preloaded into processes of their own (`on_faulty_disk.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from made_kv import assert_is_kv_of, assert_sum_rule, save_all
+
+from cache import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent
+ONE, TWO = [1, *range(9)], [2, *range(9)]
+
+
+@pytest.fixture(scope="module")
+def faulty_disk(tmp_path_factory) -> Path:
+    """Compile the faults."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("faults are injected by a preloaded library: that takes Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faulty_disk.so"
+    source = HERE / "faulty_disk.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory in memory where there is one: hundreds of lives sync all they write."""
+    memory = Path("/dev/shm")
+    where = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="turnkeep-disk-", dir=where) as name:
+        yield Path(name)
+
+
+def run(library: Path, scenario: str, base: Path):
+    found = subprocess.run(
+        [sys.executable, HERE / "on_faulty_disk.py", scenario, base],
+        env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+async def restored(store, tokens) -> int:
+    found = await store.load(store.match("a", tokens))
+    if found is None:
+        return 0
+    assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
+    return found.num_tokens
+
+
+@pytest.mark.process
+async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lost_or_comes_back(
+    faulty_disk, base, open_store
+) -> None:
+    """Before each call that changes the directory, and in the middle of each write."""
+    lives = run(faulty_disk, "killed", base)
+    assert len(lives) > 150
+    for life in lives:
+        directory = base / life
+        said = (base / f"{life}.said").read_text().split()
+        if (directory / "snapshots").is_dir():
+            assert survey.verify(directory, lambda done, total: None).doubtful == [], life
+        store = await open_store(directory=directory)
+        assert store.stats().rejected == 0, life
+        assert list((directory / "tmp").iterdir()) == []
+        assert await restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
+        two = await restored(store, TWO)
+        if "two" in said:  # it may just be forgotten: from its end, never from its middle
+            assert two in (0, 4, 8, 10), life
+        assert two == 0 or "forgotten" not in said, life
+        assert (store.stats().kept_bytes > 0) >= ("pinned" in said), life
+        save_all(store, "a", ONE)
+        assert await store.barrier(10)
+        assert await restored(store, ONE) == 10, life
+        assert_sum_rule(store)
+        await store.close()
+
+
+@pytest.mark.process
+def test_whichever_change_of_the_disk_fails_the_cache_is_right_and_goes_on(faulty_disk, base) -> None:
+    """EIO, ENOSPC, EDQUOT once at each call; those and EROFS, a remount, from some call on."""
+    assert run(faulty_disk, "failing", base)["changes"] > 100
+
+
+@pytest.mark.process
+def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
+    """However slow it is, nothing that turns wait for waits for it."""
+    found = run(faulty_disk, "touched", base)
+    assert found["here"] == 0
+    assert found["everywhere"] > 20
+    assert found["evicted"] > 0
+
+
+async def test_a_directory_that_is_removed_costs_what_was_in_it(open_store, tmp_path) -> None:
+    now = 0.0
+    store = await open_store(monotonic=lambda: now)
+    save_all(store, "a", ONE)
+    await store.barrier(5)
+    shutil.rmtree(tmp_path / "cache")
+    match = store.match("a", ONE)
+    assert await store.load(match) is None
+    save_all(store, "a", TWO)
+    assert await store.barrier(5)
+    assert store.stats().failed + sum(store.stats().dropped.values()) == 3
+    assert_sum_rule(store)
+    store.forget("a", ONE)
+    await store.pin("a", ONE)
+    assert await store.clear()
+    assert_sum_rule(store)
+    assert await store.close()
+
+
+async def test_a_disk_that_is_full_at_the_start_still_serves_what_is_there(open_store, mounted) -> None:
+    disk = mounted("size=1m")
+    store = await open_store(directory=disk / "cache", model="tiny")
+    save_all(store, "a", ONE)
+    await store.close()
+    with (disk / "of another process").open("wb", buffering=0) as file:
+        while True:
+            try:
+                if file.write(b"x" * 512) < 512:
+                    break
+            except OSError:
+                break
+    store = await open_store(directory=disk / "cache", model="tiny")
+    assert await restored(store, ONE) == 10
+    assert (await store.pin("a", ONE)).noted is False
+    save_all(store, "a", TWO)
+    assert store.stats().dropped == {"disk_limit": 1, "no_parent": 2}
+    assert await restored(store, ONE) == 10, "pinned, it does not give way to newer ones"
+    assert_sum_rule(store)
+    await store.close()
+    (disk / "of another process").unlink()
+    with sqlite3.connect(disk / "cache" / "index.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM snapshot").fetchone() == (3,), "the index is still there"
+    db.close()
+
+
+async def test_the_clock_may_jump_back_and_the_order_of_use_stays(open_store) -> None:
+    wall = 2e9
+    store = await open_store(clock=lambda: wall)
+    save_all(store, "a", ONE[:4])
+    await store.barrier(5)
+    size = store.stats().stored_bytes
+    wall -= 1e6
+    save_all(store, "a", TWO[:4])
+    await store.close()
+    wall -= 1e6
+    store = await open_store(clock=lambda: wall, max_bytes=2 * size)
+    save_all(store, "a", [3, 1, 2, 3])
+    await store.barrier(5)
+    assert [await restored(store, [first, *ONE[1:4]]) for first in (1, 2)] == [0, 4]
+    await store.close()
+    store = await open_store(clock=lambda: wall, max_bytes=size)
+    await store.barrier(5)
+    assert await restored(store, [3, 1, 2, 3]) == 0, "the second one was used last"
+    assert await restored(store, TWO[:4]) == 4
+
+
+async def test_bits_that_flip_anywhere_are_never_restored(open_store, tmp_path) -> None:
+    chance = random.Random(11)
+    store = await open_store()
+    for _ in range(40):
+        save_all(store, "a", ONE)
+        await store.barrier(5)
+        path = chance.choice(sorted((tmp_path / "cache" / "snapshots").iterdir()))
+        whole = bytearray(path.read_bytes())
+        whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        path.write_bytes(whole)
+        assert await restored(store, ONE) < 10
+        assert_sum_rule(store)
+    assert store.stats().rejected == 40

@@ -1,0 +1,378 @@
+"""Room: pinned prefixes stay, limits change while the store runs, and everything can be cleared."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
+from structlog.testing import capture_logs
+
+from cache import format as snapshot_format
+from cache.folder import Folder
+from cache.room import EVICT_LIMIT, PinRefusedError
+
+TOKENS = list(range(10))
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold the writer at the beginning of a write until the gate is opened."""
+    gate, write = threading.Event(), snapshot_format.write
+
+    def held(draft, path) -> None:
+        assert gate.wait(10)
+        write(draft, path)
+
+    monkeypatch.setattr(snapshot_format, "write", held)
+    yield gate
+    gate.set()
+
+
+def files(tmp_path) -> int:
+    return len(list((tmp_path / "cache" / "snapshots").iterdir()))
+
+
+async def restore(store, tenant, tokens) -> int:
+    restored = await store.load(store.match(tenant, tokens))
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
+async def fill(store, num_sessions, first=100) -> None:
+    for session in range(first, first + num_sessions):
+        save_all(store, "z", [session, *range(7)])
+        await store.barrier(5)
+
+
+async def size_of_a_block(open_store) -> int:
+    store = await open_store()
+    save_all(store, "size", TOKENS[:4])
+    await store.barrier(5)
+    size = store.stats().stored_bytes
+    store.forget("size", TOKENS[:4])
+    await store.close()
+    return size
+
+
+async def test_a_pinned_prefix_outlives_everything_that_was_used_later(open_store) -> None:
+    size = await size_of_a_block(open_store)
+    store = await open_store(max_bytes=8 * size)
+    save_all(store, "a", TOKENS)
+    pinned = await store.pin("a", TOKENS)
+    assert (pinned.num_tokens, pinned.num_stored, pinned.noted) == (10, 10, True)
+    assert pinned.size_bytes == pinned.pinned_bytes == store.stats().kept_bytes > 2 * size
+    await fill(store, 12)
+    assert store.stats().evicted > 10
+    assert await restore(store, "a", TOKENS) == 10
+    assert_sum_rule(store)
+
+    await store.close()
+    store = await open_store(max_bytes=8 * size)
+    assert store.stats().kept_bytes == pinned.pinned_bytes, "over restarts too"
+    await fill(store, 12, first=200)
+    assert await restore(store, "a", TOKENS) == 10
+
+    assert store.unpin("a", TOKENS) == [10]
+    assert store.stats().kept_bytes == 0
+    await fill(store, 12, first=300)
+    assert await restore(store, "a", TOKENS) == 0
+    assert_sum_rule(store)
+
+
+async def test_only_the_first_tokens_are_pinned_and_by_what_holds_them(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    stored = store.stats().stored_bytes
+    await store.pin("a", TOKENS[:6])
+    assert 0 < store.stats().kept_bytes < stored, "the second block holds the rest of it; the tail does not"
+    assert store.unpin("b", TOKENS) == [], "of another tenant"
+    assert store.unpin("a", TOKENS[:5]) == [], "a longer one"
+    assert store.unpin("a", TOKENS, exactly=True) == []
+    assert store.unpin("a", TOKENS[:6], exactly=True) == [6]
+
+
+async def test_a_pin_is_there_before_what_it_pins(open_store) -> None:
+    """The prefix may be on its way, or only be said in an hour."""
+    size = await size_of_a_block(open_store)
+    store = await open_store(max_bytes=8 * size)
+    pinned = await store.pin("a", TOKENS)
+    assert (pinned.num_stored, pinned.size_bytes) == (0, 0)
+    save_all(store, "a", TOKENS[:7])
+    assert store.stats().kept_bytes > 0
+    await store.barrier(5)
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    await fill(store, 12)
+    assert await restore(store, "a", TOKENS) == 10
+
+
+async def test_a_pin_goes_over_to_the_snapshot_that_takes_anothers_place(open_store, gate) -> None:
+    gate.set()
+    size = await size_of_a_block(open_store)
+    store = await open_store(max_bytes=8 * size)
+    save_all(store, "a", TOKENS[:2])
+    await store.barrier(5)
+    await store.pin("a", TOKENS[:2])
+    tail_bytes = store.stats().kept_bytes
+    gate.clear()
+    save_all(store, "a", TOKENS[:4])
+    assert store.stats().kept_bytes == tail_bytes, "the write may still fail"
+    gate.set()
+    await store.barrier(5)
+    assert store.stats().kept_bytes == store.stats().stored_bytes > tail_bytes
+    await fill(store, 12)
+    assert await restore(store, "a", TOKENS[:2]) == 2
+
+
+async def test_two_pins_of_a_prefix_are_given_up_one_by_one(open_store) -> None:
+    store = await open_store()
+    for end in (4, 8):
+        save_all(store, "a", TOKENS[:end])
+        await store.barrier(5)
+        await store.pin("a", TOKENS[:end])
+        await store.pin("a", TOKENS[:end])
+    both = store.stats().kept_bytes
+    assert store.unpin("a", TOKENS[:8], exactly=True) == [8]
+    assert 0 < store.stats().kept_bytes < both
+    assert store.unpin("a", TOKENS[:4], exactly=True) == [4]
+    assert store.stats().kept_bytes == 0
+
+
+async def test_pins_may_take_a_share_of_the_limit_and_no_more(open_store) -> None:
+    size = await size_of_a_block(open_store)
+    store = await open_store(max_bytes=4 * size)
+    save_all(store, "a", TOKENS[:8])
+    await store.barrier(5)
+    await store.pin("a", TOKENS[:8])
+    save_all(store, "a", [77, *TOKENS[:3]])
+    with pytest.raises(
+        PinRefusedError, match=rf"at most {2 * size} may be \(50% of the limit of {4 * size}\)"
+    ):
+        await store.pin("a", [77, *TOKENS[:3]])
+    assert store.unpin("a", [77, *TOKENS[:3]]) == [], "what was refused is not pinned"
+    with pytest.raises(ValueError, match="at least one token"):
+        await store.pin("a", [])
+
+
+async def test_where_pins_fill_the_limit_saves_are_dropped_and_counted(open_store) -> None:
+    """It takes a lowered limit: they were within their share when they were made."""
+    size = await size_of_a_block(open_store)
+    store = await open_store(max_bytes=4 * size)
+    save_all(store, "a", TOKENS[:8])
+    await store.barrier(5)
+    await store.pin("a", TOKENS[:8])
+    with capture_logs() as logs:
+        store.set_limits(max_bytes=int(1.5 * size))
+    assert [log["event"] for log in logs] == ["cache_limits_changed", "pins_exceed_the_limit"]
+    assert save_all(store, "b", TOKENS[:4]) == [False]
+    stats = store.stats()
+    assert stats.dropped == {"disk_limit": 1}
+    assert (stats.free_bytes, stats.evictable_bytes) == (stats.capacity_bytes - stats.stored_bytes, 0)
+    assert await restore(store, "a", TOKENS[:8]) == 8
+    assert_sum_rule(store)
+
+
+async def test_a_pin_does_not_stop_the_quarantine(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.pin("a", TOKENS)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
+    assert await restore(store, "a", TOKENS) == 0
+    assert store.stats().kept_bytes == 0
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert store.stats().kept_bytes == store.stats().stored_bytes > 0, "what takes its place is pinned"
+    assert await restore(store, "a", TOKENS) == 10
+
+
+async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.pin("a", TOKENS[:4])
+    assert store.forget("a", TOKENS) == 2
+    await store.barrier(5)
+    assert await restore(store, "a", TOKENS) == 4
+    assert_sum_rule(store)
+
+
+async def test_a_catalog_of_version_1_keeps_its_recency(open_store, tmp_path) -> None:
+    store = await open_store()
+    for session in range(3):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    store.release(store.match("a", [0, 1]))
+    size = store.stats().stored_bytes // 3
+    await store.close()
+    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
+        db.execute("DROP TABLE pin")
+        db.execute("DROP TABLE model")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with capture_logs() as logs:
+        store = await open_store(max_bytes=2 * size + size // 2)
+    assert [log["event"] for log in logs] == ["cache_shrunk"]
+    assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
+    assert (await store.pin("a", [0, 1])).noted
+
+
+async def test_a_lowered_limit_is_made_good_in_small_steps(open_store, tmp_path) -> None:
+    store = await open_store()
+    for session in range(100):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    size = store.stats().stored_bytes // 100
+    store.set_limits(max_bytes=5 * size + 50)
+    assert store.stats().stored == 100, "the caller does not wait for it"
+    assert store.stats().free_bytes < 0
+    seen = [100]
+    while store.stats().free_bytes < 0:
+        await asyncio.sleep(0)
+        if store.stats().stored != seen[-1]:
+            seen.append(store.stats().stored)
+        assert_sum_rule(store)
+    assert [a - b for a, b in pairwise(seen)] == [
+        EVICT_LIMIT,
+        EVICT_LIMIT,
+        95 - 2 * EVICT_LIMIT,
+    ]
+    await store.barrier(5)
+    assert files(tmp_path) == 5
+    assert store.match("a", [99, 1]).num_tokens == 2
+
+    store.set_limits(max_bytes=50 * size)
+    save_all(store, "b", [1, 1])
+    await store.barrier(5)
+    assert files(tmp_path) == 6, "raised, it holds more again"
+
+
+async def test_free_space_to_be_left_can_be_raised_while_running(open_store, tmp_path) -> None:
+    store = await open_store()
+    for session in range(5):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    store.set_limits(min_free_bytes=1 << 60)
+    await asyncio.sleep(0.05)
+    await store.barrier(5)
+    assert files(tmp_path) == store.stats().stored == 0
+    assert save_all(store, "a", [1, 1]) == [False]
+    store.set_limits(min_free_bytes=0)
+    assert save_all(store, "a", [1, 1]) == [True]
+
+
+async def test_what_is_held_leaves_when_it_is_let_go(open_store, gate) -> None:
+    """A limit that was lowered while nothing could be evicted is not forgotten."""
+    store = await open_store()
+    save_all(store, "a", TOKENS[:4])
+    store.set_limits(max_bytes=10)
+    await asyncio.sleep(0.05)
+    assert store.stats().in_flight == 1
+    gate.set()
+    await store.barrier(5)
+    match = store.match("a", TOKENS[:4])
+    await asyncio.sleep(0.05)
+    assert store.stats().stored == len(match.entries)
+    store.release(match)
+    await asyncio.sleep(0.05)
+    assert store.stats().stored == 0
+    assert_sum_rule(store)
+
+
+async def test_clearing_takes_everything_of_everybody(open_store, tmp_path) -> None:
+    other = await open_store(identity=identity(weights="other"))
+    save_all(other, "a", TOKENS)
+    await other.close()
+    store = await open_store()
+    for tenant in "ab":
+        save_all(store, tenant, TOKENS)
+    await store.pin("a", TOKENS)
+    (tmp_path / "cache" / "quarantine" / "doubtful").write_bytes(b"x" * 1000)
+    assert await store.clear()
+    stats = store.stats()
+    assert (files(tmp_path), stats.stored, stats.stored_bytes, stats.kept_bytes) == (0, 0, 0, 0)
+    assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
+    assert_sum_rule(store)
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    assert await restore(store, "a", TOKENS) == 10
+    await store.close()
+    assert (await open_store()).stats().kept_bytes == 0
+
+
+async def test_clearing_while_snapshots_are_loaded_ends_those_loads_in_a_shorter_prefix(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.barrier(5)
+    match = store.match("a", TOKENS)
+    assert await store.clear()
+    assert await store.load(match) is None
+    assert store.stats().pinned_bytes == 0
+    assert_sum_rule(store)
+
+
+@pytest.mark.parametrize(
+    ("stuck_at", "what", "deadline_s"),
+    [("write", "erase", 2.0), ("place", "erase", 0.2), ("write", "clear", 0.2), ("place", "clear", 5.0)],
+)
+async def test_cleanup_holds_its_deadline_while_the_disk_hangs_and_nothing_comes_back(
+    open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
+) -> None:
+    """The writer is in the middle of the very item, before its last look or after it."""
+    store = await open_store()
+    busy, go_on = threading.Event(), threading.Event()
+    where, name = (snapshot_format, "write") if stuck_at == "write" else (Folder, "place")
+    do = getattr(where, name)
+
+    def stuck(*arguments) -> None:
+        busy.set()
+        assert go_on.wait(20)
+        do(*arguments)
+
+    monkeypatch.setattr(where, name, stuck)
+    save_all(store, "a", TOKENS)
+    await asyncio.to_thread(busy.wait, 10)
+    started = time.monotonic()
+    asked = () if deadline_s > 1 else (deadline_s,)  # the defaults are what is promised
+    if what == "erase":
+        settled = (await store.erase("a", TOKENS, *asked)).settled
+    else:
+        settled = await store.clear(*asked)
+    took_s = time.monotonic() - started
+    assert not settled
+    assert deadline_s <= took_s < deadline_s + 0.5
+    assert store.match("a", TOKENS).num_tokens == 0
+    assert_sum_rule(store)
+    save_all(store, "b", TOKENS)  # behind it in the queue, and none of what was cleaned up
+    go_on.set()
+    assert await store.barrier(5)
+    assert store.stats().cancelled == 3
+    assert await restore(store, "a", TOKENS) == 0
+    assert await restore(store, "b", TOKENS) == 10
+    assert files(tmp_path) == store.stats().stored == 3
+    assert_sum_rule(store)
+    await store.close()
+    assert (await open_store()).stats().stored == 3
+
+
+async def test_erasing_what_was_never_there_leaves_no_trace(open_store, tmp_path) -> None:
+    store = await open_store()
+    erased = await store.erase("a", TOKENS)
+    assert (erased.num_snapshots, erased.settled, files(tmp_path)) == (0, True, 0)
+    assert store.stats().accepted == 0
+
+
+async def test_closing_with_cleanup_leaves_nothing(open_store, tmp_path, gate) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    gate.set()
+    assert await store.close(discard=True)
+    assert files(tmp_path) == 0
+    assert_sum_rule(store)

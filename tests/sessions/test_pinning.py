@@ -1,0 +1,255 @@
+"""Pins, forgetting and limits on a running worker, as a client and an operator meet them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from click.testing import CliRunner
+from raw_wire import append, generate
+
+from cache import format as snapshot_format
+from protocol.errors import RequestFailedError
+from tests.conftest import BLOCK
+from worker.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from raw_wire import Wire
+
+    Start = Callable[..., Awaitable[Wire]]
+
+
+def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:
+    return letter * num_tokens
+
+
+def snapshots(w: Wire) -> int:
+    return len(list((w.worker.settings.data_dir / "snapshots" / "snapshots").iterdir()))
+
+
+async def settled(w: Wire) -> None:
+    assert await w.worker.app._store.barrier(10)
+
+
+async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> None:
+    w = await wire(max_disk=2**20)
+    session = w.worker.client.session("prompt")
+    await session.append(text=text("p"))
+    pinned = await session.pin()
+    assert (pinned.tokens, pinned.stored_tokens, pinned.noted) == (3 * BLOCK, 3 * BLOCK, True)
+    await session.close()
+    w.worker.app.reload(dataclasses.replace(w.worker.settings, max_disk=3 * pinned.size_bytes))
+    for i in range(6):
+        await w.send(f"s{i}", append("a", text("abcdef"[i])))
+        await settled(w)
+    assert w.worker.app._store.stats().evicted > 0
+
+    again = await w.send("other", generate("g", text=text("p"), max_tokens=2))
+    assert again["usage"]["cached_tokens"] == 3 * BLOCK - 1
+    unpinned = await w.worker.client.session("other").unpin()
+    assert (unpinned.prefixes, unpinned.pinned_bytes) == ((3 * BLOCK,), 0)
+
+
+async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) -> None:
+    w = await wire(max_disk=2**20)
+    await w.send("s", append("a", text("x")))
+
+    def turnkeep(*arguments: str) -> Any:
+        where = ("--nats", w.worker.settings.nats, "--prefix", w.prefix)
+        return CliRunner().invoke(main, [*arguments, *where])
+
+    pinned = await asyncio.to_thread(turnkeep, "pin", "s", "--position", str(2 * BLOCK))
+    assert f"pinned {2 * BLOCK} tokens, all of them stored in" in pinned.stdout
+    refused = await asyncio.to_thread(turnkeep, "pin", "s", "--position", "999")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "a position must be from 1 to that" in refused.stderr
+    unpinned = await asyncio.to_thread(turnkeep, "unpin", "s")
+    assert unpinned.stdout == f"unpinned {2 * BLOCK}; 0 B stay pinned\n"
+    assert "unpinned nothing" in (await asyncio.to_thread(turnkeep, "unpin", "s")).stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"type": "pin", "position": 999}, "the session holds 96 tokens: a position must be from 1 to that"),
+        ({"type": "unpin", "position": 97}, "the session holds 96 tokens"),
+        ({"type": "pin", "position": 0}, "position"),
+        ({"type": "pin", "tokens": 3}, "tokens"),
+    ],
+)
+async def test_a_pin_that_makes_no_sense_is_refused_with_a_sentence(
+    wire: Start, body: dict[str, Any], why: str
+) -> None:
+    w = await wire()
+    await w.send("s", append("a", text("x")))
+    reply = await w.control("s", body)
+    assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+    assert why in reply["message"]
+
+
+async def test_pins_beyond_their_share_are_refused_with_the_numbers(wire: Start) -> None:
+    w = await wire(max_disk=2**20)
+    await w.send("s", append("a", text("x", 50 * BLOCK)))
+    with pytest.raises(RequestFailedError, match=r"at most 524288 may be \(50% of the limit of 1048576\)"):
+        await w.worker.client.session("s").pin()
+    assert (await w.worker.client.session("s").pin(BLOCK)).tokens == BLOCK
+
+
+async def test_a_worker_without_snapshots_pins_nothing_and_says_so(wire: Start) -> None:
+    w = await wire(snapshots="off")
+    await w.send("s", append("a", "hello"))
+    assert "keeps no snapshots" in (await w.control("s", {"type": "pin"}))["message"]
+    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
+    assert (closed["type"], closed["forgotten"]) == ("closed", 0)
+
+
+async def test_a_session_that_is_not_there_cannot_be_pinned(wire: Start) -> None:
+    w = await wire()
+    assert (await w.control("nobody", {"type": "pin"}))["code"] == "unknown_session"
+
+
+async def test_a_close_that_forgets_leaves_nothing_of_the_session_on_disk(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a", text("x")))
+    await w.send("other", append("a", text("x", BLOCK) + text("y", BLOCK)))
+    await settled(w)
+    assert snapshots(w) == 3 + 1
+    closed = await w.worker.client.session("s").close(forget=True)
+    assert (closed.forgotten, closed.settled) == (2, True)
+    assert snapshots(w) == 2, "what the other one shares stays"
+    plain = await w.worker.client.session("other").close()
+    assert plain.forgotten is None
+    assert snapshots(w) == 2
+
+
+async def test_a_close_that_forgets_is_answered_in_time_though_the_disk_hangs(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is in the middle of this session's block; it must not bring it back when it comes to."""
+    w = await wire()
+    loop, busy, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    write = snapshot_format.write
+
+    def stuck(draft: Any, path: Any) -> None:
+        loop.call_soon_threadsafe(busy.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+        write(draft, path)
+
+    monkeypatch.setattr(snapshot_format, "write", stuck)
+    await w.send("s", append("a", text("x")))
+    await busy.wait()
+    started = time.monotonic()
+    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
+    assert 2 <= time.monotonic() - started < 3
+    assert (closed["forgotten"], closed["settled"]) == (3, False)
+    answered = await w.send("t", generate("g", text="hello"))
+    assert answered["type"] == "generated", "others go on"
+    go_on.set()
+    await settled(w)
+    assert w.worker.app._store.stats().cancelled == 3
+    assert w.worker.app._store.match("default", [1] * BLOCK).num_tokens == 0
+    assert snapshots(w) == w.worker.app._store.stats().stored
+
+
+async def test_temporary_snapshots_go_with_the_worker(wire: Start) -> None:
+    w = await wire(snapshots="temporary")
+    await w.send("s", append("a", text("x")))
+    await settled(w)
+    assert snapshots(w) == 3
+    await w.worker.stop()
+    assert snapshots(w) == 0
+
+
+async def test_a_reload_changes_the_limits_and_names_what_it_cannot_change(wire: Start) -> None:
+    w = await wire()
+    for i in range(4):
+        await w.send(f"s{i}", append("a", text("abcd"[i])))
+    await settled(w)
+    app, settings = w.worker.app, w.worker.settings
+    with structlog.testing.capture_logs() as logs:
+        app.reload(dataclasses.replace(settings, max_disk=2**16, min_free_disk=5, max_batch=3))
+    said = {log["event"]: log for log in logs}
+    assert said["these settings need a restart"]["settings"] == ["max_batch"]
+    assert said["read the settings again"]["changed"] == ["max_disk", "min_free_disk"]
+    await asyncio.sleep(0.1)  # there are steps to take, of 10 ms each
+    await settled(w)
+    assert 0 < app._store.stats().stored_bytes <= 2**16
+
+
+class Serving:
+    """`turnkeep serve` as a process with a settings file, and with what is to be its standard input."""
+
+    def __init__(self, folder: Path, model: Path, nats_url: str) -> None:
+        self.config = folder / "turnkeep.toml"
+        self.config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
+        self._log = folder / "log"
+        self._command = [
+            *(sys.executable, "-m", "worker", "serve", "--config", str(self.config), "--nats", nats_url),
+            *("--prefix", f"hup{time.monotonic_ns()}", "--data-dir", str(folder / "data")),
+            *("--model", str(model), "--log-format", "json"),
+        ]
+
+    async def start(self, stdin: int) -> asyncio.subprocess.Process:
+        with self._log.open("wb") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=stdin, stdout=output, stderr=output
+            )
+        await self.said("ready")
+        return self.process
+
+    async def said(self, event: str) -> dict[str, Any]:
+        """Wait for a line of the log."""
+        async with asyncio.timeout(60):
+            while True:
+                for line in self._log.read_text().splitlines():
+                    if event in line:
+                        found: dict[str, Any] = json.loads(line)
+                        return found
+                assert self.process.returncode is None, self._log.read_text()
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.process
+async def test_sighup_has_a_worker_read_its_settings_again(
+    tmp_path: Path, tiny_model: Path, nats_url: str
+) -> None:
+    serving = Serving(tmp_path, tiny_model, nats_url)
+    process = await serving.start(subprocess.DEVNULL)
+    try:
+        serving.config.write_text("max_disk = 'much'\n")
+        process.send_signal(signal.SIGHUP)
+        assert "'much' is not valid" in (await serving.said("the settings stay as they are"))["reason"]
+        serving.config.write_text('max_disk = "2MiB"\nmin_free_disk = 0\n')
+        process.send_signal(signal.SIGHUP)
+        assert (await serving.said("read the settings again"))["changed"] == ["max_disk"]
+        assert (await serving.said("cache_limits_changed"))["max_bytes"] == 2 * 2**20
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+
+
+@pytest.mark.process
+async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
+    tmp_path: Path, tiny_model: Path, nats_url: str
+) -> None:
+    terminal, end = pty.openpty()
+    try:
+        process = await Serving(tmp_path, tiny_model, nats_url).start(end)
+        process.send_signal(signal.SIGHUP)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        os.close(terminal)
+        os.close(end)

@@ -1,0 +1,366 @@
+"""`turnkeep cache`: look into the snapshots on disk, check them, clear them out, carry them elsewhere.
+
+What only reads (`ls`, `du`, `verify`, `export`) works beside a running worker; what writes needs the cache's
+lock, and says who has it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cache import archive, pruning, survey
+from cache.folder import DirectoryLockedError, Folder
+from cache.format import SUFFIX, CacheError
+from protocol.errors import TurnkeepError
+
+from .flags import read, with_settings
+from .progress import terminal_progress
+from .settings import parse_duration, parse_size, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .settings import Settings
+
+
+class CacheCommandError(TurnkeepError):
+    """A command on the cache failed; the message is one line."""
+
+
+class _Group(click.Group):
+    """Turns the faults of cache and disk into one line each."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DirectoryLockedError as error:
+            raise CacheCommandError(
+                f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
+                " (ls, du, verify and export work beside it)"
+            ) from None
+        except (CacheError, sqlite3.Error) as error:
+            raise CacheCommandError(str(error)) from None
+        except OSError as error:
+            raise CacheCommandError(f"{error.filename}: {error.strerror}") from None
+
+
+def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, str | None], Any]:
+    def callback(_: Any, parameter: click.Parameter, value: str | None) -> Any:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except (ValueError, OverflowError):
+            raise click.BadParameter(f"{value!r} is not {wants}", param=parameter) from None
+
+    return callback
+
+
+def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options that name the directory, and those of the settings in `names`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = with_settings("data_dir", *names)(command)
+        return click.option(
+            "--dir",
+            "directory",
+            type=click.Path(path_type=Path),
+            help="The cache's directory. [default: the folder snapshots of --data-dir]",
+        )(command)
+
+    return decorate
+
+
+def _as_json(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")(command)
+
+
+def _place(directory: Path | None, config: Path | None, flags: dict[str, Any]) -> tuple[Path, Settings]:
+    settings = read(config, flags)
+    return directory or settings.data_dir / "snapshots", settings
+
+
+@click.group(cls=_Group)
+def cache() -> None:
+    """Snapshots on disk: look, check, clear out, carry elsewhere."""
+
+
+@cache.command("ls")
+@_as_json
+@_on_a_cache()
+def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
+    """List the stored chains of tokens, the last used first, and the pins.
+
+    Whose they are cannot be told: the names are salted digests of tenant and tokens.
+    """
+    place, _ = _place(directory, config, flags)
+    found = survey.look(place)
+    chains = [
+        {
+            "digest": chain.digest.hex(),
+            "identity": chain.model.identity,
+            "model": chain.model.name,
+            "tokens": chain.num_tokens,
+            "files": chain.num_files,
+            "size_bytes": chain.size_bytes,
+            "own_bytes": chain.own_bytes,
+            "pinned_tokens": chain.pinned_tokens,
+            "last_used": datetime.fromtimestamp(chain.used_s, UTC).isoformat(timespec="seconds"),
+        }
+        for chain in found.chains
+    ]
+    pins = [{"name": pin.name.hex(), "tokens": len(pin.tokens) // 4} for pin in found.pins]
+    if as_json:
+        click.echo(json.dumps({"chains": chains, "pins": pins}))
+        return
+    now_s = time.time()
+    rows = [
+        [
+            chain.digest.hex()[:12],
+            _model(chain.model),
+            str(chain.num_tokens),
+            _size(chain.size_bytes),
+            _size(chain.own_bytes),
+            _ago(now_s - chain.used_s),
+            str(chain.pinned_tokens or ""),
+        ]
+        for chain in found.chains
+    ]
+    _table(["chain", "model", "tokens", "size", "not shared", "last used", "pinned"], rows)
+    for pin in pins:
+        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
+    _print_odd(found)
+
+
+@cache.command()
+@_as_json
+@_on_a_cache("max_disk", "min_free_disk")
+def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Add up what the snapshots of each model take, and what the limits leave."""
+    place, settings = _place(directory, config, flags)
+    found = survey.look(place)
+    files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
+    total = files_bytes + found.quarantined_bytes
+    free = shutil.disk_usage(place).free
+    figures = {
+        "models": [
+            {
+                "identity": usage.model.identity,
+                "model": usage.model.name,
+                "chains": usage.num_chains,
+                "files": usage.num_files,
+                "size_bytes": usage.size_bytes,
+            }
+            for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
+        ],
+        "other_versions_bytes": found.foreign_bytes,
+        "quarantined_bytes": found.quarantined_bytes,
+        "total_bytes": total,
+        "max_disk": settings.max_disk,
+        "min_free_disk": settings.min_free_disk,
+        "disk_free_bytes": free,
+    }
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    rows = [
+        [_model(usage.model), str(usage.num_chains), str(usage.num_files), _size(usage.size_bytes)]
+        for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
+    ]
+    _table(["model", "chains", "files", "size"], rows)
+    click.echo(f"total {_size(total)} of {size_text(settings.max_disk)} (max_disk), among it")
+    click.echo(
+        f"  other format versions {_size(found.foreign_bytes)}, quarantine {_size(found.quarantined_bytes)}"
+    )
+    click.echo(
+        f"disk: {_size(free)} free, {size_text(settings.min_free_disk)} to be left free (min_free_disk)"
+    )
+
+
+@cache.command()
+@click.option("--quarantine", is_flag=True, help="Move what is doubtful out of the way; needs the lock.")
+@_as_json
+@_on_a_cache()
+def verify(
+    directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
+) -> None:
+    """Read every file and check its length, checksum, name and layout. Exit code 1 if any is doubtful."""
+    place, _ = _place(directory, config, flags)
+    survey.check(place)
+    folder = Folder(place) if quarantine else None
+    try:
+        with terminal_progress() as show:
+            found = survey.verify(place, lambda done, total: show(done, total, "verifying") if show else None)
+        moved = []
+        for name, _ in found.doubtful if folder is not None else ():
+            digest = name.removesuffix(SUFFIX)
+            if folder is not None and len(digest) == 64:  # what is not named as a snapshot is never read
+                folder.quarantine(bytes.fromhex(digest))
+                moved.append(name)
+    finally:
+        if folder is not None:
+            folder.close()
+    if as_json:
+        doubtful = [{"file": name, "reason": reason} for name, reason in found.doubtful]
+        figures = {"files": found.num_files, "other_versions": found.num_foreign}
+        click.echo(json.dumps({**figures, "doubtful": doubtful, "quarantined": moved}))
+    else:
+        for name, reason in found.doubtful:
+            click.echo(f"{name}: {reason}" + (" (moved to quarantine)" if name in moved else ""))
+        click.echo(
+            f"{found.num_files} files, {len(found.doubtful)} doubtful, {found.num_foreign} of other versions"
+        )
+    sys.exit(1 if found.doubtful else 0)
+
+
+@cache.command()
+@click.option(
+    "--older-than",
+    "older_than_s",
+    metavar="TIME",
+    callback=_parsed(parse_duration, "a duration such as 12h or 7d"),
+    help="What was last used so long ago.",
+)
+@click.option(
+    "--to-bytes",
+    metavar="SIZE",
+    callback=_parsed(parse_size, "a size such as 5GiB"),
+    help="The least recently used, until so much is left.",
+)
+@click.option("--model", metavar="IDENTITY", help="Of this model only: the beginning of its identity.")
+@click.option("--all", "everything", is_flag=True, help="Everything, with quarantine and pins.")
+@_as_json
+@_on_a_cache()
+def prune(
+    directory: Path | None,
+    config: Path | None,
+    older_than_s: float | None,
+    to_bytes: int | None,
+    model: str | None,
+    everything: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Remove snapshots that meet every condition given. Needs the lock; pinned prefixes stay."""
+    conditions = [older_than_s, to_bytes, model]
+    if everything == any(condition is not None for condition in conditions):
+        raise click.UsageError("say what is to go: --all, or conditions (--older-than, --to-bytes, --model)")
+    place, _ = _place(directory, config, flags)
+    if everything:
+        pruned = pruning.prune_all(place)
+    else:
+        pruned = pruning.prune(
+            place, older_than_s=older_than_s, to_bytes=to_bytes, model=model, now_s=time.time()
+        )
+    if as_json:
+        figures = {
+            "files": pruned.num_files,
+            "size_bytes": pruned.size_bytes,
+            "pinned_files": pruned.num_pinned,
+            "left_bytes": pruned.left_bytes,
+        }
+        click.echo(json.dumps(figures))
+        return
+    kept = f"; {pruned.num_pinned} more are pinned" if pruned.num_pinned else ""
+    click.echo(
+        f"removed {pruned.num_files} files, {_size(pruned.size_bytes)}{kept}; {_size(pruned.left_bytes)} left"
+    )
+
+
+@cache.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_on_a_cache()
+def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], **flags: Any) -> None:
+    """Let go of pins by their names in `ls`, where no session leads to them any more. Needs the lock."""
+    place, _ = _place(directory, config, flags)
+    for pin in pruning.unpin(place, list(names)):
+        click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
+
+
+@cache.command("export")
+@click.argument("digests", nargs=-1, metavar="[DIGEST]...")
+@click.argument("target", type=click.Path(path_type=Path), metavar="FILE.tar")
+@click.option("--all", "everything", is_flag=True, help="All chains.")
+@_on_a_cache()
+def export(
+    directory: Path | None,
+    config: Path | None,
+    digests: tuple[str, ...],
+    target: Path,
+    everything: bool,
+    **flags: Any,
+) -> None:
+    """Write chains, as `ls` names them, to a tar file that another cache can import."""
+    if everything == bool(digests):
+        raise click.UsageError("name the chains to export, or say --all")
+    place, _ = _place(directory, config, flags)
+    carried = archive.export(place, None if everything else digests, target)
+    click.echo(f"wrote {carried.num_files} files, {_size(carried.size_bytes)}, to {target}")
+
+
+@cache.command("import")
+@click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE.tar")
+@_as_json
+@_on_a_cache("max_disk", "min_free_disk")
+def import_(directory: Path | None, config: Path | None, source: Path, as_json: bool, **flags: Any) -> None:
+    """Take the snapshots of a tar file into the cache, each once it is proved. Needs the lock.
+
+    They serve the same model and the same tenant names as where they were made.
+    """
+    place, settings = _place(directory, config, flags)
+    carried = archive.restore(
+        place, source, max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk
+    )
+    if as_json:
+        skipped = [{"file": name, "reason": reason} for name, reason in carried.skipped]
+        figures = {"files": carried.num_files, "size_bytes": carried.size_bytes, "skipped": skipped}
+        click.echo(json.dumps(figures))
+        return
+    for name, reason in carried.skipped:
+        click.echo(f"skipped {name!r}: {reason}", err=True)
+    click.echo(f"took {carried.num_files} files, {_size(carried.size_bytes)}; skipped {len(carried.skipped)}")
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _model(model: survey.Model) -> str:
+    return " ".join(filter(None, [model.name, model.identity[:12]]))
+
+
+def _print_odd(found: survey.Survey) -> None:
+    for name, reason in found.doubtful:
+        click.echo(f"{name}: {reason}", err=True)
+    if found.num_foreign:
+        click.echo(f"{found.num_foreign} files of other format versions, {_size(found.foreign_bytes)}")
+
+
+def _ago(seconds: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return "now"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"

@@ -1,0 +1,37 @@
+"""Settings as options of commands: every one that a command takes has the name it has everywhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import settings as settings_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .settings import Settings
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of the named settings (none: all), and `--config`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(settings_module.describe()):
+            if not names or setting.name in names:
+                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
+                help_text += f"[{setting.variable}; default: {setting.default}]"
+                command = click.option(setting.flag, setting.name, metavar="VALUE", help=help_text)(command)
+        return click.option(
+            "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
+        )(command)
+
+    return decorate
+
+
+def read(config: Path | None, flags: dict[str, Any]) -> Settings:
+    """Collect the settings of a command that was called with these options. Raises `SettingsError`."""
+    return settings_module.load(flags, os.environ, config)
