@@ -87,8 +87,8 @@ def show(first: Report, second: Report, console: Console) -> None:
     table = Table(box=None, header_style="bold")
     table.add_column("median of", no_wrap=True)
     for name in ("A", "B", "B / A", "95% interval"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", no_wrap=name != "95% interval")
+    table.add_column("", no_wrap=True)
     for row in rows(first, second):
         ratio, spread = "-", "-"
         if row.ratio is not None:

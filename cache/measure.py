@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
+import structlog
 
 from . import blocks
 from . import format as snapshot_format
@@ -201,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("--blocks", "--chain"):
         other.add_argument(name, type=int, required=True)
     given = parser.parse_args(arguments)
+    # What is measured goes to stdout, alone.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if given.kind == "restore":
         shape = Shape(given.layers, given.heads, given.dim)

@@ -230,7 +230,7 @@ async def test_a_worker_that_exceeds_its_memory_is_caught(measure, monkeypatch):
         return []
 
     monkeypatch.setattr(Ledger, "reserve", hold)
-    monkeypatch.setattr(device.Device, "_make_room", lambda self, size: True)
+    monkeypatch.setattr(device.Device, "_make_room", lambda self, size, **_: True)
     found = failed(await measure(plan(clients=32, sample=1)))
     assert "KV stays within max_memory" in found
 
@@ -238,8 +238,8 @@ async def test_a_worker_that_exceeds_its_memory_is_caught(measure, monkeypatch):
 async def test_a_worker_that_restores_another_kv_is_caught(measure, monkeypatch):
     rebuild = device.layers.rebuild
 
-    def garble(tensors: Any) -> Any:
-        return rebuild({name: array * 0.5 for name, array in tensors.items()})
+    def garble(tensors: Any, caches: Any, num_tokens: int) -> Any:
+        return rebuild({name: array * 0.5 for name, array in tensors.items()}, caches, num_tokens)
 
     monkeypatch.setattr(device.layers, "rebuild", garble)
     assert "answers are those of the same sessions alone" in failed(await measure(plan(sample=20)))
