@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DIGEST_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
 
+_LINK: Final = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"turnkeep.block")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -54,7 +56,10 @@ def root(identity: bytes, tenant: str) -> bytes:
 
 def link(parent: bytes, packed: bytes) -> bytes:
     """Name the run of packed tokens that follows the prefix `parent`: a block, or a shorter tail."""
-    return hashlib.blake2b(parent + packed, digest_size=DIGEST_BYTES, person=b"turnkeep.block").digest()
+    digest = _LINK.copy()  # half the time of making one with its parameters
+    digest.update(parent)
+    digest.update(packed)
+    return digest.digest()
 
 
 def chain(root: bytes, packed: bytes, block: int) -> list[bytes]:

@@ -37,12 +37,19 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A snapshot that is stored, or on its way there. Belongs to the event loop."""
+    """A snapshot that is stored, or on its way there. Belongs to the event loop.
+
+    Its name lies open here: ten thousand idle sessions cost little but their entries.
+    """
 
     digest: bytes
-    name: Name
+    #: The name of the prefix that it continues.
+    parent: bytes
+    start: int
+    tokens: bytes
     size_bytes: int
     used: int
+    resumable: bool = True
     durable: bool = False
     #: Loads that need the file, counted by `Index.hold`. It is not evicted meanwhile, and `doomed` waits for
     #: the last of them.
@@ -52,9 +59,19 @@ class Entry:
     kept: int = 0
 
     @property
-    def parent(self) -> bytes:
-        """The name of the prefix that it continues."""
-        return self.name.parent
+    def name(self) -> Name:
+        """Which KV it holds."""
+        return Name(self.parent, self.start, self.tokens, self.resumable)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.num_tokens
 
     @property
     def usable(self) -> bool:
@@ -69,9 +86,8 @@ class Entry:
     @property
     def row(self) -> Row:
         """What the catalog keeps of it."""
-        name = self.name
         return Row(
-            self.digest, name.parent, name.start, name.tokens, self.size_bytes, self.used, name.resumable
+            self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, self.resumable
         )
 
 
@@ -85,7 +101,7 @@ class Index:
     def __init__(self, clock: Callable[[], float], rows: Iterable[Row] = ()) -> None:
         self._clock = clock
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._children: dict[bytes, list[Entry]] = {}
         self._held: set[Entry] = set()
         self._now = 0
         self.stored = 0
@@ -102,13 +118,20 @@ class Index:
         """Take in what is stored: all at once, since there may be very many."""
         used = _inherited_uses(rows)
         for digest, parent, start, tokens, size_bytes, _, resumable in rows:
-            name = Name(parent, start, tokens, bool(resumable))
-            entry = Entry(digest, name, size_bytes, used[digest], durable=True)
+            when, whole = used[digest], bool(resumable)
+            entry = Entry(digest, parent, start, tokens, size_bytes, when, whole, durable=True)
             self._entries[digest] = entry
-            self._children.setdefault(parent, []).append((tokens, digest))
+            if parent in self._children:
+                self._children[parent].append(entry)
+            else:
+                self._children[parent] = [entry]
             self.stored_bytes += size_bytes
-        for siblings in self._children.values():
-            siblings.sort()
+        for parent, siblings in self._children.items():
+            if len(siblings) > 1:
+                siblings.sort(key=_place)
+            if parent in self._entries:  # one object for the name that all of them bear
+                for entry in siblings:
+                    entry.parent = self._entries[parent].digest
         self.stored = len(rows)
         self._now = max(used.values(), default=0)
 
@@ -129,7 +152,7 @@ class Index:
 
     def children(self, digest: bytes) -> list[Entry]:
         """List the entries that continue `digest`."""
-        return [self._entries[child] for _, child in self._children.get(digest, ())]
+        return list(self._children.get(digest, ()))
 
     def next_use(self) -> int:
         """Give the next point on the clock of uses: the time of day, but never twice and never backwards."""
@@ -139,7 +162,13 @@ class Index:
     def add(self, entry: Entry) -> None:
         """Take in a new entry, as the most recently used one."""
         self._entries[entry.digest] = entry
-        insort(self._children.setdefault(entry.parent, []), (entry.name.tokens, entry.digest))
+        if entry.parent in self._entries:  # one object for the name that both bear
+            entry.parent = self._entries[entry.parent].digest
+        siblings = self._children.get(entry.parent)
+        if siblings is None:
+            self._children[entry.parent] = [entry]
+        else:
+            insort(siblings, entry, key=_place)
         self.use(entry)
         self.on_its_way_bytes += entry.size_bytes
         self._look_at(entry)
@@ -180,7 +209,7 @@ class Index:
         """Forget an entry."""
         del self._entries[entry.digest]
         siblings = self._children[entry.parent]
-        del siblings[bisect_left(siblings, (entry.name.tokens, entry.digest))]
+        del siblings[bisect_left(siblings, _place(entry), key=_place)]
         if not siblings:
             del self._children[entry.parent]
         if entry.durable:
@@ -212,12 +241,12 @@ class Index:
         two that share as much, the smaller one is read faster. With `usable` only what a match may count on.
         """
         siblings = self._children.get(parent, [])
-        at = bisect_left(siblings, (packed,))
+        at = bisect_left(siblings, (packed, b""), key=_place)
         found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
-            entries = (self._entries[siblings[i][1]] for i in side)
+            entries = (siblings[i] for i in side)
             entry = next((entry for entry in entries if entry.usable or not usable), None)
-            if entry is not None and (num_tokens := num_common(entry.name.tokens, packed)):
+            if entry is not None and (num_tokens := num_common(entry.tokens, packed)):
                 found.append((num_tokens, -entry.size_bytes, entry))
         num_tokens, _, entry = max(found, key=lambda one: one[:2], default=(0, 0, None))
         return None if entry is None else (entry, num_tokens)
@@ -232,14 +261,14 @@ class Index:
         """
         best: tuple[tuple[Entry, ...], int] = (), 0
         part = self.longest(parent, packed, usable=usable) if packed else None
-        if part is not None and part[1] >= least_share * part[0].name.num_tokens:
+        if part is not None and part[1] >= least_share * part[0].num_tokens:
             best = (part[0],), part[1]
         for entry in self._beginnings(parent, packed):
             if usable and not entry.usable:
                 continue
-            rest = packed[len(entry.name.tokens) :]
+            rest = packed[len(entry.tokens) :]
             path, num_tokens = self.reach(entry.digest, rest, usable=usable, least_share=least_share)
-            found = (entry, *path), entry.name.num_tokens + num_tokens
+            found = (entry, *path), entry.num_tokens + num_tokens
             best = max(best, found, key=lambda one: (one[1], -sum(entry.size_bytes for entry in one[0])))
         return best
 
@@ -247,23 +276,21 @@ class Index:
         """List the entries after `parent` that hold nothing but a part of `packed`, children last."""
         found: list[Entry] = []
         for entry in self._beginnings(parent, packed):
-            found += (entry, *self.within(entry.digest, packed[len(entry.name.tokens) :]))
+            found += (entry, *self.within(entry.digest, packed[len(entry.tokens) :]))
         return found
 
     def swallowed(self, entry: Entry) -> list[Entry]:
         """List the pieces of whose tokens this entry holds all, children first."""
-        return [
-            other for other in reversed(self.within(entry.parent, entry.name.tokens)) if other is not entry
-        ]
+        return [other for other in reversed(self.within(entry.parent, entry.tokens)) if other is not entry]
 
     def ending(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
         """Find the way to the furthest stored entry at whose end `packed` can be resumed."""
         best: tuple[Entry, ...] = ()
         for entry in self._beginnings(parent, packed):
             if entry.usable:
-                path = (entry, *self.ending(entry.digest, packed[len(entry.name.tokens) :]))
-                if path[-1].name.resumable:
-                    best = max(best, path, key=lambda one: one[-1].name.span.end if one else 0)
+                path = (entry, *self.ending(entry.digest, packed[len(entry.tokens) :]))
+                if path[-1].resumable:
+                    best = max(best, path, key=lambda one: one[-1].end if one else 0)
         return best
 
     def _beginnings(self, parent: bytes, packed: bytes) -> Iterator[Entry]:
@@ -273,11 +300,11 @@ class Index:
         """
         siblings = self._children.get(parent, [])
         bound = packed
-        while bound and (at := bisect_left(siblings, (bound + b"\0",))):
-            tokens, digest = siblings[at - 1]
-            fits = num_common(tokens, bound) * TOKEN_BYTES
-            if fits == len(tokens):
-                yield self._entries[digest]
+        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=_place)):
+            entry = siblings[at - 1]
+            fits = num_common(entry.tokens, bound) * TOKEN_BYTES
+            if fits == len(entry.tokens):
+                yield entry
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
 
@@ -293,6 +320,11 @@ class Index:
             self._held.add(entry)
         else:
             self._held.discard(entry)
+
+
+def _place(entry: Entry) -> tuple[bytes, bytes]:
+    """Order siblings by their tokens; files of other formats have none that could be told."""
+    return entry.tokens, entry.digest
 
 
 def _inherited_uses(rows: list[Row]) -> dict[bytes, int]:

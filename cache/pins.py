@@ -134,7 +134,7 @@ class Pins:
                 held.entries.append(entry)
                 before = (len(held.pin.tokens) - len(rest)) // TOKEN_BYTES
                 held.num_tokens = max(held.num_tokens, before + num_common)
-                if num_common == entry.name.num_tokens and num_common * TOKEN_BYTES < len(rest):
+                if num_common == entry.num_tokens and num_common * TOKEN_BYTES < len(rest):
                     open_ends.append((entry.digest, rest[num_common * TOKEN_BYTES :]))
         for entry in held.entries:
             self._index.keep(entry)

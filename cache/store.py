@@ -166,7 +166,7 @@ class Store:
             parent, at = digest, at + width
         if self._stateful:
             self._end_resumable(tenant, packed, entries)
-            num_tokens = entries[-1].name.span.end if entries else 0
+            num_tokens = entries[-1].end if entries else 0
         else:
             path, num_shared = self._index.reach(
                 parent, packed[at : at + width], usable=True, least_share=_LEAST_SHARE
@@ -197,7 +197,7 @@ class Store:
         entries += path
         for entry in entries:
             self._index.hold(entry)
-        return Held((start, *(entry.name.span.end for entry in path)), tuple(entries))
+        return Held((start, *(entry.end for entry in path)), tuple(entries))
 
     def release(self, match: Match | Held) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
@@ -222,12 +222,11 @@ class Store:
         pieces = [
             Piece(
                 entry.digest,
-                name.start,
-                min(name.num_tokens, match.num_tokens - name.start),
+                entry.start,
+                min(entry.num_tokens, match.num_tokens - entry.start),
                 state=self._stateful and entry is match.entries[-1],
             )
             for entry in match.entries
-            for name in (entry.name,)
         ]
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
@@ -265,7 +264,7 @@ class Store:
             if not self._covered(parent, piece):
                 if span.num_tokens < self._block:
                     path = self._pieces(parent, piece)
-                    edges = [span.start, *(entry.name.span.end for entry in path)]
+                    edges = [span.start, *(entry.end for entry in path)]
                     span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
                 wanted.append(span)
             parent = blocks.link(parent, piece)
@@ -300,7 +299,7 @@ class Store:
         if span.start > grid:
             path = self._pieces(before, packed[grid * blocks.TOKEN_BYTES : span.start * blocks.TOKEN_BYTES])
             # Where they end elsewhere the pieces that it continues are gone: no parent has this name.
-            parent = path[-1].digest if path and path[-1].name.span.end == span.start else b""
+            parent = path[-1].digest if path and path[-1].end == span.start else b""
         resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
         name = Name(parent, span.start, _slice(packed, span), resumable)
         draft = snapshot_format.draft(name, self._identity, tensors)
@@ -308,7 +307,10 @@ class Store:
         if reason is not None:
             self._writer.drop(reason)
             return False
-        entry = Entry(name.digest, name, draft.size_bytes, self._index.next_use())
+        used = self._index.next_use()
+        entry = Entry(
+            name.digest, name.parent, name.start, name.tokens, draft.size_bytes, used, name.resumable
+        )
         # In the index first: as a child on its way it keeps its own chain from being evicted for it.
         self._index.add(entry)
         if not self._room.make(draft.size_bytes):
@@ -453,12 +455,12 @@ class Store:
         """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
         while True:
             parent = entries[-1].digest if entries else self._root(tenant)
-            at = entries[-1].name.span.end if entries else 0
+            at = entries[-1].end if entries else 0
             path = self._index.ending(parent, _slice(packed, Span(at, at + self._block)))
             if path:
                 entries += path
                 return
-            if not entries or entries[-1].name.resumable:
+            if not entries or entries[-1].resumable:
                 return
             entries.pop()
 
@@ -526,7 +528,7 @@ class Store:
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
             self._index.settle(entry)
-            if entry.name.resumable:
+            if entry.resumable:
                 self._discard_unneeded(self._index.swallowed(entry))
             return
         if self._index.get(entry.digest) is entry:

@@ -223,10 +223,10 @@ def _chain(entry: Entry, links: list[Entry], model: Model, num_children: Callabl
     return Chain(
         digest=entry.digest,
         model=model,
-        num_tokens=entry.name.span.end,
+        num_tokens=entry.end,
         num_files=len(links),
         size_bytes=sum(link.size_bytes for link in links),
         own_bytes=own_bytes,
         used_s=entry.used / 1e6,
-        pinned_tokens=max((link.name.span.end for link in links if link.kept), default=0),
+        pinned_tokens=max((link.end for link in links if link.kept), default=0),
     )

@@ -69,6 +69,7 @@ class Desk:
             (self._subjects.every("ask"), self._ask),
         ):
             self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._aside(handle)))
+        await self._nc.flush()  # else the server may answer for a while that nobody listens
 
     async def close(self) -> None:
         """Stop to answer; who still waits runs into a time-out, and finds the result on `out`."""
