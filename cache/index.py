@@ -117,21 +117,20 @@ class Index:
     def _fill(self, rows: list[Row]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
         used = _inherited_uses(rows)
+        names = {row.digest: row.digest for row in rows}  # one object for the name that all children bear
         for digest, parent, start, tokens, size_bytes, _, resumable in rows:
-            when, whole = used[digest], bool(resumable)
-            entry = Entry(digest, parent, start, tokens, size_bytes, when, whole, durable=True)
+            name, when, whole = names.get(parent, parent), used[digest], bool(resumable)
+            entry = Entry(digest, name, start, tokens, size_bytes, when, whole, True)
             self._entries[digest] = entry
-            if parent in self._children:
-                self._children[parent].append(entry)
+            siblings = self._children.get(name)
+            if siblings is None:
+                self._children[name] = [entry]
             else:
-                self._children[parent] = [entry]
+                siblings.append(entry)
             self.stored_bytes += size_bytes
-        for parent, siblings in self._children.items():
+        for siblings in self._children.values():
             if len(siblings) > 1:
                 siblings.sort(key=_place)
-            if parent in self._entries:  # one object for the name that all of them bear
-                for entry in siblings:
-                    entry.parent = self._entries[parent].digest
         self.stored = len(rows)
         self._now = max(used.values(), default=0)
 

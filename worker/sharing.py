@@ -34,11 +34,12 @@ class Sharing:
     def begin(self, turn: Turn) -> bool:
         """Take in a turn whose target is known; True where it has to wait for another one.
 
-        It waits for the tokens that both have, but not for the other's last one, which may wait for a row.
+        It waits for the tokens that both have, but not for the other's last one, which may wait for a row; and
+        not for one of lower priority, which may wait for others.
         """
         self._active[turn.key] = turn
         leader = self._active.get(turn.source) if turn.source is not None else None
-        if leader is None or turn.restored is not None:
+        if leader is None or turn.restored is not None or leader.priority < turn.priority:
             return False
         num_tokens = min(num_common(leader.context, turn.context), leader.target - 1)
         if num_tokens <= max(leader.num_cached, turn.num_kept):

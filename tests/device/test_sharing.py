@@ -157,6 +157,17 @@ def test_nobody_waits_for_a_token_that_may_wait_for_a_row() -> None:
     assert sharing.ready() == []
 
 
+def test_nobody_waits_for_what_is_less_urgent() -> None:
+    sharing = Sharing()
+    leader = generate(COMMON, 8, name="a")
+    leader.target = len(COMMON)
+    sharing.begin(leader)
+    urgent, idle = (shared(name, with_end(3, 6), 8, "a") for name in "bc")
+    urgent.priority, idle.priority = 1, -1
+    assert not sharing.begin(urgent)
+    assert sharing.begin(idle)
+
+
 def test_a_turn_that_is_over_is_waited_for_no_more() -> None:
     sharing = Sharing()
     leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
