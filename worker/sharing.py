@@ -34,8 +34,8 @@ class Sharing:
     def begin(self, turn: Turn) -> bool:
         """Take in a turn whose target is known; True where it has to wait for another one.
 
-        It waits for the tokens that both have, but not for the other's last one, which may wait for a row; nor
-        for a turn of lower priority, which may wait for others.
+        It waits for the tokens that both have, but not for the other's last one, which may wait for a row,
+        nor for a turn of lower priority, which may wait for others.
         """
         self._active[turn.key] = turn
         leader = self._active.get(turn.source) if turn.source is not None else None
