@@ -1,6 +1,6 @@
 """Real conversations with the packaged model: restarted after every turn, they go on token by token the same.
 
-`TURNKEEP_CONVERSATIONS` says how many; the default is few, for every day.
+`TEST_CONVERSATIONS` says how many; the default is few, for every day.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bench.corpus import Conversation
 
-NUM_CONVERSATIONS: Final = int(os.environ.get("TURNKEEP_CONVERSATIONS", "2"))
+NUM_CONVERSATIONS: Final = int(os.environ.get("TEST_CONVERSATIONS", "2"))
 TURNS: Final = 3
 MAX_TOKENS: Final = 16
 TIMEOUT_S: Final = 60.0
