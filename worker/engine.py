@@ -338,10 +338,10 @@ class Engine:
         num_usable = len(turn.context) - (not self._device.trimmable)
         if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
             turn.num_kept = 0
-        turn.source, turn.num_shared = self._share(turn)
+        turn.source, num_shared = self._share(turn)
         if self._store is None:
             return
-        found = max(turn.num_kept, turn.num_shared)
+        found = max(turn.num_kept, num_shared)
         for _ in range(_RESTORE_TRIES):
             match = self._store.match(turn.key.tenant, turn.context[:num_usable])
             wanted = match.num_tokens - found > found // _RESTORE_GAIN

@@ -38,7 +38,7 @@ class Sharing:
         nor for a turn of lower priority, which may wait for others.
         """
         self._active[turn.key] = turn
-        leader = self._active.get(turn.source) if turn.source is not None else None
+        leader = self.source(turn)
         if leader is None or turn.restored is not None or leader.priority < turn.priority:
             return False
         num_tokens = min(num_common(leader.context, turn.context), leader.target - 1)

@@ -28,7 +28,7 @@ class Turn:
 
     `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
     KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
-    arrays by name; or the session `source` has KV of the first `num_shared`, or is about to. A generate has
+    arrays by name; or the session `source` has, or is about to have, more of it than that. A generate has
     an `answer`; what it already holds are tokens that were published before a crash, and they are the
     context's end. `spans` are the pieces of the context that have no snapshot, `edges` where the stored
     pieces of its last, partial block start and end: see `cache.blocks.tail_start`.
@@ -40,7 +40,6 @@ class Turn:
     restored: dict[str, mx.array] | None = None
     num_restored: int = 0
     source: SessionKey | None = None
-    num_shared: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0

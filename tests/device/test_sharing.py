@@ -21,8 +21,8 @@ def with_end(num_tokens: int, salt: int) -> list[int]:
     return COMMON + prompt(num_tokens, salt=salt)
 
 
-def shared(name: str, context: list[int], num: int, source: str, num_shared: int = len(COMMON)) -> Turn:
-    return generate(context, num, name=name, source=key(source), num_shared=num_shared)
+def shared(name: str, context: list[int], num: int, source: str) -> Turn:
+    return generate(context, num, name=name, source=key(source))
 
 
 def test_a_new_session_takes_what_an_idle_one_has(make_rig, model) -> None:
@@ -61,7 +61,7 @@ def test_one_may_wait_for_another_that_waits(make_rig, model) -> None:
     turns = [
         generate(with_end(1, 9), 4, name="a"),
         shared("b", [*longer, 1], 4, "a"),
-        shared("c", [*longer, 2, 3], 4, "b", len(longer)),
+        shared("c", [*longer, 2, 3], 4, "b"),
     ]
     rig.run(*turns)
     assert [turn.num_prefilled for turn in turns] == [len(COMMON) + 1, 2 * BLOCK + 1, 2]
@@ -115,7 +115,7 @@ def test_one_that_is_cancelled_while_it_waits_keeps_what_it_had(make_rig, model)
     first = generate(with_end(7, 5), 8, name="a")
     rig.device.submit(first)
     assert model.arrived.acquire(timeout=20)
-    waiting = append(with_end(4, 6), name="b", num_kept=len(own), source=key("a"), num_shared=len(COMMON))
+    waiting = append(with_end(4, 6), name="b", num_kept=len(own), source=key("a"))
     rig.device.submit(waiting)
     rig.device.cancel(waiting)
     model.go_on.release()
