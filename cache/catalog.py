@@ -253,7 +253,7 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     catalog.put(row for row in adopted.values() if row.digest in kept)
     lost = len(rows.keys() - files)
     if adopted or doubtful or orphans or lost:
-        _log.warning(
-            "index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans)
-        )
+        # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.
+        say = _log.warning if doubtful or orphans else _log.info
+        say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful

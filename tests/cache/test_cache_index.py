@@ -138,7 +138,7 @@ async def test_without_its_catalog_the_store_finds_everything_by_the_files(
     with capture_logs() as logs:
         await assert_finds_everything(open_store)
     reconciled = [log for log in logs if log["event"] == "index_reconciled"]
-    assert [log["adopted"] for log in reconciled] == [3], "what was rebuilt must be announced"
+    assert [(log["adopted"], log["log_level"]) for log in reconciled] == [(3, "info")], "it must be announced"
     with capture_logs() as logs:
         await assert_finds_everything(open_store)
     assert logs == [], "and the next start has nothing to mend"
@@ -177,7 +177,7 @@ async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp
     (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
     with capture_logs() as logs:
         store = await open_store()
-    assert [(log["lost"], log["orphans"]) for log in logs] == [(1, 2)]
+    assert [(log["lost"], log["orphans"], log["log_level"]) for log in logs] == [(1, 2, "warning")]
     assert store.stats().stored == 0
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
