@@ -24,7 +24,7 @@ from bench.restart.measure import Plan, shuffled
 from bench.restart.page import page_of
 from bench.restart.summary import RestartReport, series, summarise
 from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
-from worker import device
+from worker import batch, device
 
 if TYPE_CHECKING:
     import subprocess
@@ -132,6 +132,14 @@ async def test_a_real_worker_that_lies_about_what_it_restored_is_caught(
         one.num_reused = kept
         one.num_prefilled -= kept
 
+    step = batch.Batch.step
+
+    def slow(self: batch.Batch, pieces: Any, **more: Any) -> None:
+        """A tiny model reads 1,900 tokens in no time: on a busy machine nobody could tell by the clock."""
+        time.sleep(1e-4 * sum(len(piece.tokens) for piece in pieces))
+        step(self, pieces, **more)
+
+    monkeypatch.setattr(batch.Batch, "step", slow)
     base, own = tuple(random.Random(1).choices(range(10, 200), k=1900)), tuple(range(50, 66))
     worker = await local_worker()
     turns = []
