@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import psutil
 import structlog
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span, tail_start
-from protocol.errors import TurnkeepError
 
+from . import machine
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
+from .resident import Ask, Held, Resident
 from .scheduler import Scheduler, Step
 from .sharing import Sharing
 from .turn import (
@@ -49,31 +49,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. A CPU's step
-#: took the same time with none at all.
-MLX_CACHE_BYTES = 512 * 2**20
-CPU_CACHE_BYTES = 16 * 2**20
-
-
-#: How long a prompt that has no room waits for memory that is no session's, and how often it looks.
-_PATIENCE_S = 2.0
-_LOOK_S = 0.01
-
-#: Of the memory that the machine has left when the weights are loaded, for everything else on the device.
-MEMORY_SHARE = 0.6
-
-
-def default_limit_bytes() -> int:
-    """Derive the limit for all that MLX holds from the device, or from what the machine has left."""
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    if isinstance(recommended, int) and recommended > 0:
-        return recommended
-    return mx.get_active_memory() + int(psutil.virtual_memory().available * MEMORY_SHARE)
-
-
-class DeviceError(TurnkeepError):
-    """The device cannot do what a setting asks for; the message is one line."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
@@ -86,13 +61,6 @@ class _Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
-    key: SessionKey
-    num_tokens: int
-    answer: Callable[[bool], None]
-
-
-@dataclass(frozen=True, slots=True)
 class _Release:
     key: SessionKey
 
@@ -102,15 +70,7 @@ class _Stop:
     pass
 
 
-_Command = Turn | _Cancel | _Drop | _Hold | _Release | _Stop
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A session's caches, and the tokens that they cover."""
-
-    caches: list[Any]
-    tokens: list[int]
+_Command = Turn | _Cancel | _Drop | Ask | _Release | _Stop
 
 
 class Device:
@@ -144,10 +104,7 @@ class Device:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
         self._pace = Pace(stall_s, block_tokens)
-        self._resident: dict[SessionKey, _Held] = {}
         self._sharing = Sharing()
-        self._promised: dict[SessionKey, int] = {}  # bytes that restores are about to bring
-        self._asking: list[_Hold] = []
         self._events: list[Event] = []
         self._limit_bytes = limit_bytes
         self._wired_bytes = wired_bytes
@@ -191,7 +148,7 @@ class Device:
 
         `answer` is called on the device thread once there is room; with False where there never will be.
         """
-        self._commands.put(_Hold(key, num_tokens, answer))
+        self._commands.put(Ask(key, num_tokens, answer))
 
     def release(self, key: SessionKey) -> None:
         """Give up what `hold` keeps or waits for."""
@@ -216,7 +173,7 @@ class Device:
     def _live(self) -> None:
         try:
             if self._wired_bytes is not None:
-                _wire(self._wired_bytes)
+                machine.wire(self._wired_bytes)
             loaded = self._load()
             self._take_model(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
@@ -230,20 +187,20 @@ class Device:
             self._died(error)
 
     def _take_model(self, loaded: LoadedModel) -> None:
-        on_cpu = mx.default_device() == mx.cpu
-        mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu else MLX_CACHE_BYTES)
+        machine.limit_freed()
         mx.reset_peak_memory()
         self._model = loaded.model
         self._estimator = self.estimator = Estimator(
             shape=shape_of(loaded.config),
-            limit_bytes=self._limit_bytes or default_limit_bytes(),
+            limit_bytes=self._limit_bytes or machine.default_limit_bytes(),
             weight_bytes=loaded.weight_bytes,
             bytes_per_token=loaded.kv_bytes_per_token,
             fixed_bytes=loaded.kv_fixed_bytes,
             num_layers=len(make_prompt_cache(loaded.model)),
-            fused=not on_cpu,
+            fused=not machine.on_cpu(),
         )
-        self._batch = Batch(loaded.model, self._make_room, max_draft=self._max_draft)
+        self._resident = Resident(self._estimator, self._block, self._left)
+        self._batch = Batch(loaded.model, self._resident.make_room, max_draft=self._max_draft)
         self._vocab_size = loaded.vocab_size
         caches = make_prompt_cache(loaded.model)
         mx.eval(loaded.model(mx.array([[0]]), cache=caches))
@@ -286,7 +243,7 @@ class Device:
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
             )
             growth += self._batch.leaving_bytes + self._cut_bytes(step)
-            if self._make_room(scratch + growth) or not step.prefill:
+            if self._resident.make_room(scratch + growth) or not step.prefill:
                 return step, scratch
             if budget > LEAST:
                 budget = max(budget // 2, LEAST)
@@ -294,10 +251,10 @@ class Device:
                 budget = 0
             elif len(step.prefill) > 1:
                 budget = 1  # one of them
-            elif self._promised:
-                time.sleep(_LOOK_S)  # a restore is under way: its turn, or its end, is the next command
+            elif self._resident.is_promised:
+                self._resident.wait_for_restore()  # its turn, or its end, is the next command
                 return Step((), ()), 0
-            elif not self._give_way() and not self._comes_free(scratch + growth):
+            elif not self._give_way() and not self._resident.comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
 
@@ -326,45 +283,8 @@ class Device:
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
         return True
 
-    def _comes_free(self, size_bytes: int) -> bool:
-        """Wait a while for memory that others are about to free: snapshots on their way to the disk."""
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while not self._make_room(size_bytes):
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_LOOK_S)
-        return True
-
-    def _make_room(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Let idle sessions go, least recently used first, until there is room.
-
-        The session `but` stays. False if there is none, and then nobody has left in vain.
-        """
-        size_bytes += sum(self._promised.values())
-        excess = mx.get_active_memory() + size_bytes - self._estimator.limit_bytes
-        if excess <= 0:
-            return True
-        idle = [key for key in self._resident if key != but]
-        if sum(layers.allocated_bytes(self._resident[key].caches) for key in idle) < excess:
-            return False
-        while idle and mx.get_active_memory() + size_bytes > self._estimator.limit_bytes:
-            key = idle.pop(0)
-            del self._resident[key]
-            self._events.append(Spilled(key))
-        return mx.get_active_memory() + size_bytes <= self._estimator.limit_bytes
-
-    def _grant(self) -> None:
-        """Answer those who want room for a restore, in their order, as far as there is any."""
-        while self._asking:
-            ask = self._asking[0]
-            size_bytes = self._estimator.restore_bytes(ask.num_tokens, self._block)
-            fits = self._make_room(size_bytes)
-            if not fits and (self._scheduler or self._promised):
-                return
-            if fits:
-                self._promised[ask.key] = size_bytes
-            del self._asking[0]
-            ask.answer(fits)
+    def _left(self, key: SessionKey) -> None:
+        self._events.append(Spilled(key))
 
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
         return (
@@ -377,7 +297,7 @@ class Device:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
         while True:
             self._take_up_ready()
-            self._grant()
+            self._resident.grant(is_busy=bool(self._scheduler))
             if self._events:
                 self._hand_over(0, 0.0, 0, 0)
             try:
@@ -386,7 +306,7 @@ class Device:
                 return True
             match command:
                 case Turn():
-                    self._promised.pop(command.key, None)
+                    self._resident.arrived(command.key)
                     self._guarded(command, self._begin)
                 case _Cancel(turn) if turn in self._scheduler:
                     self._leave(turn)
@@ -395,12 +315,11 @@ class Device:
                     self._guarded(turn, self._take_up)  # so that it keeps what it had
                     self._leave(turn)
                 case _Drop(key):
-                    self._resident.pop(key, None)
-                case _Hold():
-                    self._asking.append(command)
+                    self._resident.take(key)
+                case Ask():
+                    self._resident.ask(command)
                 case _Release(key):
-                    self._promised.pop(key, None)
-                    self._asking = [ask for ask in self._asking if ask.key != key]
+                    self._resident.release(key)
                 case _Stop():
                     return False
 
@@ -436,7 +355,7 @@ class Device:
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._sharing.end(turn)
-        self._resident.pop(turn.key, None)
+        self._resident.take(turn.key)
         turn.caches = turn.row = None
         self._events.append(Faulted(turn, error))
 
@@ -460,7 +379,7 @@ class Device:
         # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
         num_context, draws = len(turn.context), turn.answer is not None
         most_reused = max(num_context - (draws or not self.trimmable), 0)
-        held = self._resident.pop(turn.key, None)
+        held = self._resident.take(turn.key)
         usable = turn.num_kept
         restored = self._rebuilt(turn)
         if restored is not None:
@@ -480,7 +399,7 @@ class Device:
         if turn.num_cached == turn.target:
             self._end(turn)
 
-    def _fork(self, turn: Turn, num_own: int) -> _Held | None:
+    def _fork(self, turn: Turn, num_own: int) -> Held | None:
         """Copy what another session's KV has of the context, if that is more than `num_own` tokens."""
         if turn.source is None:
             return None
@@ -489,12 +408,12 @@ class Device:
         num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
         if held is None or num_tokens <= num_own:
             return None
-        if not self._make_room(self._estimator.kv_bytes(num_tokens), but=turn.source):
+        if not self._resident.make_room(self._estimator.kv_bytes(num_tokens), but=turn.source):
             return None
         caches = layers.fork(held.caches, make_prompt_cache(self._model), num_tokens)
-        return _Held(caches, turn.context[:num_tokens])
+        return Held(caches, turn.context[:num_tokens])
 
-    def _rebuilt(self, turn: Turn) -> _Held | None:
+    def _rebuilt(self, turn: Turn) -> Held | None:
         """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
         tensors, turn.restored = turn.restored, None
         if tensors is None:
@@ -504,9 +423,9 @@ class Device:
         except ValueError:
             log.exception("a snapshot does not fit the model", session=str(turn.key))
             return None
-        return _Held(caches, turn.context[: turn.num_restored])
+        return Held(caches, turn.context[: turn.num_restored])
 
-    def _trimmed(self, held: _Held | None, num_tokens: int) -> tuple[list[Any], int]:
+    def _trimmed(self, held: Held | None, num_tokens: int) -> tuple[list[Any], int]:
         """Cut caches down to `num_tokens`, or start anew where that is not possible."""
         if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self.trimmable):
             return make_prompt_cache(self._model), 0
@@ -612,7 +531,7 @@ class Device:
         live_bytes = 0
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self._resident[turn.key] = _Held(caches, turn.tokens(turn.num_cached))
+            self._resident.put(turn.key, Held(caches, turn.tokens(turn.num_cached)))
             live_bytes = layers.live_bytes(caches)
         self._events.append(Finished(turn, turn.num_cached, live_bytes))
 
@@ -657,11 +576,11 @@ class Device:
         )
 
 
-def _under_way(turn: Turn, batch: Batch) -> _Held:
+def _under_way(turn: Turn, batch: Batch) -> Held:
     """Show the KV that a turn has so far, to be read before the next step."""
     if turn.row is not None:
-        return _Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
-    return _Held(turn.caches or [], turn.context[: turn.num_cached])
+        return Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
+    return Held(turn.caches or [], turn.context[: turn.num_cached])
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
@@ -670,18 +589,3 @@ def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
     if type(first) is not KVCache or first.keys is None:
         return True
     return bool(first.offset + num_tokens > first.keys.shape[2])
-
-
-def _wire(size_bytes: int) -> None:
-    """Keep so many bytes resident. MLX takes the call on every device, and does nothing but on Metal."""
-    if not mx.metal.is_available():
-        raise DeviceError(
-            f"wired_memory is for Metal, and this device is {mx.default_device()}: leave it off"
-        )
-    try:
-        mx.set_wired_limit(size_bytes)
-    except (ValueError, RuntimeError) as error:
-        raise DeviceError(
-            f"wired_memory of {size_bytes} bytes is refused: {error}; lower it, or raise the system's"
-            " iogpu.wired_limit_mb"
-        ) from None

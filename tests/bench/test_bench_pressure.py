@@ -19,7 +19,7 @@ from bench.pressure.summary import PressureReport, Sizes, summarise
 from bench.pressure.turns import Answers, Reading, Replayed, Sent
 from bench.run import Run, Where
 from protocol.client import connect
-from worker import device
+from worker import device, resident
 from worker.admission import Ledger
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ async def test_a_worker_that_exceeds_its_memory_is_caught(measure, monkeypatch):
         return []
 
     monkeypatch.setattr(Ledger, "reserve", hold)
-    monkeypatch.setattr(device.Device, "_make_room", lambda self, size, **_: True)
+    monkeypatch.setattr(resident.Resident, "make_room", lambda self, size, **_: True)
     found = failed(await measure(plan(clients=32, sample=1)))
     assert "KV stays within max_memory" in found
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
-from worker.device import Device, DeviceError
+from worker.device import Device
+from worker.machine import DeviceError
 from worker.turn import Faulted, Finished, NoRoomError, Spilled
 
 if TYPE_CHECKING:
