@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from . import stats
@@ -59,6 +60,52 @@ def cdf(axes: Any, values: Sequence[float], name: str, colour: str, of: str = "t
     axes.set(xlabel=name, ylabel=f"share of {of}")
     percent(axes)
     legend(axes)
+
+
+def shares(axes: Any, name: str, of: str = "turns") -> None:
+    """Name the axes of distributions that were drawn by `steps`, the horizontal one logarithmic."""
+    axes.set(xlabel=name, ylabel=f"share of {of}")
+    logarithmic(axes)
+    percent(axes)
+    legend(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Sizes in bytes over time; without a label the legend leaves it out."""
+
+    sizes: Sequence[float]
+    colour: str
+    label: str | None = None
+
+
+def sizes_over(
+    axes: Any,
+    times_s: Sequence[float],
+    *lines: Line,
+    name: str = "size",
+    limit_bytes: float | None = None,
+) -> float:
+    """Draw sizes over time, and the limit over them; returns how many seconds the time's unit has."""
+    span, unit = duration(times_s[-1])
+    scale, size_unit = byte_unit(max(limit_bytes or 0.0, *(max(line.sizes) for line in lines)))
+    times = [time_s / span for time_s in times_s]
+    for line in lines:
+        axes.plot(
+            times,
+            [size / scale for size in line.sizes],
+            color=line.colour,
+            linewidth=1.2,
+            label=line.label,
+            rasterized=len(times) > MAX_SHAPES,
+        )
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / scale, color=ORANGE, linestyle="--", linewidth=1.2, label="limit")
+    axes.set(xlabel=f"time ({unit})", ylabel=f"{name} ({size_unit})")
+    axes.set_ylim(bottom=0)
+    if limit_bytes is not None or any(line.label for line in lines):
+        legend(axes)
+    return span
 
 
 def duration(seconds: float) -> tuple[float, str]:

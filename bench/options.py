@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import signal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
@@ -12,11 +13,13 @@ import click
 
 from protocol.subjects import DEFAULT_PREFIX
 
+from .corpus import CORPORA, load
 from .report import CHECKPOINT_S, BenchError, ReportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from .corpus import Corpus
     from .report import Report
     from .run import Bench, Where
 
@@ -58,15 +61,57 @@ class Fault(click.ClickException):
         click.echo(f"turnkeep: {self.message}", file=file, err=file is None)
 
 
-def numbers(low: int, high: int) -> Callable[..., tuple[int, ...]]:
-    """Make the callback of an option that takes several whole numbers, joined by commas."""
+class Numbers(click.ParamType[Any]):
+    """Several numbers above 0, joined by commas; each once, from the least to the largest."""
 
-    def read(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
-        kind: click.ParamType[Any] = click.IntRange(low, high)
-        found = [kind.convert(part.strip(), option, context) for part in value.split(",")]
-        return tuple(sorted(set(found)))
+    name = "numbers"
 
-    return read
+    def __init__(self, kind: type[int | float] = int, most: float = math.inf) -> None:
+        """`most` is the largest that is allowed."""
+        self._kind = kind
+        self._most = most
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """Read them."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = {self._kind(part) for part in str(value).split(",")}
+        except ValueError:
+            found = set()
+        if not found or not all(0 < number <= self._most and number < math.inf for number in found):
+            what = "whole numbers" if self._kind is int else "numbers"
+            most = "" if self._most == math.inf else f" and at most {self._most:g}"
+            self.fail(
+                f"{value!r} is not valid: it must be {what} above 0{most}, joined by commas", param, ctx
+            )
+        return tuple(sorted(found))
+
+
+def turn_timeout(
+    what: str = "A turn that takes longer counts as failed.", default_s: float = 300.0
+) -> Callable[[Command], Command]:
+    """Give a command `turn_timeout`, in seconds."""
+    return click.option(
+        "--turn-timeout",
+        type=POSITIVE,
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help=what,
+    )
+
+
+def saying(what: str, default: str = "mt-bench; built-in with --smoke") -> Callable[[Command], Command]:
+    """Give a command `corpus`, which `corpus_of` takes."""
+    return click.option("--corpus", type=click.Choice(tuple(CORPORA)), help=f"{what} [default: {default}]")
+
+
+def corpus_of(name: str | None, *, smoke: bool) -> Corpus:
+    """Load the corpus that a command was given, or its default."""
+    return load(name or ("built-in" if smoke else "mt-bench"))
 
 
 def recording(command: Command) -> Command:

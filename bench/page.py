@@ -48,7 +48,7 @@ class Plot:
 
     title: str
     caption: str
-    draw: Callable[[Any], None]
+    draw: Callable[[Any], object]
     wide: bool = False
 
 

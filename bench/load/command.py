@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path  # noqa: TC003  # click shows no annotation, but readers want one
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, POSITIVE, choosing_worker, conduct
+from bench.options import COUNT, POSITIVE, Numbers, choosing_worker, conduct, corpus_of, saying, turn_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bench.run import Where
 
     from .plan import Level
 
-CONCURRENCY: Final = "1,2,4,8,16"
+CONCURRENCY: Final = (1, 2, 4, 8, 16)
 #: Of an answer that runs beside the long prompt.
 ANSWER_TOKENS: Final = 256
-SMOKE_CONCURRENCY: Final = "1,4"
+SMOKE_CONCURRENCY: Final = (1, 4)
 SMOKE_SESSIONS: Final = 4
 SMOKE_TURNS: Final = 3
 SMOKE_TOKENS: Final = 6
@@ -32,34 +28,16 @@ SMOKE_DURATION_S: Final = 2.0
 SMOKE_RATE: Final = 2.0
 
 
-def numbers(kind: type[int | float]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Read numbers above 0, joined by commas."""
-
-    def read(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-        if text is None:
-            return None
-        try:
-            found = tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            found = ()
-        if not found or not all(0 < number < math.inf for number in found):
-            what = "whole numbers" if kind is int else "numbers"
-            raise click.BadParameter(f"{text!r} is not valid: it must be {what} above 0, joined by commas")
-        return found
-
-    return read
-
-
 @click.command()
 @choosing_worker
 @click.option(
     "--concurrency",
-    callback=numbers(int),
+    type=Numbers(),
     metavar="N,N",
-    help=f"Levels of a closed loop: sessions at a time. [default: {CONCURRENCY}; none with an open loop]",
+    help="Levels of a closed loop: sessions at a time. [default: 1,2,4,8,16; none with an open loop]",
 )
 @click.option(
-    "--rate", callback=numbers(float), metavar="X,X", help="Levels of an open loop: turns due a second."
+    "--rate", type=Numbers(float), metavar="X,X", help="Levels of an open loop: turns due a second."
 )
 @click.option(
     "--arrivals",
@@ -88,20 +66,9 @@ def numbers(kind: type[int | float]) -> Callable[[click.Context, click.Parameter
 @click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Most of one answer.")
 @click.option("--long-prompt", type=COUNT, metavar="TOKENS", help="Also prefill this beside running answers.")
 @click.option("--rounds", type=COUNT, default=3, show_default=True, help="How often the long prompt is sent.")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer counts as failed.",
-)
+@turn_timeout()
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the arrivals.")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is said. [default: mt-bench; chitchat for recorded arrivals; built-in with --smoke]",
-)
+@saying("What is said.", "mt-bench; chitchat for recorded arrivals; built-in with --smoke")
 def load(
     where: Where,
     out: Path | None,
@@ -127,8 +94,6 @@ def load(
     In a closed loop so many sessions are served at a time. In an open loop turns are due whatever the worker
     does, and their times count from then.
     """
-    from bench.corpus import load as read
-
     from .measure import LoadBench
     from .plan import Plan
 
@@ -136,14 +101,14 @@ def load(
     if recorded and rate is not None:
         raise click.UsageError("--rate is for --arrivals poisson; recorded arrivals have a --pace")
     if smoke:
-        concurrency = concurrency or (None if recorded or rate else _numbers(SMOKE_CONCURRENCY))
+        concurrency = concurrency or (None if recorded or rate else SMOKE_CONCURRENCY)
         rate = rate or (None if recorded else (SMOKE_RATE,))
         sessions, turns = min(sessions, SMOKE_SESSIONS), min(turns, SMOKE_TURNS)
         history = min(history, SMOKE_HISTORY)
         max_tokens, duration = min(max_tokens, SMOKE_TOKENS), min(duration, SMOKE_DURATION_S)
         long_prompt, rounds = long_prompt or SMOKE_PROMPT, 1
     elif concurrency is None and rate is None and not recorded:
-        concurrency = _numbers(CONCURRENCY)
+        concurrency = CONCURRENCY
     plan = Plan(
         levels=_levels(concurrency or (), rate or (), pace if recorded else None),
         sessions=max(sessions, *(concurrency or (1,))),
@@ -158,7 +123,7 @@ def load(
         turn_timeout_s=turn_timeout,
         seed=seed,
     )
-    found = read(corpus or ("chitchat" if recorded else "built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus or ("chitchat" if recorded else None), smoke=smoke)
     conduct(LoadBench(plan, found, where), out=out, checkpoint_s=checkpoint)
 
 
@@ -170,7 +135,3 @@ def _levels(concurrency: tuple[int, ...], rate: tuple[float, ...], pace: float |
         *(Level("poisson", amount) for amount in rate),
         *(() if pace is None else (Level("recorded", pace),)),
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))

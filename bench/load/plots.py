@@ -8,13 +8,12 @@ from bench.figures import (
     BLUE,
     GREEN,
     GREY,
-    MAX_SHAPES,
     ORANGE,
-    byte_unit,
-    duration,
-    legend,
+    Line,
     logarithmic,
     percent,
+    shares,
+    sizes_over,
     steps,
 )
 from bench.page import Plot
@@ -161,42 +160,28 @@ def _stall_plot(report: LoadReport) -> tuple[Plot, ...]:
     def draw(axes: Any) -> None:
         steps(axes, alone, "alone", BLUE)
         steps(axes, during, "beside a long prompt", ORANGE)
-        axes.set(xlabel="gap (ms)", ylabel="share of gaps")
-        logarithmic(axes)
-        percent(axes)
-        legend(axes)
+        shares(axes, "gap (ms)", "gaps")
 
     return (Plot("Running answers beside a long prompt", "Gaps between chunks, alone and beside it.", draw),)
 
 
 def _memory(axes: Any, report: LoadReport) -> None:
     readings = report.readings
-    span, unit = duration(readings[-1].at_s)
-    scale, name = byte_unit(max(reading.process_bytes for reading in readings))
-    times = [reading.at_s / span for reading in readings]
-    raster = len(readings) > MAX_SHAPES
-    for size, colour, label in (
-        ([reading.process_bytes for reading in readings], GREY, "process"),
-        ([reading.resident_kv_bytes for reading in readings], BLUE, "KV on the device"),
-    ):
-        axes.plot(
-            times, [one / scale for one in size], color=colour, linewidth=1.2, label=label, rasterized=raster
-        )
+    span = sizes_over(
+        axes,
+        [reading.at_s for reading in readings],
+        Line([reading.process_bytes for reading in readings], GREY, "process"),
+        Line([reading.resident_kv_bytes for reading in readings], BLUE, "KV on the device"),
+        name="memory",
+    )
     for one in report.spans:
         axes.axvspan(one.started_s / span, one.ended_s / span, color=GREEN, alpha=0.08, linewidth=0)
-    axes.set(xlabel=f"time ({unit})", ylabel=f"memory ({name})")
-    axes.set_ylim(bottom=0)
-    legend(axes)
 
 
 def _written(axes: Any, report: LoadReport) -> None:
     readings = report.readings
-    span, unit = duration(readings[-1].at_s)
     sizes = [max(0, reading.written_bytes - readings[0].written_bytes) for reading in readings]
-    scale, name = byte_unit(max(sizes))
-    axes.plot([r.at_s / span for r in readings], [size / scale for size in sizes], color=GREEN, linewidth=1.2)
-    axes.set(xlabel=f"time ({unit})", ylabel=f"written ({name})")
-    axes.set_ylim(bottom=0)
+    sizes_over(axes, [reading.at_s for reading in readings], Line(sizes, GREEN), name="written")
 
 
 def _load(report: LoadReport, number: int) -> list[Turn]:

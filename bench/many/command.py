@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, NOT_NEGATIVE, POSITIVE, choosing_worker, conduct
+from bench.options import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    choosing_worker,
+    conduct,
+    corpus_of,
+    saying,
+    turn_timeout,
+)
 
 if TYPE_CHECKING:
     from bench.run import Where
@@ -45,20 +53,9 @@ SMOKE_ROOM: Final = 2
     "--history", type=COUNT, default=2, show_default=True, help="Utterances that a session begins with."
 )
 @click.option("--max-tokens", type=COUNT, default=16, show_default=True, help="Most of one answer.")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer counts as failed.",
-)
+@turn_timeout()
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order.")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is said. [default: mt-bench; built-in with --smoke]",
-)
+@saying("What is said.")
 def many(
     where: Where,
     out: Path | None,
@@ -82,8 +79,6 @@ def many(
     Every session is built, then asked in a random order in which few are asked often and every one at least
     once. What it finds in memory, on SSD or nowhere is told apart.
     """
-    from bench.corpus import load as read
-
     from .measure import ManyBench
     from .plan import Plan
 
@@ -105,5 +100,5 @@ def many(
         turn_timeout_s=turn_timeout,
         seed=seed,
     )
-    found = read(corpus or ("built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus, smoke=smoke)
     conduct(ManyBench(plan, found, where), out=out, checkpoint_s=checkpoint)

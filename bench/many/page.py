@@ -11,11 +11,11 @@ from bench.figures import (
     GREY,
     MAX_SHAPES,
     ORANGE,
+    Line,
     byte_unit,
     duration,
-    legend,
-    logarithmic,
-    percent,
+    shares,
+    sizes_over,
     steps,
 )
 from bench.page import Page, Plot, Rows
@@ -159,10 +159,7 @@ def _cdfs(axes: Any, report: ManyReport, timed: Sequence[tuple[Turn, float]], na
     for one in report.summary.places:
         values = [time_s * MS for turn, time_s in timed if found(turn) == one.place]
         steps(axes, values, f"{SHOWN[one.place]} ({len(values):,})", COLOURS[one.place])
-    axes.set(xlabel=name, ylabel="share of turns")
-    logarithmic(axes)
-    percent(axes)
-    legend(axes)
+    shares(axes, name)
 
 
 def _growing(axes: Any, report: ManyReport) -> None:
@@ -183,42 +180,29 @@ def _growing(axes: Any, report: ManyReport) -> None:
 
 def _ssd(axes: Any, report: ManyReport) -> None:
     readings = report.readings
-    span, unit = duration(readings[-1].at_s)
     first = readings[0]
-    lines = (
-        ([r.written_bytes - first.written_bytes for r in readings], GREEN, "written"),
-        ([r.stored_bytes for r in readings], GREY, "stored"),
-        ([r.restored_bytes - first.restored_bytes for r in readings], ORANGE, "restored"),
+    sizes_over(
+        axes,
+        [r.at_s for r in readings],
+        Line([r.written_bytes - first.written_bytes for r in readings], GREEN, "written"),
+        Line([r.stored_bytes for r in readings], GREY, "stored"),
+        Line([r.restored_bytes - first.restored_bytes for r in readings], ORANGE, "restored"),
     )
-    scale, name = byte_unit(max(max(sizes) for sizes, _, _ in lines))
-    for sizes, colour, label in lines:
-        values = [size / scale for size in sizes]
-        axes.plot([r.at_s / span for r in readings], values, color=colour, linewidth=1.2, label=label)
-    axes.set(xlabel=f"time ({unit})", ylabel=f"size ({name})")
-    legend(axes)
 
 
 def _limit(axes: Any, report: ManyReport) -> None:
     readings = report.readings
-    span, unit = duration(readings[-1].at_s)
-    scale, name = byte_unit(max(r.max_memory_bytes for r in readings))
-    times = [r.at_s / span for r in readings]
-    held = [r.resident_kv_bytes / scale for r in readings]
-    axes.plot(times, held, color=BLUE, linewidth=1.0, label="KV", rasterized=len(held) > MAX_SHAPES)
-    axes.plot(
-        times, [r.max_memory_bytes / scale for r in readings], color=ORANGE, linestyle="--", label="limit"
+    sizes_over(
+        axes,
+        [r.at_s for r in readings],
+        Line([r.resident_kv_bytes for r in readings], BLUE, "KV"),
+        limit_bytes=max(r.max_memory_bytes for r in readings),
     )
-    axes.set(xlabel=f"time ({unit})", ylabel=f"size ({name})")
-    axes.set_ylim(bottom=0)
-    legend(axes)
 
 
 def _process(axes: Any, report: ManyReport) -> None:
     readings = report.readings
-    span, unit = duration(readings[-1].at_s)
-    scale, name = byte_unit(max(r.process_bytes for r in readings))
-    sizes = [r.process_bytes / scale for r in readings]
-    axes.plot([r.at_s / span for r in readings], sizes, color=GREY, linewidth=1.2)
+    line = Line([r.process_bytes for r in readings], GREY)
+    span = sizes_over(axes, [r.at_s for r in readings], line, name="process")
     if report.written_at_s is not None:
         axes.axvline(report.written_at_s / span, color=BLUE, linewidth=1, linestyle=":")
-    axes.set(xlabel=f"time ({unit})", ylabel=f"process ({name})")

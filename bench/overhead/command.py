@@ -6,8 +6,7 @@ from pathlib import Path  # noqa: TC003  # click shows no annotation, but reader
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, POSITIVE, conduct, numbers, reporting
+from bench.options import COUNT, Numbers, conduct, corpus_of, reporting, saying, turn_timeout
 
 SMOKE_BATCHES = (1, 2)
 
@@ -17,7 +16,7 @@ SMOKE_BATCHES = (1, 2)
 @click.option(
     "--batch",
     "batches",
-    callback=numbers(1, 32),
+    type=Numbers(most=32),
     default="1,4,8,16",
     show_default=True,
     metavar="N,...",
@@ -32,20 +31,9 @@ SMOKE_BATCHES = (1, 2)
 @click.option(
     "--prefill-step", type=COUNT, default=2048, show_default=True, help="Step of the prefill in process."
 )
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer ends the run.",
-)
+@turn_timeout("A turn that takes longer ends the run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of the sides.")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is asked. [default: mt-bench; built-in with --smoke]",
-)
+@saying("What is asked.")
 def overhead(
     out: Path | None,
     smoke: bool,
@@ -66,7 +54,6 @@ def overhead(
     Both keep their caches from turn to turn, and stop at the same tokens. The sides run one after the other,
     in another order every round; the worker with snapshots and without.
     """
-    from bench.corpus import load
     from bench.run import Where
 
     from .measure import OverheadBench, Plan
@@ -74,5 +61,5 @@ def overhead(
     if smoke:
         batches, rounds, turns, max_tokens = SMOKE_BATCHES, 1, 2, 4
     plan = Plan(batches, rounds, turns, max_tokens, prompt_tokens, prefill_step, turn_timeout, seed)
-    found = load(corpus or ("built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus, smoke=smoke)
     conduct(OverheadBench(plan, found, Where(model=model)), out=out, checkpoint_s=checkpoint)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003  # click shows no annotation, but readers want one
-from typing import Any
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, POSITIVE, conduct, reporting
+from bench.options import COUNT, Numbers, conduct, corpus_of, reporting, saying, turn_timeout
 
 OWN_PEER = "mlx_lm.server"
 PART_NAMES = ("chat", "concurrent", "restart")
@@ -20,26 +18,6 @@ TURN_TOKENS = 195
 MAX_TOKENS = 64
 CONCURRENCY = (1, 4, 8)
 LENGTHS = (1000, 2000)
-
-
-class Counts(click.ParamType[Any]):
-    """Positive whole numbers, joined by commas."""
-
-    name = "counts"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Read them."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            counts = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
-        except ValueError:
-            counts = ()
-        if not counts or min(counts) < 1:
-            self.fail(f"{value!r} is not valid: it must be positive numbers such as 1,4,8", param, ctx)
-        return counts
 
 
 @click.command()
@@ -65,25 +43,14 @@ class Counts(click.ParamType[Any]):
 @click.option("--turns", type=COUNT, help=f"Turns of each chat. [default: {TURNS}]")
 @click.option("--turn-tokens", type=COUNT, help=f"Tokens a user says at a time. [default: {TURN_TOKENS}]")
 @click.option("--max-tokens", type=COUNT, help=f"Most of one answer. [default: {MAX_TOKENS}]")
-@click.option("--concurrency", type=Counts(), metavar="N,...", help="Streams at once. [default: 1,4,8]")
+@click.option("--concurrency", type=Numbers(), metavar="N,...", help="Streams at once. [default: 1,4,8]")
 @click.option("--rounds", type=COUNT, help=f"Turns of every stream. [default: {ROUNDS}]")
 @click.option(
-    "--lengths", type=Counts(), metavar="N,...", help="Tokens held at a restart. [default: 1000,2000]"
+    "--lengths", type=Numbers(), metavar="N,...", help="Tokens held at a restart. [default: 1000,2000]"
 )
 @click.option("--restarts", type=COUNT, help=f"Times for each length. [default: {RESTARTS}]")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer counts as failed.",
-)
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is said. [default: mt-bench; built-in with --smoke]",
-)
+@turn_timeout()
+@saying("What is said.")
 def peers(
     out: Path | None,
     smoke: bool,
@@ -107,8 +74,6 @@ def peers(
     The sides take turns with every measurement, and only one of them works at a time. Three parts: chats turn
     by turn, several streams at once, and the turn after a restart of the side's process.
     """
-    from bench.corpus import load
-
     from .measure import PeersBench
     from .parts import Plan
 
@@ -125,5 +90,5 @@ def peers(
         restarts=restarts or (1 if smoke else RESTARTS),
         endings=("kill",) if smoke else ("stop", "kill"),
     )
-    found = load(corpus or ("built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus, smoke=smoke)
     conduct(PeersBench(plan, found, peers, model), out=out, checkpoint_s=checkpoint)

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from bench.options import COUNT, POSITIVE, conduct, reporting
+from bench.options import COUNT, POSITIVE, conduct, reporting, turn_timeout
 
 SMOKE_S: Final = 10.0
 SMOKE_ROOM: Final = 640
@@ -39,14 +39,7 @@ SMOKE_SAMPLE: Final = 4
 @click.option(
     "--sample", type=COUNT, default=12, show_default=True, help="Sessions that are held again alone."
 )
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A request that takes longer counts as failed.",
-)
+@turn_timeout("A request that takes longer counts as failed.", default_s=600.0)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the requests.")
 def pressure(
     out: Path | None,

@@ -5,25 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.about import about, endings, subject
-from bench.figures import (
-    BLUE,
-    GREEN,
-    GREY,
-    MAX_SHAPES,
-    MIB,
-    ORANGE,
-    byte_unit,
-    duration,
-    legend,
-    logarithmic,
-    percent,
-    steps,
-)
+from bench.figures import BLUE, GREEN, GREY, MIB, ORANGE, Line, duration, shares, sizes_over, steps
 from bench.page import Page, Plot, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .summary import PressureReport, PressureSummary
 
 SHOWN: Final = {
@@ -106,8 +91,8 @@ def _plots(report: PressureReport) -> tuple[Plot, ...]:
             lambda axes: _lines(
                 axes,
                 report,
-                (([r.kv_bytes for r in report.readings], BLUE, "KV"),),
-                report.summary.kv_limit_bytes,
+                Line([r.kv_bytes for r in report.readings], BLUE, "KV"),
+                limit_bytes=report.summary.kv_limit_bytes,
             ),
             wide=True,
         ),
@@ -115,7 +100,7 @@ def _plots(report: PressureReport) -> tuple[Plot, ...]:
             "The process",
             "Resident memory of the worker's process.",
             lambda axes: _lines(
-                axes, report, (([r.process_bytes for r in report.readings], GREY, "process"),), None
+                axes, report, Line([r.process_bytes for r in report.readings], GREY, "process")
             ),
         ),
         Plot(
@@ -128,33 +113,17 @@ def _plots(report: PressureReport) -> tuple[Plot, ...]:
 
 def _device(axes: Any, report: PressureReport) -> None:
     readings = report.readings
-    lines = (
-        ([r.active_bytes for r in readings], BLUE, "allocated"),
-        ([r.peak_bytes for r in readings], GREEN, "peak so far"),
+    _lines(
+        axes,
+        report,
+        Line([r.active_bytes for r in readings], BLUE, "allocated"),
+        Line([r.peak_bytes for r in readings], GREEN, "peak so far"),
+        limit_bytes=report.summary.device_limit_bytes,
     )
-    _lines(axes, report, lines, report.summary.device_limit_bytes)
 
 
-def _lines(
-    axes: Any,
-    report: PressureReport,
-    lines: Sequence[tuple[list[int], str, str]],
-    limit_bytes: int | None,
-) -> None:
-    readings = report.readings
-    span, unit = duration(readings[-1].at_s)
-    times = [reading.at_s / span for reading in readings]
-    scale, name = byte_unit(max(limit_bytes or 0, *(max(sizes) for sizes, _, _ in lines)))
-    for sizes, colour, label in lines:
-        values = [size / scale for size in sizes]
-        axes.plot(
-            times, values, color=colour, linewidth=1.0, label=label, rasterized=len(values) > MAX_SHAPES
-        )
-    if limit_bytes is not None:
-        axes.axhline(limit_bytes / scale, color=ORANGE, linestyle="--", linewidth=1.2, label="limit")
-    axes.set(xlabel=f"time ({unit})", ylabel=f"size ({name})")
-    axes.set_ylim(bottom=0)
-    legend(axes)
+def _lines(axes: Any, report: PressureReport, *lines: Line, limit_bytes: int | None = None) -> None:
+    sizes_over(axes, [reading.at_s for reading in report.readings], *lines, limit_bytes=limit_bytes)
 
 
 def _times(axes: Any, report: PressureReport) -> None:
@@ -162,7 +131,4 @@ def _times(axes: Any, report: PressureReport) -> None:
         values = report.series[f"request, {kind}"].values
         if values:
             steps(axes, values, f"{SHOWN[kind]} ({len(values):,})", colour)
-    axes.set(xlabel="whole request (s)", ylabel="share of requests")
-    logarithmic(axes)
-    percent(axes)
-    legend(axes)
+    shares(axes, "whole request (s)", "requests")

@@ -7,8 +7,7 @@ from pathlib import Path  # noqa: TC003  # click shows no annotation, but reader
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, NOT_NEGATIVE, POSITIVE, conduct, reporting
+from bench.options import COUNT, NOT_NEGATIVE, conduct, corpus_of, reporting, saying, turn_timeout
 from protocol.subjects import DEFAULT_PREFIX, DEFAULT_TENANT
 
 SESSIONS = 8
@@ -40,21 +39,10 @@ MAX_TOKENS = 64
     help="1 as recorded, 2 twice as fast, 0 as fast as answers come.",
 )
 @click.option("--force", is_flag=True, help="Go on from the recorded answer wherever one differs.")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A request that takes longer counts as failed.",
-)
+@turn_timeout("A request that takes longer counts as failed.")
 @click.option("--record-sessions", type=COUNT, help=f"Sessions of a record of its own. [default: {SESSIONS}]")
 @click.option("--record-turns", type=COUNT, help=f"Turns of each of them. [default: {TURNS}]")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is said in them. [default: mt-bench; built-in with --smoke]",
-)
+@saying("What is said in them.")
 def replay(
     out: Path | None,
     smoke: bool,
@@ -82,7 +70,6 @@ def replay(
     another: later answers of that session are timed and not compared, unless --force puts the recorded
     answer in its place.
     """
-    from bench.corpus import load
     from bench.run import Where
 
     from .measure import Log, Made, ReplayBench
@@ -99,7 +86,7 @@ def replay(
         source = Log(url, prefix, tenant, sessions)
     else:
         source = Made(
-            load(corpus or ("built-in" if smoke else "mt-bench")),
+            corpus_of(corpus, smoke=smoke),
             record_sessions or (3 if smoke else SESSIONS),
             record_turns or (2 if smoke else TURNS),
             8 if smoke else MAX_TOKENS,

@@ -6,8 +6,7 @@ from pathlib import Path  # noqa: TC003  # click shows no annotation, but reader
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, POSITIVE, conduct, numbers, reporting
+from bench.options import COUNT, Numbers, conduct, corpus_of, reporting, saying, turn_timeout
 from bench.report import BenchError
 
 SMOKE_LENGTHS = (256,)
@@ -18,7 +17,7 @@ SMOKE_LENGTHS = (256,)
 @click.option(
     "--tokens",
     "lengths",
-    callback=numbers(1, 1_000_000),
+    type=Numbers(),
     default="256,1024,2048,4096,6000",
     show_default=True,
     metavar="N,...",
@@ -28,20 +27,9 @@ SMOKE_LENGTHS = (256,)
 @click.option("--turn-tokens", type=COUNT, default=16, show_default=True, help="Tokens of a turn.")
 @click.option("--max-tokens", type=COUNT, default=16, show_default=True, help="Most of one answer.")
 @click.option("--from-disk", is_flag=True, help="Empty the page cache of the snapshots before each restore.")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer ends the run.",
-)
+@turn_timeout("A turn that takes longer ends the run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of the lives.")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What the sessions hold. [default: mt-bench; built-in with --smoke]",
-)
+@saying("What the sessions hold.")
 def restart(
     out: Path | None,
     smoke: bool,
@@ -61,7 +49,6 @@ def restart(
     Beside them the same turn in a session that is in memory, in one that was spilled to SSD, and in one that
     is prefilled from its beginning.
     """
-    from bench.corpus import load
     from bench.run import Where
 
     from .files import can_leave_memory
@@ -72,5 +59,5 @@ def restart(
     if smoke:
         lengths, rounds, max_tokens = SMOKE_LENGTHS, 1, 8
     plan = Plan(lengths, rounds, turn_tokens, max_tokens, from_disk, turn_timeout, seed)
-    found = load(corpus or ("built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus, smoke=smoke)
     conduct(RestartBench(plan, found, Where(model=model)), out=out, checkpoint_s=checkpoint)

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, NOT_NEGATIVE, POSITIVE, choosing_worker, conduct
+from bench.options import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    choosing_worker,
+    conduct,
+    corpus_of,
+    saying,
+    turn_timeout,
+)
 
 if TYPE_CHECKING:
     from bench.run import Where
@@ -28,19 +36,8 @@ DEFAULT_TURNS = 50
     help=f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]",
 )
 @click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Most of one answer.")
-@click.option(
-    "--turn-timeout",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A turn that takes longer counts as failed.",
-)
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="What is asked. [default: mt-bench; built-in with --smoke]",
-)
+@turn_timeout()
+@saying("What is asked.")
 def session(
     where: Where,
     out: Path | None,
@@ -58,8 +55,6 @@ def session(
     A turn is sent every --every seconds, or as soon as the one before is answered where that takes longer.
     Four hours of a turn every half minute: --duration 14400 --every 30.
     """
-    from bench.corpus import load
-
     from .conversation import Plan
     from .measure import SMOKE_TOKENS, SMOKE_TURNS, SessionBench
 
@@ -70,5 +65,5 @@ def session(
     plan = Plan(
         turns=turns, duration_s=duration, every_s=every, max_tokens=max_tokens, turn_timeout_s=turn_timeout
     )
-    found = load(corpus or ("built-in" if smoke else "mt-bench"))
+    found = corpus_of(corpus, smoke=smoke)
     conduct(SessionBench(plan, found, where), out=out, checkpoint_s=checkpoint)

@@ -11,11 +11,13 @@ from bench.figures import (
     GREY,
     MAX_SHAPES,
     ORANGE,
+    Line,
     byte_unit,
     cdf,
     duration,
     legend,
     percent,
+    sizes_over,
     steps,
 )
 from bench.page import Page, Plot, Rows
@@ -122,12 +124,7 @@ def _plots(report: SessionReport) -> tuple[Plot, ...]:
             "What the session's KV holds, and the resident memory of the worker's whole process.",
             lambda axes: _memory(axes, answered, memories, report.elapsed_s),
         ),
-        Plot(
-            "Bytes written to SSD",
-            "Snapshots of KV, counted by the worker since the first turn.",
-            lambda axes: _written(axes, memories, report.elapsed_s),
-            wide=True,
-        ),
+        *(_written_plot(memories) if memories else ()),
     )
 
 
@@ -208,15 +205,17 @@ def _memory(
     legend(axes)
 
 
-def _written(axes: Any, memories: Sequence[Memory], elapsed_s: float) -> None:
-    span, unit = duration(elapsed_s)
+def _written_plot(memories: Sequence[Memory]) -> tuple[Plot, ...]:
     points = written_over_time(memories)
-    scale, name = byte_unit(max((size for _, size in points), default=0.0))
-    times, sizes = [at_s / span for at_s, _ in points], [size / scale for _, size in points]
-    axes.plot(times, sizes, color=GREEN, linewidth=1.2, label="written since the first turn")
-    axes.set(xlabel=f"time ({unit})", ylabel=f"written ({name})")
-    axes.set_ylim(bottom=0)
-    legend(axes)
+    line = Line([size for _, size in points], GREEN)
+    return (
+        Plot(
+            "Bytes written to SSD",
+            "Snapshots of KV, counted by the worker since the first turn.",
+            lambda axes: sizes_over(axes, [at_s for at_s, _ in points], line, name="written"),
+            wide=True,
+        ),
+    )
 
 
 def _more(report: SessionReport) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bench.options import COUNT, conduct, numbers, recording
+from bench.options import COUNT, Numbers, conduct, recording
 
 SMOKE_LENGTHS = (300,)
 SMOKE_BLOCKS = 2_000
@@ -17,7 +17,7 @@ SMOKE_BLOCKS = 2_000
 @click.option(
     "--tokens",
     "lengths",
-    callback=numbers(1, 1_000_000),
+    type=Numbers(),
     default="300,1500,6000",
     show_default=True,
     metavar="N,...",
