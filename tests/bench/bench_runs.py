@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+#: Benches that tests have started; `end_all` ends those that a failed test left.
+_started: list[subprocess.Popen[str]] = []
+
+#: How long a bench may take for what it does in seconds, on a machine that has other work.
+PATIENCE_S = 120
+
+
 def turnkeep(*arguments: object, model: Path | None = None) -> subprocess.Popen[str]:
     """`turnkeep bench` as a process in a session of its own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
     if model is not None:
         environment["TURNKEEP_MODEL"] = str(model)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "worker", "bench", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -31,11 +39,24 @@ def turnkeep(*arguments: object, model: Path | None = None) -> subprocess.Popen[
         env=environment,
         start_new_session=True,
     )
+    _started.append(process)
+    return process
+
+
+def end_all() -> None:
+    """End what still runs, with its workers and their NATS servers, so that no other test suffers from it."""
+    while _started:
+        with _started.pop() as process:
+            if process.poll() is None:
+                family = psutil.Process(process.pid).children(recursive=True)
+                for member in (process, *family):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.kill()
 
 
 def wait_for(folder: Path, process: subprocess.Popen[str], measure: str) -> Path:
     """Wait until a checkpoint has two values of a measure."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         for path in folder.glob("*.json"):
@@ -51,7 +72,7 @@ def check_interrupted(process: subprocess.Popen[str], path: Path, number: signal
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the worker, and its NATS server
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -65,7 +86,7 @@ def check_death(process: subprocess.Popen[str], path: Path) -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     for worker in psutil.Process(process.pid).children():
         worker.kill()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "turnkeep: the bench's worker ended with exit code -9"
@@ -77,7 +98,7 @@ def check_death(process: subprocess.Popen[str], path: Path) -> None:
 
 def check_one_line(process: subprocess.Popen[str], *says: str) -> None:
     """A fault that a user can mend is one line."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, err
     assert out == ""
     assert err.startswith("turnkeep: ")

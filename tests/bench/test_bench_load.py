@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bench_runs import check_death, check_interrupted, check_one_line, turnkeep, wait_for
+from bench_runs import PATIENCE_S, check_death, check_interrupted, check_one_line, turnkeep, wait_for
 from click.testing import CliRunner
 
 from bench import report, stats
@@ -157,7 +157,7 @@ def test_an_unreachable_worker_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_the_smoke_form_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("load", "--smoke", "--out", tmp_path, model=tiny_model)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("load-*.json")), LoadReport)
     assert found.complete

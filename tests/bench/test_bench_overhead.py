@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
-from bench_runs import turnkeep
+from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -195,7 +195,7 @@ def test_a_batch_size_that_is_none_is_refused_with_the_range(value: str) -> None
 @pytest.mark.process
 def test_a_smoke_run_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("overhead", "--smoke", "--model", tiny_model, "--out", tmp_path)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("overhead-*.json")), OverheadReport)
     assert found.complete
@@ -222,7 +222,7 @@ def test_a_run_that_is_cut_short_keeps_its_report_and_leaves_no_process(
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     else:
         next(child for child in family if "bench.baseline" in child.cmdline()).kill()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == (130 if how == "interrupt" else 1), err
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -236,7 +236,7 @@ def test_a_run_that_is_cut_short_keeps_its_report_and_leaves_no_process(
 
 def wait_for_a_round(folder: Path, process: subprocess.Popen[str]) -> Path:
     """Wait until a checkpoint has turns of all sides."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         for path in folder.glob("overhead-*.json"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from bench_runs import turnkeep
+from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -335,7 +335,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, tiny_model: Path) -> N
 @pytest.mark.process
 def test_a_smoke_run_against_the_real_server_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("peers", "--smoke", "--out", tmp_path, "--model", tiny_model)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("peers-*.json")), PeersReport)
     assert found.complete
@@ -363,7 +363,7 @@ def test_ctrl_c_keeps_the_report_and_leaves_no_process(tmp_path: Path, tiny_mode
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # the worker, its NATS server, and the peer
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -384,7 +384,7 @@ def test_a_peer_that_dies_ends_the_run_in_one_line_and_leaves_no_process(
     path = wait_for_turns(tmp_path, process)
     family = psutil.Process(process.pid).children(recursive=True)
     next(one for one in family if "mlx_lm" in one.cmdline()).kill()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert err.splitlines()[-1].startswith("turnkeep: the peer mlx_lm.server ended with exit code -9")
     assert report.read(path, PeersReport).ending.startswith("fault: the peer mlx_lm.server ended")

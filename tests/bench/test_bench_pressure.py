@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from bench_runs import turnkeep
+from bench_runs import PATIENCE_S, turnkeep
 
 from bench import report
 from bench.pressure.checks import checks
@@ -248,7 +248,7 @@ async def test_a_worker_that_restores_another_kv_is_caught(measure, monkeypatch)
 @pytest.mark.process
 def test_the_smoke_form_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("pressure", "--smoke", "--out", tmp_path, model=tiny_model)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err + out
     found = report.read(next(tmp_path.glob("pressure-*.json")), PressureReport)
     assert found.complete

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
-from bench_runs import turnkeep
+from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -300,7 +300,7 @@ def test_a_smoke_run_records_and_replays_by_itself(tmp_path: Path, tiny_model: P
     process = turnkeep(
         "replay", "--smoke", "--serve", "--max-batch 2", "--out", tmp_path, "--model", tiny_model
     )
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("replay-*.json")), ReplayReport)
     assert found.complete
@@ -320,7 +320,7 @@ def test_ctrl_c_keeps_the_report_and_leaves_no_process(tmp_path: Path, tiny_mode
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -332,7 +332,7 @@ def test_ctrl_c_keeps_the_report_and_leaves_no_process(tmp_path: Path, tiny_mode
 
 def wait_for_report(folder: Path, process: subprocess.Popen[str]) -> Path:
     """Wait until the replay has begun to be answered: the record is read by then."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         for path in folder.glob("replay-*.json"):

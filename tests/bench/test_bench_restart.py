@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
-from bench_runs import turnkeep
+from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
 from bench import report
@@ -247,7 +247,7 @@ def test_lengths_that_are_none_are_refused() -> None:
 @pytest.mark.process
 def test_a_smoke_run_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("restart", "--smoke", "--from-disk", "--model", tiny_model, "--out", tmp_path)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("restart-*.json")), RestartReport)
     assert found.complete
@@ -264,7 +264,7 @@ def test_a_session_that_does_not_fit_the_model_is_one_line(tmp_path: Path, tiny_
     process = turnkeep(
         "restart", "--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path
     )
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert err.startswith("turnkeep: ")
     assert err.count("\n") == 1, err
@@ -280,7 +280,7 @@ def test_an_interrupt_while_the_worker_is_down_leaves_no_process(tmp_path: Path,
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the baseline, and a NATS server at least
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -290,7 +290,7 @@ def test_an_interrupt_while_the_worker_is_down_leaves_no_process(tmp_path: Path,
 
 def wait_for_a_restart(folder: Path, process: subprocess.Popen[str]) -> Path:
     """Wait until a turn was measured and a worker has been started anew, or is about to be."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         for path in folder.glob("restart-*.json"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from bench_runs import check_one_line, turnkeep, wait_for
+from bench_runs import PATIENCE_S, check_one_line, turnkeep, wait_for
 
 from bench import report, stats
 from bench.corpus import built_in
@@ -183,7 +183,7 @@ def test_a_corpus_that_is_not_installed_is_one_line_with_the_command(monkeypatch
 @pytest.mark.process
 def test_a_smoke_run_with_a_worker_of_its_own_ends_well(tmp_path: Path, tiny_model: Path) -> None:
     process = turnkeep("session", "--smoke", "--out", tmp_path, model=tiny_model)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     found = report.read(next(tmp_path.glob("session-*.json")), SessionReport)
     assert found.complete
@@ -205,7 +205,7 @@ def test_a_run_that_is_ended_keeps_its_report_and_leaves_no_process(
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2  # the worker, and its NATS server
     os.killpg(process.pid, number)  # as a terminal does
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "partial report: " in out
@@ -227,7 +227,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_partial_report_and_no_process(
     workers = psutil.Process(process.pid).children()
     for worker in workers:
         worker.kill()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "turnkeep: the bench's worker ended with exit code -9"
     found = report.read(path, SessionReport)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench_runs import check_one_line, turnkeep
+from bench_runs import PATIENCE_S, check_one_line, turnkeep
 
 from bench import report
 from bench.page import render
@@ -69,7 +69,7 @@ def test_the_slowest_length_counts_and_each_has_its_series() -> None:
 @pytest.mark.process
 def test_a_smoke_run_of_the_store_ends_well(tmp_path: Path) -> None:
     process = turnkeep("store", "--smoke", "--out", tmp_path)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("store-*.json")), StoreReport)
     assert found.complete
@@ -115,7 +115,7 @@ def test_a_program_that_fails_is_one_line(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     shutil.rmtree(tmp_path, ignore_errors=True)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert err.startswith("turnkeep: the measuring process ended: ")
     assert err.count("\n") == 1, err
