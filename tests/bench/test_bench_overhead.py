@@ -156,10 +156,10 @@ def test_a_page_is_made_of_a_whole_report_and_of_an_empty_one() -> None:
 async def test_a_worker_that_was_slowed_down_is_seen_as_slower(
     local_worker: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real sides, in turns: 20 ms more a step must show in the ratio, not in what is said."""
+    """The real sides, in turns: 50 ms more a step must show in the ratio, not in what is said."""
     started = await local_worker()
     step = batch.Batch.step
-    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.02) or step(self, *a, **k))
+    monkeypatch.setattr(batch.Batch, "step", lambda self, *a, **k: time.sleep(0.05) or step(self, *a, **k))
     worker: Any = SimpleNamespace(pid=os.getpid(), url=started.settings.nats, family=())
     async with running(tiny_model, preload=None) as baseline:
         chats = [Chat(f"Number {i}", "Why are there lighthouses?", first=True) for i in range(2)]
@@ -178,7 +178,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(
             turns += _compared(number, 2, [prompts, prompts], runs)
     (found,) = summarise(turns).compared
     assert found.rate.high < 1
-    assert found.added_per_token_s.low > 0.01
+    assert found.added_per_token_s.low > 0.02
     judged = checks(turns, same_library=None)
     assert [check.passed for check in judged[:3]] == [True] * 3
     assert judged[5].passed is True, judged[5].detail

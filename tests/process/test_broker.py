@@ -192,7 +192,7 @@ async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_to
         back.clear()
         pid = server.pid
         kill(pid)
-        await asyncio.wait_for(back.wait(), 20)
+        await asyncio.wait_for(back.wait(), 60)
         await eventually(lambda pid=pid: server.pid not in (None, pid))
     await client.jetstream().publish("kept", b"3")
     assert await stored(server.url) == 3

@@ -233,9 +233,9 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     ]
     state = json.loads((process.data_dir / "nats-server.json").read_text())
     os.kill(state["pid"], signal.SIGKILL)
-    result = await asyncio.wait_for(task, 30)
+    result = await asyncio.wait_for(task, 90)
     assert len(result.tokens) == 1000
-    appended = [await asyncio.wait_for(pending.wait(), 30) for pending in waiting]
+    appended = [await asyncio.wait_for(pending.wait(), 90) for pending in waiting]
     assert [result.position for result in appended] == [result.position + 6 * n for n in (1, 2, 3)]
     assert len(await LogReader(process.url).answered("s")) == 4
     assert json.loads((process.data_dir / "nats-server.json").read_text())["pid"] != state["pid"]
@@ -257,8 +257,8 @@ async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(
     assert not task.done()
     assert num_seen < 1000
     process.start()
-    result = await asyncio.wait_for(task, 30)
-    appended = await asyncio.wait_for(waiting.wait(), 30)
+    result = await asyncio.wait_for(task, 90)
+    appended = await asyncio.wait_for(waiting.wait(), 90)
     assert appended.position == result.position + 6
     assert "resuming an interrupted answer" in process.log
     assert result.usage.prefilled_tokens <= len("Begin: "), "its tail was cut on the way down"
