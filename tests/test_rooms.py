@@ -17,7 +17,17 @@ MLX = {
     *(f"cache/{name}.py" for name in ("layers", "states", "arrays", "measure")),
     *(
         f"worker/{name}.py"
-        for name in ("model", "batch", "cpu", "device", "forward", "merged", "sampling", "slots")
+        for name in (
+            "model",
+            "batch",
+            "cpu",
+            "device",
+            "forward",
+            "merged",
+            "quantised",
+            "sampling",
+            "slots",
+        )
     ),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import psutil
 import structlog
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span, tail_start
@@ -24,6 +24,7 @@ from protocol.errors import TurnkeepError
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
+from .quantised import unpacked_bytes
 from .scheduler import Scheduler, Step
 from .sharing import Sharing
 from .turn import (
@@ -234,19 +235,21 @@ class Device:
         mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu else MLX_CACHE_BYTES)
         mx.reset_peak_memory()
         self._model = loaded.model
+        caches = make_prompt_cache(loaded.model)
+        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
+        unpacked = unpacked_bytes(caches)
         self._estimator = self.estimator = Estimator(
             shape=shape_of(loaded.config),
             limit_bytes=self._limit_bytes or default_limit_bytes(),
             weight_bytes=loaded.weight_bytes,
             bytes_per_token=loaded.kv_bytes_per_token,
             fixed_bytes=loaded.kv_fixed_bytes,
-            num_layers=len(make_prompt_cache(loaded.model)),
-            fused=not on_cpu,
+            num_layers=len(caches),
+            fused=not on_cpu and not unpacked,  # attention to quantised KV has no such kernel
+            unpacked_bytes=unpacked if on_cpu else 0,
         )
         self._batch = Batch(loaded.model, self._make_room, max_draft=self._max_draft)
         self._vocab_size = loaded.vocab_size
-        caches = make_prompt_cache(loaded.model)
-        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
         self.trimmable = layers.trimmable(caches)
         self.caches = layers.describe(caches)
         self.unsupported_cache = layers.unsupported(caches)
@@ -280,7 +283,7 @@ class Device:
         while True:
             step = self._scheduler.next(budget)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-            scratch = self._estimator.scratch_bytes(num_rows, pieces)
+            scratch = self._estimator.scratch_bytes(num_rows, pieces, self._batch.longest)
             growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
             growth = self._estimator.growth_bytes(
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
@@ -666,10 +669,7 @@ def _under_way(turn: Turn, batch: Batch) -> _Held:
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
     """Say whether caches have to allocate for so many tokens more."""
-    first = caches[0] if caches else None
-    if type(first) is not KVCache or first.keys is None:
-        return True
-    return bool(first.offset + num_tokens > first.keys.shape[2])
+    return not caches or layers.grows(caches[0], num_tokens) is not False
 
 
 def _wire(size_bytes: int) -> None:
