@@ -121,9 +121,9 @@ class Batch:
         return own + (self._merged.growing if self._merged else [])
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max((row.num_cached for row in self._rows), default=0)
+    def num_held(self) -> int:
+        """Tokens that the rows hold, all together."""
+        return sum(row.num_cached for row in self._rows)
 
     @property
     def leaving_bytes(self) -> int:

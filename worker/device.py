@@ -283,7 +283,7 @@ class Device:
         while True:
             step = self._scheduler.next(budget)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-            scratch = self._estimator.scratch_bytes(num_rows, pieces, self._batch.longest)
+            scratch = self._estimator.scratch_bytes(num_rows, pieces, self._batch.num_held)
             growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
             growth = self._estimator.growth_bytes(
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
