@@ -24,6 +24,7 @@ MLX = {
             "device",
             "forward",
             "merged",
+            "quality",
             "quantised",
             "sampling",
             "slots",
