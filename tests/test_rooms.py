@@ -24,6 +24,7 @@ MLX = {
             "device",
             "forward",
             "merged",
+            "merged_quantised",
             "quality",
             "quantised",
             "sampling",

@@ -16,6 +16,7 @@ from cache import layers
 from worker import batch as batch_module
 from worker import cpu, forward
 from worker.batch import Batch, Piece, Row
+from worker.merged_quantised import MergedQuantised
 from worker.model import ModelError, cache_sizes
 from worker.quantised import quantise_kv, unpacked_bytes
 from worker.sampling import Sampling
@@ -44,14 +45,14 @@ def codes(caches: list[Any], num_tokens: int) -> mx.array:
     )
 
 
-@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 8)])
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4)])
 def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind, kv_bits) -> None:
-    """Random joins, leaves and lengths, with steps run ahead where the caches are all quantised."""
+    """Random joins, leaves and lengths, with steps run ahead; merged where there are other layers too."""
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = Batch(model, max_draft=4)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
-    num_ahead = num_left = 0
+    num_ahead = num_left = num_merged = 0
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 2)):
@@ -61,6 +62,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                 running[pieces[-1].row] = (tokens, sampling, [])
         batch.step(pieces, go_on=dice.random() < 0.7)
         num_ahead += batch.is_ahead
+        num_merged += sum(row.caches is None for row in batch.rows) > 1
         for row, (tokens, sampling, drawn) in list(running.items()):
             drawn.extend(row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.15:
@@ -76,7 +78,8 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                     assert mx.mean(mx.abs(mine - theirs) > 1e-3).item() < 1e-3
                 num_left += 1
     assert num_left == 9
-    assert (num_ahead > 3) == (kind == "llama")
+    assert num_ahead > 3
+    assert (num_merged > 3) == (kind != "llama"), "where all layers are quantised nothing is copied"
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
@@ -263,3 +266,42 @@ def measured(batch: Batch, pieces: list[Piece]) -> int:
     mx.reset_peak_memory()
     batch.step(pieces)
     return mx.get_peak_memory() - max(before, mx.get_active_memory())
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("group_size", "kv_bits"), [(64, 8), (64, 4), (32, 4)])
+def test_rows_leave_a_merged_batch_with_the_codes_that_they_had(kind, group_size, kv_bits) -> None:
+    """Rows of any length; one leaves, another one comes; each token gets the codes that it gets alone."""
+    mx.random.seed(4)
+
+    def more(num_rows: int, num_tokens: int) -> tuple[mx.array, mx.array]:
+        return (
+            mx.random.normal((num_rows, 2, num_tokens, 64)).astype(kind),
+            mx.random.normal((num_rows, 2, num_tokens, 128)).astype(kind),
+        )
+
+    def own(num_tokens: int) -> QuantizedKVCache:
+        cache = QuantizedKVCache(group_size, kv_bits)
+        cache.update_and_fetch(*more(1, num_tokens))
+        return cache
+
+    alone = [own(length) for length in (3, 300, 256)]
+    merged = MergedQuantised.merge(alone[:2])
+    merged.extend(MergedQuantised.merge(alone[2:]))
+    rows = list(alone)
+    for step in range(3):
+        if step == 2:
+            merged.filter([0, 2])
+            del rows[1]
+        keys, values = more(len(rows), 1)
+        fetched = merged.update_and_fetch(keys, values)
+        for i, cache in enumerate(rows):
+            expected = cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+            for found, part in zip((*fetched[0], *fetched[1]), (*expected[0], *expected[1]), strict=True):
+                assert found.dtype == part.dtype
+                assert mx.array_equal(found[i : i + 1, :, -cache.offset :], part)
+            left = merged.extract(i)
+            assert layers.describe([left]) == layers.describe([cache])
+            assert left.offset == cache.offset
+            for one, other in zip((*left.keys, *left.values), (*expected[0], *expected[1]), strict=True):
+                assert mx.array_equal(one, other)
