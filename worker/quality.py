@@ -126,29 +126,36 @@ class Side:
             yield start, logits
 
 
-def measure(loaded: Iterator[tuple[int | None, LoadedModel]], text: str, plan: Plan) -> None:
-    """Measure each precision beside the first one, which is the full one, and tell what is found."""
-    best: list[list[int]] = []
-    answers: list[list[int]] = []
-    for kv_bits, model in loaded:
-        tokens = model.tokenizer.encode(text, at_start=True)
+class Comparison:
+    """Tells of one precision after the other, each beside the first one, which is the full one."""
+
+    def __init__(self, text: str, plan: Plan) -> None:
+        self._text = text
+        self._plan = plan
+        self._best: list[list[int]] = []
+        self._answers: list[list[int]] = []
+
+    def add(self, loaded: LoadedModel, kv_bits: int | None) -> None:
+        """Measure a precision. Ends the program where the text is too short."""
+        plan = self._plan
+        tokens = loaded.tokenizer.encode(self._text, at_start=True)
         found = [tokens[at : at + plan.window] for at in range(0, len(tokens), plan.window)]
         windows = [window for window in found if len(window) == plan.window][: plan.windows]
         if not windows:
             raise SystemExit(f"the text has {len(tokens)} tokens, fewer than a window of {plan.window}")
-        side = Side(model, plan, kv_bits)
+        side = Side(loaded, plan, kv_bits)
         _tell("kept", kv_bits, **side.sizes(windows[0]))
         for i, window in enumerate(windows):
-            loss, mine = side.score(window)
+            loss, best = side.score(window)
             if kv_bits is None:
-                best.append(mine)
-            same = sum(a == b for a, b in zip(mine, best[i], strict=True))
-            _tell("window", kv_bits, tokens=len(mine), loss=loss, same=same)
+                self._best.append(best)
+            same = sum(a == b for a, b in zip(best, self._best[i], strict=True))
+            _tell("window", kv_bits, tokens=len(best), loss=loss, same=same)
         for i, window in enumerate(windows[: plan.answers]):
             said = side.answer(window[: plan.window // 2])
             if kv_bits is None:
-                answers.append(said)
-            pairs = zip(said, answers[i], strict=True)
+                self._answers.append(said)
+            pairs = zip(said, self._answers[i], strict=True)
             same = next((at for at, (a, b) in enumerate(pairs) if a != b), plan.answer)
             _tell("answer", kv_bits, tokens=len(said), same=same)
 
@@ -178,8 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = Plan(given.window, given.windows, given.answer, given.answers, block)
     try:
         folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)
-        loaded = ((bits, models.load(folder, dtype=dtype, kv_bits=bits)) for bits in (None, *given.bits))
-        measure(loaded, given.text.read_text("utf-8"), plan)
+        comparison = Comparison(given.text.read_text("utf-8"), plan)
+        for bits in (None, *given.bits):
+            comparison.add(models.load(folder, dtype=dtype, kv_bits=bits), bits)
     except models.ModelError as error:
         raise SystemExit(str(error)) from None
     mx.clear_streams()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_gguf import TinyLlama
 
-from worker import gguf_model, model, quality
-from worker.quality import Plan, Side
+from worker import gguf_model, model
+from worker.quality import Comparison, Plan, Side
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,11 +72,9 @@ def test_an_answer_is_the_likeliest_tokens(tiny: Path) -> None:
 
 
 def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def load() -> Any:
-        for bits in (None, 8):
-            yield bits, model.load(tiny, dtype="float32", kv_bits=bits)
-
-    quality.measure(load(), "a b c d e f g " * 20, PLAN)
+    comparison = Comparison("a b c d e f g " * 20, PLAN)
+    for bits in (None, 8):
+        comparison.add(model.load(tiny, dtype="float32", kv_bits=bits), bits)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     per_side = ["kept", *["window"] * 3, *["answer"] * 2]
     assert [line["kind"] for line in told] == per_side * 2
@@ -92,4 +90,4 @@ def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.
 
 def test_a_text_that_fills_no_window_is_refused(tiny: Path) -> None:
     with pytest.raises(SystemExit, match="fewer than a window of 32"):
-        quality.measure(iter([(None, model.load(tiny, dtype="float32"))]), "a b", PLAN)
+        Comparison("a b", PLAN).add(model.load(tiny, dtype="float32"), None)
