@@ -15,6 +15,7 @@ from .options import Group
 from .overhead.command import overhead
 from .peers.command import peers
 from .pressure.command import pressure
+from .quality.command import quality
 from .replay.command import replay
 from .restart.command import restart
 from .session.command import session
@@ -26,7 +27,7 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-for command in (session, load, restart, overhead, many, pressure, peers, replay, store):
+for command in (session, load, restart, overhead, many, pressure, peers, replay, store, quality):
     bench.add_command(command)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from . import states
 from .format import STATE, Tensor
@@ -168,13 +168,29 @@ def shrink(caches: Sequence[Any]) -> None:
     """
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
-        if type(cache) is not KVCache or cache.keys is None or cache.values is None:
-            continue
-        if cache.keys.shape[2] > 2 * cache.offset:
-            cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
-            cache.values = mx.contiguous(cache.values[..., : cache.offset, :])
-            kept += (cache.keys, cache.values)
+        room = states.room(cache)
+        if room is not None and room > 2 * cache.offset:
+            held = {name: mx.contiguous(p[..., : cache.offset, :]) for name, p in states.parts(cache).items()}
+            states.set_parts(cache, held, cache.offset)
+            kept += held.values()
     mx.eval(kept)
+
+
+def grows(cache: Any, num_tokens: int) -> bool | None:
+    """Say whether a layer's cache allocates to take so many tokens more; None where that is not known."""
+    room = states.room(cache)
+    return None if room is None else bool(cache.offset + num_tokens > room)
+
+
+def sizes(caches: Sequence[Any]) -> tuple[int, int]:
+    """Measure on caches that hold something the bytes of each token, and of recurrent layers' fixed state."""
+    per_token = fixed = 0
+    for _, cache in leaves(caches):
+        if hasattr(cache, "keys"):
+            per_token += sum(part.nbytes // part.shape[2] for part in states.parts(cache).values())
+        else:
+            fixed += int(cache.nbytes)
+    return per_token, fixed
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:

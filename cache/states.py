@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Classes that keep every token at its own place, for good.
 _PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
+#: Those among them that allocate ahead, many tokens at a time.
+_AHEAD: Final = (KVCache, QuantizedKVCache)
 #: Classes whose state at one position says nothing of the state at another.
 _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 
@@ -70,6 +72,13 @@ def describe(cache: Any) -> str:
 def num_tokens(cache: Any) -> int | None:
     """Count the tokens that the cache has seen; None where its class does not."""
     return None if type(cache) is ArraysCache else int(cache.offset)
+
+
+def room(cache: Any) -> int | None:
+    """Count the tokens that a cache has allocated for; None where its class does not allocate ahead."""
+    if type(cache) not in _AHEAD:
+        return None
+    return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def parts(cache: Any) -> dict[str, mx.array]:

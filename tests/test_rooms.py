@@ -18,8 +18,8 @@ MLX = {
     *(
         f"worker/{name}.py"
         for name in (
-            *("model", "machine", "device", "resident"),
-            *("batch", "forward", "cpu", "slots", "merged", "sampling"),
+            *("model", "machine", "device", "resident", "quality"),
+            *("batch", "forward", "cpu", "slots", "merged", "merged_quantised", "quantised", "sampling"),
         )
     ),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with

@@ -142,7 +142,7 @@ class App:
         )
         self._loop = asyncio.get_running_loop()
         self._device = Device(
-            lambda: model.load(folder, dtype=dtype, progress=self._progress),
+            lambda: model.load(folder, dtype=dtype, kv_bits=settings.kv_bits, progress=self._progress),
             self._hand_over,
             self._device_died,
             block_tokens=settings.block_tokens,
@@ -154,7 +154,15 @@ class App:
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
-        log.info("loaded the model", model=loaded.name, folder=str(folder), context=loaded.context_tokens)
+        log.info(
+            "loaded the model",
+            model=loaded.name,
+            folder=str(folder),
+            context=loaded.context_tokens,
+            kv_bits=settings.kv_bits or "full",
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            caches=self._device.caches,
+        )
         if settings.snapshots == "off":
             log.info("snapshots are off")
         elif self._device.unsupported_cache is None:

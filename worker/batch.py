@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import structlog
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from cache import layers
 
 from .forward import Forward, OwnPart
 from .lookup import Lookup
@@ -97,8 +99,11 @@ class Batch:
         self.num_accepted = 0
         self._forward = Forward(model)
         self._shares = self._forward.fits()
-        self._all_plain = self._shares and all(type(cache) is KVCache for cache in make_prompt_cache(model))
-        self._merged: Merged[Row] | None = None if self._all_plain else merged_for(model)
+        classes = {type(cache) for cache in make_prompt_cache(model)}
+        # What a step adds to such caches lies behind what they held: it is taken back by counting back.
+        self._adds = self._shares and classes <= {KVCache, QuantizedKVCache}
+        self._pools_rows = self._shares and classes == {KVCache}
+        self._merged: Merged[Row] | None = None if self._adds else merged_for(model)
         self._rows: list[Row] = []
         self._pools: dict[int, Pool] = {}
         self._flight: _Flight | None = None
@@ -114,6 +119,11 @@ class Batch:
         """Lengths of the rows whose caches are full, so that the next step allocates for them."""
         own = [row.num_cached for row in self._rows if row.caches and _full(row.caches[0])]
         return own + (self._merged.growing if self._merged else [])
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that the rows hold, all together."""
+        return sum(row.num_cached for row in self._rows)
 
     @property
     def leaving_bytes(self) -> int:
@@ -165,7 +175,7 @@ class Batch:
         states is put back. States and windows of a row on its own caches cannot be.
         """
         self._flight = None
-        if not self._all_plain:
+        if not self._adds:
             merged = self._merged.rows if self._merged else []
             if any(row not in merged for row in self._rows):
                 return False
@@ -229,7 +239,7 @@ class Batch:
             return None
         if any(not self._may_go_on(row) for row in rows):
             return None
-        if self._all_plain:
+        if self._adds:
             drafts, parts = self._row_parts(rows, drafting=False)
             tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
             logits = self._forward(parts, tokens, range(len(drafts)))
@@ -301,7 +311,7 @@ class Batch:
 
     def _lookup(self, row: Row) -> Lookup | None:
         """Return what a row guesses by; None where it does not: a longer pass is cheap beside few others."""
-        if not self._max_draft or not self._all_plain or len(self._rows) > _DRAFTING_ROWS:
+        if not self._max_draft or not self._adds or len(self._rows) > _DRAFTING_ROWS:
             return None
         if row.pool is not None or row.sampling.repetition_penalty != 1.0:
             return None
@@ -371,7 +381,7 @@ class Batch:
         """Bring rows of like length into one pool, once there are enough of them to pay for the copies."""
         if self._merged is not None:
             self._merge_rows(self._merged)
-        if not self._all_plain:
+        if not self._pools_rows:
             return
         for row in self._rows:
             if row.pool is not None and row.num_cached >= row.pool.capacity:
@@ -400,4 +410,4 @@ class Batch:
 
 def _full(cache: Any) -> bool:
     # A step ahead counts: it runs before anybody asks again.
-    return type(cache) is KVCache and (cache.keys is None or cache.offset + 1 >= cache.keys.shape[2])
+    return bool(layers.grows(cache, 2))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import structlog
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span, tail_start
@@ -23,6 +23,7 @@ from . import machine
 from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
+from .quantised import unpacked_bytes
 from .resident import Ask, Held, Resident
 from .scheduler import Scheduler, Step
 from .sharing import Sharing
@@ -190,20 +191,22 @@ class Device:
         machine.limit_freed()
         mx.reset_peak_memory()
         self._model = loaded.model
+        caches = make_prompt_cache(loaded.model)
+        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
+        unpacked = unpacked_bytes(caches)
         self._estimator = self.estimator = Estimator(
             shape=shape_of(loaded.config),
             limit_bytes=self._limit_bytes or machine.default_limit_bytes(),
             weight_bytes=loaded.weight_bytes,
             bytes_per_token=loaded.kv_bytes_per_token,
             fixed_bytes=loaded.kv_fixed_bytes,
-            num_layers=len(make_prompt_cache(loaded.model)),
-            fused=not machine.on_cpu(),
+            num_layers=len(caches),
+            fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
+            unpacked_bytes=unpacked if machine.on_cpu() else 0,
         )
         self._resident = Resident(self._estimator, self._block, self._left)
         self._batch = Batch(loaded.model, self._resident.make_room, max_draft=self._max_draft)
         self._vocab_size = loaded.vocab_size
-        caches = make_prompt_cache(loaded.model)
-        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
         self.trimmable = layers.trimmable(caches)
         self.caches = layers.describe(caches)
         self.unsupported_cache = layers.unsupported(caches)
@@ -237,7 +240,7 @@ class Device:
         while True:
             step = self._scheduler.next(budget)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-            scratch = self._estimator.scratch_bytes(num_rows, pieces)
+            scratch = self._estimator.scratch_bytes(num_rows, pieces, self._batch.num_held)
             growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
             growth = self._estimator.growth_bytes(
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
@@ -585,7 +588,4 @@ def _under_way(turn: Turn, batch: Batch) -> Held:
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
     """Say whether caches have to allocate for so many tokens more."""
-    first = caches[0] if caches else None
-    if type(first) is not KVCache or first.keys is None:
-        return True
-    return bool(first.offset + num_tokens > first.keys.shape[2])
+    return not caches or layers.grows(caches[0], num_tokens) is not False

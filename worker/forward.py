@@ -22,7 +22,9 @@ import structlog
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models import activations, base
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+from cache.states import leaves
 
 from . import cpu
 
@@ -204,7 +206,12 @@ class Forward:
 
 
 def tolerance(model: Any) -> float:
-    """Say how far logits of the same tokens may lie apart, as a share of the largest."""
+    """Say how far logits of the same tokens may lie apart, as a share of the largest.
+
+    Where KV is quantised, what rounding makes of a key may be enough for it to get another code.
+    """
+    if any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model))):
+        return _COARSE
     parameters: Any = tree_flatten(model.parameters())
     types = {array.dtype for _, array in parameters}
     return max(_TOLERANCE.get(kind, _COARSE) for kind in types)
@@ -251,6 +258,9 @@ def _attention(
 ) -> mx.array:
     def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
         plain = all(value is None for value in more.values())  # no attention sinks
+        if plain and cpu.unpacks(keys):
+            keys, values = (cpu.unpacked(part, cache.group_size, cache.bits) for part in (keys, values))
+            cache = None
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, scale, mask)
         theirs: mx.array = _THEIR_ATTENTION(

@@ -85,7 +85,10 @@ def grown(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Prices sessions and steps of one model on one device. `limit_bytes` is for all that MLX holds."""
+    """Prices sessions and steps of one model on one device. `limit_bytes` is for all that MLX holds.
+
+    Where attention dequantises KV, a layer of it at a time, a token takes `unpacked_bytes` meanwhile.
+    """
 
     shape: Shape
     limit_bytes: int
@@ -94,15 +97,17 @@ class Estimator:
     fixed_bytes: int
     num_layers: int
     fused: bool
+    unpacked_bytes: int = 0
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Count what the KV of so many tokens takes, without what is allocated ahead."""
         return self.fixed_bytes + num_tokens * self.bytes_per_token if num_tokens else 0
 
-    def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]]) -> int:
+    def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_held: int = 0) -> int:
         """Estimate what a step needs that is free again after it.
 
-        `pieces` are the tokens of each prompt with its length after them; a row is one token.
+        `pieces` are the tokens of each prompt with its length after them; a row is one token, and all rows
+        hold `num_held`.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
@@ -110,7 +115,9 @@ class Estimator:
         attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
-        return attention * 3 // 2 + mixing + logits + _SMALL_BYTES
+        # Of all rows and pieces in one layer; rows are quick, and begin with the next one meanwhile.
+        unpacked = (2 * num_held + sum(kv for _, kv in pieces)) * self.unpacked_bytes
+        return attention * 3 // 2 + mixing + logits + unpacked + _SMALL_BYTES
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
         """Count what full caches of these lengths allocate: new room, and copies of one layer at a time.
@@ -137,7 +144,10 @@ class Estimator:
             if self.bytes_per_token:
                 longest = min((size_bytes - self.fixed_bytes) // self.bytes_per_token, num_context)
             longest = max(longest, chunk)
-            step = self.scratch_bytes(max_rows, [(chunk, longest)])
+            num_held = max_rows * longest
+            if self.bytes_per_token:
+                num_held = min(num_held, size_bytes // self.bytes_per_token)
+            step = self.scratch_bytes(max_rows, [(chunk, longest)], num_held)
             return size_bytes + step + self.growth_bytes([longest] * max_rows) <= left
 
         least, most = 0, max(left, 0)

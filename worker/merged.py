@@ -24,11 +24,15 @@ from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     CacheList,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
+from cache import states
+
 from .forward import tolerance
+from .merged_quantised import MergedQuantised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,7 +94,12 @@ class _Spread(BatchKVCache):
         return mx.expand_dims(super().make_mask(N, return_array, **options), 1)
 
 
-_USUAL: Final = {KVCache: BatchKVCache, RotatingKVCache: _Window, ArraysCache: _Arrays}
+_USUAL: Final = {
+    KVCache: BatchKVCache,
+    QuantizedKVCache: MergedQuantised,
+    RotatingKVCache: _Window,
+    ArraysCache: _Arrays,
+}
 _WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
@@ -379,6 +388,7 @@ def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
     """Count what a row takes in one leaf of the batch once rows with these caches are in it."""
     if isinstance(own[0], ArraysCache):
         return int(own[0].nbytes)
-    longest: int = max([*(cache.size() for cache in own), *([merged.size()] if merged is not None else [])])
-    per_token: int = own[0].nbytes // own[0].keys.shape[2]
+    lengths = [cache.offset if type(cache) is QuantizedKVCache else cache.size() for cache in own]
+    longest: int = max([*lengths, *([merged.size()] if merged is not None else [])])
+    per_token = sum(part.nbytes // part.shape[2] for part in states.parts(own[0]).values())
     return per_token * (longest + _STEP)

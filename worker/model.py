@@ -126,11 +126,13 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
     return _download(hub_id, progress)
 
 
-def load(folder: Path, *, dtype: str, progress: Progress | None = None) -> LoadedModel:
+def load(
+    folder: Path, *, dtype: str, kv_bits: int | None = None, progress: Progress | None = None
+) -> LoadedModel:
     """Load a model folder on the calling thread, which must be the one that will run it.
 
     With `dtype` keep weights stay as they are, quantised ones too; otherwise they are dequantised and cast.
-    `progress` counts evaluated bytes. Raises `ModelError`.
+    Its caches keep KV in `kv_bits`, or as it is. `progress` counts evaluated bytes. Raises `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -151,6 +153,10 @@ def load(folder: Path, *, dtype: str, progress: Progress | None = None) -> Loade
     except Exception as error:  # noqa: BLE001  architectures raise anything on a config that does not fit them
         raise ModelError(f"{folder} cannot be loaded: {one_line(error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
+    if kv_bits is not None:
+        from .quantised import quantise_kv
+
+        quantise_kv(model, kv_bits)
     kv_bytes_per_token, kv_fixed_bytes = cache_sizes(model)
     return LoadedModel(
         model=model,
@@ -172,10 +178,11 @@ def cache_sizes(model: Module) -> tuple[int, int]:
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
+    from cache import layers
+
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
-    sizes = [_cache_sizes(cache) for cache in caches]
-    return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
+    return layers.sizes(caches)
 
 
 def list_models(data_dir: Path) -> list[ModelEntry]:
@@ -215,16 +222,6 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
         piece, piece_bytes = [], 0
         if progress is not None:
             progress(done, total, "loading weights")
-
-
-def _cache_sizes(cache: Any) -> tuple[int, int]:
-    members = getattr(cache, "caches", None)
-    if members is not None:  # CacheList
-        sizes = [_cache_sizes(member) for member in members]
-        return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
-    if not hasattr(cache, "keys"):
-        return 0, cache.nbytes
-    return sum(array.nbytes // array.shape[2] for array in (cache.keys, cache.values) if array is not None), 0
 
 
 def _context_tokens(config: dict[str, Any]) -> int:

@@ -91,6 +91,13 @@ def _whole(value: object) -> int:
     return int(value)
 
 
+def _bits(value: object) -> int:
+    bits = _whole(value)
+    if bits not in {4, 8}:
+        raise ValueError(value)
+    return bits
+
+
 def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
     def parse_within(value: object) -> float:
         number = parse(value)
@@ -231,6 +238,11 @@ class Settings:
         _choice("auto", "keep", "float32", "float16", "bfloat16"),
         "auto",
         "type of weights and KV; auto suits the device, keep leaves the weights as they are",
+    )
+    kv_bits: int | None = _setting(
+        _or("full", None, Kind("4 or 8", _bits)),
+        None,
+        "bits of each number of KV, in memory and on disk; full keeps the type of the weights",
     )
     device_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)), None, "bytes of all that is on the device; auto suits the machine"

@@ -5,9 +5,7 @@ The program is `cache.measure`: benches may not import the cache, which only a w
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from rich.table import Table
 
+from bench.program import lines
 from bench.report import BenchError
 from bench.run import Bench
 
@@ -102,27 +101,11 @@ class StoreBench(Bench[StoreReport]):
             place = tempfile.TemporaryDirectory(prefix="turnkeep-bench-", dir=self._folder)
         except OSError as error:
             raise BenchError(f"nothing can be written to {self._folder}: {error.strerror}") from None
-        with place as folder, tempfile.TemporaryFile() as errors:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cache.measure", str(Path(folder) / "store"), *map(str, arguments)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,  # a Ctrl-C at the terminal is for the bench alone, which then ends it
-            )
-            try:
-                if process.stdout is None:
-                    raise AssertionError("it was started with a pipe")
-                async for line in process.stdout:
+        with place as folder:
+            program = lines("cache.measure", Path(folder) / "store", *arguments)
+            async with contextlib.aclosing(program):
+                async for line in program:
                     hear(_LINE.decode(line))
-                if await process.wait():
-                    errors.seek(0)
-                    said = errors.read().decode(errors="replace").strip().splitlines()
-                    code = f"exit code {process.returncode}"
-                    raise BenchError(f"the measuring process ended: {said[-1] if said else code}")
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
 
     def report(self, facts: Facts) -> StoreReport:
         """Make the report of what was measured so far."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from tiny_models import BLOCK, CONFIGS, OTHERS, loaded
+from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device import Device
+from worker.quantised import quantise_kv
 from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Turn
 
 if TYPE_CHECKING:
@@ -19,22 +20,37 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[[str], Any]:
-    """Build a small model of an architecture; the same one for the whole run."""
-    made: dict[str, Any] = {}
+def build_model() -> Callable[..., Any]:
+    """Build a new small model of an architecture, with changes to its configuration."""
 
-    def make(kind: str) -> Any:
-        if kind not in made:
-            architecture = importlib.import_module(f"mlx_lm.models.{kind}")
-            mx.random.seed(11)
-            model = architecture.Model(
-                architecture.ModelArgs.from_dict({"model_type": kind, **(CONFIGS | OTHERS)[kind]})
-            )
-            # Livelier than the initial weights, so that every token depends on those before it.
-            model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
-            mx.eval(model.parameters())
-            made[kind] = model
-        return made[kind]
+    def build(kind: str, **changes: Any) -> Any:
+        architecture = importlib.import_module(f"mlx_lm.models.{kind}")
+        mx.random.seed(11)
+        config = {"model_type": kind, **(CONFIGS | OTHERS)[kind], **changes}
+        model = architecture.Model(architecture.ModelArgs.from_dict(config))
+        # Livelier than the initial weights, so that every token depends on those before it.
+        model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
+        mx.eval(model.parameters())
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_model(build_model) -> Callable[..., Any]:
+    """Build a small model of an architecture; the same one for the whole run.
+
+    With `kv_bits` its heads are of a size that can be quantised, and its caches keep KV so.
+    """
+    made: dict[tuple[str, int | None], Any] = {}
+
+    def make(kind: str, kv_bits: int | None = None) -> Any:
+        if (kind, kv_bits) not in made:
+            model = build_model(kind, **(WIDE if kv_bits else {}))
+            if kv_bits is not None:
+                quantise_kv(model, kv_bits)
+            made[kind, kv_bits] = model
+        return made[kind, kv_bits]
 
     return make
 

@@ -82,9 +82,12 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
 
     @asynccontextmanager
     async def open_(
-        queue_bytes: int = 1 << 28, folder: str = "snapshots", kind: str = "llama"
+        queue_bytes: int = 1 << 28,
+        folder: str = "snapshots",
+        kind: str = "llama",
+        kv_bits: int | None = None,
     ) -> AsyncIterator[Process]:
-        recorded = Recorded(make_model(kind))
+        recorded = Recorded(make_model(kind, kv_bits))
         loop = asyncio.get_running_loop()
         device = Device(
             lambda: loaded(recorded),
@@ -133,6 +136,34 @@ async def test_after_an_append_the_restored_session_goes_on_bit_by_bit(
     assert got == list(expected[1:])
     assert len(set(expected[2])) == 20
     assert outcome.num_prefilled <= 1, "the last token's own forward pass draws the first one"
+
+
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4)])
+async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_process, kind, kv_bits) -> None:
+    """On, before and after boundaries; also with layers beside it that cannot be quantised."""
+    added = prompt(5, salt=40)
+    prompts = {f"s{position}": prompt(position, salt=position) for position in POSITIONS[1:]}
+    expected = {}
+    async with open_process(folder="whole", kind=kind, kv_bits=kv_bits) as whole:
+        for name, tokens in prompts.items():
+            await whole.append(tokens, name=name)
+            _, *first = await whole.generate(tokens, 11, HOT, name=name)
+            _, *second = await whole.generate(tokens + first[0] + added, 12, name=name)
+            expected[name] = first, second
+    async with open_process(kind=kind, kv_bits=kv_bits) as before:
+        for name, tokens in prompts.items():
+            await before.append(tokens, name=name)
+    async with open_process(kind=kind, kv_bits=kv_bits) as between:
+        for name, tokens in prompts.items():
+            outcome, *got = await between.generate(tokens, 11, HOT, name=name)
+            assert got == expected[name][0]
+            assert outcome.num_prefilled == 1
+    async with open_process(kind=kind, kv_bits=kv_bits) as after:
+        for name, tokens in prompts.items():
+            outcome, *got = await after.generate(tokens + expected[name][0][0] + added, 12, name=name)
+            assert got == expected[name][1]
+            assert len(set(got[1])) == 12
+            assert outcome.num_prefilled == len(added) + 1
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
@@ -406,15 +437,17 @@ async def test_a_class_that_is_not_known_is_named(make_model, make_rig) -> None:
     assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", *STATEFUL])
+@pytest.mark.parametrize(
+    ("kind", "kv_bits"), [("llama", None), *((kind, None) for kind in STATEFUL), ("llama", 8)]
+)
 async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_scratch(
-    open_process, kind
+    open_process, kind, kv_bits
 ) -> None:
     """Sessions that share beginnings grow, are rewound, leave the device, lose snapshots and processes."""
     chance = random.Random(kind)
     histories: dict[str, list[int]] = {"a": prompt(9), "b": prompt(2 * BLOCK)}
     for _ in range(3):
-        async with open_process(kind=kind) as process:
+        async with open_process(kind=kind, kv_bits=kv_bits) as process:
             for _ in range(10):
                 name = chance.choice("ab")
                 held = histories[name]

@@ -232,6 +232,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Changes a model so that its KV can be quantised.
+WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+
+
 class Endless:
     """A text sink for tests that are about tokens."""
 

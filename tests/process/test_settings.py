@@ -88,6 +88,13 @@ def test_a_word_takes_back_what_the_file_set(tmp_path):
     assert (settings.nats, settings.max_memory, settings.model) == (None, None, None)
 
 
+def test_kv_bits_are_a_number_everywhere_or_full(tmp_path):
+    assert load({}, {"TURNKEEP_KV_BITS": "8"}, None, tmp_path).kv_bits == 8
+    write(tmp_path, "kv_bits = 4\n")
+    assert load({}, {}, None, tmp_path).kv_bits == 4
+    assert load({"kv_bits": "full"}, {}, None, tmp_path).kv_bits is None
+
+
 def test_nats_urls_are_completed(tmp_path):
     assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
 
@@ -131,6 +138,9 @@ def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_pat
         ("ack_wait_s", float("nan"), "from 0.5 to 3600 seconds"),
         ("metrics_interval_s", "inf", "a duration"),
         ("dtype", "int4", "one of auto, keep, float32, float16, bfloat16"),
+        ("kv_bits", "6", "'full' or 4 or 8"),
+        ("kv_bits", 8.0, "'full' or 4 or 8"),
+        ("kv_bits", True, "'full' or 4 or 8"),
         ("prefix", "a..b", "joined by dots"),
         ("worker", "my host", "1 to 64 of the characters"),
         ("nats", "http://queue", "nats://host:4222"),

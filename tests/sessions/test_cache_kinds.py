@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
+from worker.model import ModelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -38,6 +40,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"sliding_window": 24, "sliding_window_pattern": 2},
 }
+#: Heads of a size that can be quantised.
+WIDE = {"llama": {"head_dim": 32}}
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def make_folder(tiny_model: Path, tmp_path: Path) -> Callable[[str], Path]:
         folder = tmp_path / kind
         shutil.copytree(tiny_model, folder)
         vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-        config = {"model_type": kind, "vocab_size": vocabulary, **_SHAPE, **ARCHITECTURES[kind]}
+        config = {"model_type": kind, "vocab_size": vocabulary, **_SHAPE, **(ARCHITECTURES | WIDE)[kind]}
         (folder / "config.json").write_text(json.dumps(config))
         architecture = importlib.import_module(f"mlx_lm.models.{kind}")
         mx.random.seed(3)
@@ -89,6 +93,51 @@ async def test_after_a_restart_a_session_with_states_costs_what_is_new(
     await session.append(text="Once upon a time " * 8)
     assert (await session.generate(max_tokens=41)).tokens == first.tokens
     assert (await session.generate(text=" and then", max_tokens=20)).tokens == second.tokens
+
+
+async def test_snapshots_of_other_bits_are_never_used(local_worker, make_folder) -> None:
+    """Full precision, then 8 bits, then 4: each reads everything anew, and finds its own again later."""
+    folder, text = str(make_folder("llama")), "Once upon a time " * 8
+    answers = {}
+    for kv_bits in (None, 8, 4, 8, None):
+        worker = await local_worker(model=folder, kv_bits=kv_bits)
+        session = worker.client.session(f"s{len(answers)}-{kv_bits}")
+        appended = await session.append(text=text)
+        answer = await session.generate(max_tokens=12)
+        if kv_bits in answers:
+            assert appended.cached_tokens == len(text)
+            assert answer.tokens == answers[kv_bits].tokens
+        else:
+            assert (appended.cached_tokens, appended.prefilled_tokens) == (0, len(text))
+            answers[kv_bits] = answer
+        held = answer.kv_live_bytes
+        # 2 layers, 2 heads, keys and values: 32 numbers, or their codes with a scale and a bias.
+        assert held == (len(text) + 11) * 8 * {None: 128, 8: 40, 4: 24}[kv_bits]
+        await worker.stop()
+
+
+async def test_a_session_goes_on_with_other_bits_from_its_log(local_worker, make_folder) -> None:
+    folder = str(make_folder("llama"))
+    worker = await local_worker(model=folder)
+    await worker.client.session("s").append(text="Once upon a time " * 8)
+    first = await worker.client.session("s").generate(max_tokens=5)
+    await worker.stop()
+    worker = await local_worker(model=folder, kv_bits=8)
+    second = await worker.client.session("s").generate(text=" and", max_tokens=5)
+    assert (second.usage.cached_tokens, second.usage.prefilled_tokens) == (0, first.position + len(" and"))
+
+
+async def test_a_model_whose_kv_cannot_be_quantised_stops_the_start_with_one_line(local_worker) -> None:
+    with pytest.raises(ModelError, match=r"size of 16, and kv_bits needs a multiple of 32; leave .* full$"):
+        await local_worker(kv_bits=8)
+
+
+async def test_the_log_says_how_kv_is_kept(local_worker, make_folder) -> None:
+    with structlog.testing.capture_logs() as lines:
+        await local_worker(model=str(make_folder("llama")), kv_bits=8)
+    said = next(line for line in lines if line["event"] == "loaded the model")
+    assert (said["kv_bits"], said["kv_bytes_per_token"]) == (8, 320)
+    assert said["caches"] == "2*QuantizedKVCache(32,8)"
 
 
 async def test_a_model_with_a_cache_that_is_not_known_is_served_without_snapshots(

@@ -1,0 +1,93 @@
+"""The program behind `bench quality`: what it tells is what the model says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_gguf import TinyLlama
+
+from worker import gguf_model, model
+from worker.quality import Comparison, Plan, Side
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAN = Plan(window=32, windows=3, answer=6, answers=2, block=8)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    return gguf_model.convert(TinyLlama().write(folder / "tiny.gguf"), folder / "models", dtype="float32")
+
+
+def tokens_of(num: int, vocabulary: int) -> list[int]:
+    return [(i * i * 7 + 3 * i + 1) % vocabulary for i in range(num)]
+
+
+@pytest.mark.parametrize(("kv_bits", "kv_bytes"), [(None, 1024), (8, 2 * 2 * 2 * 40), (4, 2 * 2 * 2 * 24)])
+def test_a_model_is_loaded_with_the_bits_that_are_asked_for(tiny: Path, kv_bits: int, kv_bytes: int) -> None:
+    loaded = model.load(tiny, dtype="float32", kv_bits=kv_bits)
+    assert loaded.kv_bytes_per_token == kv_bytes
+    sizes = Side(loaded, PLAN, kv_bits).sizes(tokens_of(32, loaded.vocab_size))
+    assert sizes["kv_bytes_per_token"] == kv_bytes
+    assert kv_bytes < sizes["disk_bytes_per_token"] < kv_bytes + 4096 / PLAN.block
+
+
+@pytest.mark.parametrize("window", [32, 27])
+def test_the_loss_of_a_windows_second_half_is_that_of_one_pass(tiny: Path, window: int) -> None:
+    """By the definition, in float64; a window need not end on a block's boundary."""
+    loaded = model.load(tiny, dtype="float32")
+    tokens = tokens_of(window, loaded.vocab_size)
+    whole = loaded.model(mx.array([tokens]), cache=make_prompt_cache(loaded.model))[0]
+    logits = np.array(whole).astype(np.float64)
+    half = window // 2
+    expected, best = 0.0, []
+    for at in range(half, window):
+        before = logits[at - 1]
+        expected += math.log(np.exp(before - before.max()).sum()) + before.max() - before[tokens[at]]
+        best.append(int(before.argmax()))
+    plan = Plan(window=window, windows=1, answer=1, answers=1, block=8)
+    loss, found = Side(loaded, plan, None).score(tokens)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert found == best
+
+
+def test_an_answer_is_the_likeliest_tokens(tiny: Path) -> None:
+    loaded = model.load(tiny, dtype="float32", kv_bits=8)
+    tokens = tokens_of(16, loaded.vocab_size)
+    caches, expected = make_prompt_cache(loaded.model), []
+    last = tokens
+    for _ in range(PLAN.answer):
+        logits = loaded.model(mx.array([last]), cache=caches)[0, -1]
+        expected.append(int(mx.argmax(logits).item()))
+        last = expected[-1:]
+    assert Side(loaded, PLAN, 8).answer(tokens) == expected
+
+
+def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = Comparison("a b c d e f g " * 20, PLAN)
+    for bits in (None, 8):
+        comparison.add(model.load(tiny, dtype="float32", kv_bits=bits), bits)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    per_side = ["kept", *["window"] * 3, *["answer"] * 2]
+    assert [line["kind"] for line in told] == per_side * 2
+    assert [line["kv_bits"] for line in told] == [None] * 6 + [8] * 6
+    for line in told[:6]:
+        assert line["kind"] == "kept" or line["same"] == line["tokens"]
+    assert all(line["tokens"] == 16 for line in told if line["kind"] == "window")
+    assert {line["caches"] for line in told if line["kind"] == "kept"} == {
+        "2*KVCache",
+        "2*QuantizedKVCache(32,8)",
+    }
+
+
+def test_a_text_that_fills_no_window_is_refused(tiny: Path) -> None:
+    with pytest.raises(SystemExit, match="fewer than a window of 32"):
+        Comparison("a b", PLAN).add(model.load(tiny, dtype="float32"), None)

@@ -1,0 +1,197 @@
+"""A program that measures what quantised KV costs: `python -m worker.quality TEXT --data-dir FOLDER ...`.
+
+`turnkeep bench quality` runs it and makes a report of what it prints: a JSON object per line, the moment that
+it is known. It loads the model as a worker does, once for each precision, and runs it on the worker's own
+attention; NATS, sessions and the scheduler have no part in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from . import blas, settings
+
+blas.preload()  # before anything imports MLX
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+
+from cache import blocks, layers  # noqa: E402
+from cache.format import Name, draft  # noqa: E402
+from cache.identity import Identity  # noqa: E402
+
+from . import model as models  # noqa: E402
+from .forward import Forward  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .model import LoadedModel
+
+#: What a worker on a CPU lets MLX keep of freed memory.
+_MLX_CACHE_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is run: windows of so many tokens, and answers of up to so many after half a window."""
+
+    window: int
+    windows: int
+    answer: int
+    answers: int
+    block: int
+
+
+class Side:
+    """A model that keeps KV in one precision, and what it says."""
+
+    def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
+        self._model = loaded.model
+        self._per_token = loaded.kv_bytes_per_token
+        self._plan = plan
+        self._bits = kv_bits
+        Forward(loaded.model)  # so that it attends as in a worker
+
+    def score(self, tokens: Sequence[int]) -> tuple[float, list[int]]:
+        """Run a window; return the sum of -log p of its second half, and the likeliest token at each of it.
+
+        Each of those tokens has at least half a window before it. Perplexity is exp of the mean over all of
+        them (Jelinek, Mercer, Bahl and Baker, 1977); scoring the second halves of windows that follow one
+        another is how llama.cpp's `perplexity` does it.
+        """
+        half = self._plan.window // 2
+        loss, best = 0.0, []
+        for start, logits in self._run(make_prompt_cache(self._model), tokens):
+            ahead = tokens[start + 1 : start + 1 + logits.shape[0]]
+            first = max(half - 1 - start, 0)
+            some = logits[first : len(ahead)]
+            if not some.shape[0]:
+                continue
+            targets = mx.array(list(ahead[first:]))
+            own = mx.take_along_axis(some, targets[:, None], axis=-1)[:, 0]
+            losses = np.array(mx.logsumexp(some, axis=-1) - own)
+            loss += float(losses.sum(dtype=np.float64))
+            best += np.array(mx.argmax(some, axis=-1)).tolist()
+        return loss, best
+
+    def answer(self, tokens: Sequence[int]) -> list[int]:
+        """Take the likeliest tokens after these, one by one."""
+        caches = make_prompt_cache(self._model)
+        *_, (_, logits) = self._run(caches, tokens)
+        said = [_likeliest(logits[-1])]
+        while len(said) < self._plan.answer:
+            logits = self._model(mx.array([said[-1:]]), cache=caches)[0, -1]
+            said.append(_likeliest(logits))
+        return said
+
+    def sizes(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Say what a token's KV takes on the device, and in the file of a block."""
+        block = self._plan.block
+        caches = make_prompt_cache(self._model)
+        list(self._run(caches, tokens[:block]))
+        cut = layers.cut(caches, 0, block, at_end=True)
+        if cut is None:
+            raise AssertionError("there is room for everything")
+        described = layers.describe(caches)
+        digest = "0" * 64  # as long as a real one: what is wanted is the file's size
+        identity = Identity(
+            weights=digest,
+            config=digest,
+            tokenizer=digest,
+            kv_dtype="float32",
+            block_tokens=block,
+            caches=described,
+        )
+        name = Name(blocks.root(identity.digest(), "default"), 0, blocks.pack(tokens[:block]))
+        file = draft(name, identity, cut)
+        return {
+            "caches": described,
+            "kv_bytes_per_token": self._per_token,
+            "disk_bytes_per_token": file.size_bytes / block,
+        }
+
+    def _run(self, caches: list[Any], tokens: Sequence[int]) -> Iterator[tuple[int, mx.array]]:
+        """Read tokens by whole blocks, as a worker does; yield where each begins, and its logits."""
+        for start in range(0, len(tokens), self._plan.block):
+            piece = mx.array([list(tokens[start : start + self._plan.block])])
+            logits = self._model(piece, cache=caches)[0].astype(mx.float32)
+            mx.eval(logits)
+            yield start, logits
+
+
+class Comparison:
+    """Tells of one precision after the other, each beside the first one, which is the full one."""
+
+    def __init__(self, text: str, plan: Plan) -> None:
+        self._text = text
+        self._plan = plan
+        self._best: list[list[int]] = []
+        self._answers: list[list[int]] = []
+
+    def add(self, loaded: LoadedModel, kv_bits: int | None) -> None:
+        """Measure a precision. Ends the program where the text is too short."""
+        plan = self._plan
+        tokens = loaded.tokenizer.encode(self._text, at_start=True)
+        found = [tokens[at : at + plan.window] for at in range(0, len(tokens), plan.window)]
+        windows = [window for window in found if len(window) == plan.window][: plan.windows]
+        if not windows:
+            raise SystemExit(f"the text has {len(tokens)} tokens, fewer than a window of {plan.window}")
+        side = Side(loaded, plan, kv_bits)
+        _tell("kept", kv_bits, **side.sizes(windows[0]))
+        for i, window in enumerate(windows):
+            loss, best = side.score(window)
+            if kv_bits is None:
+                self._best.append(best)
+            same = sum(a == b for a, b in zip(best, self._best[i], strict=True))
+            _tell("window", kv_bits, tokens=len(best), loss=loss, same=same)
+        for i, window in enumerate(windows[: plan.answers]):
+            said = side.answer(window[: plan.window // 2])
+            if kv_bits is None:
+                self._answers.append(said)
+            pairs = zip(said, self._answers[i], strict=True)
+            same = next((at for at, (a, b) in enumerate(pairs) if a != b), plan.answer)
+            _tell("answer", kv_bits, tokens=len(said), same=same)
+
+
+def _likeliest(logits: mx.array) -> int:
+    return int(np.array(mx.argmax(logits)))
+
+
+def _tell(kind: str, kv_bits: int | None, **fields: Any) -> None:
+    print(json.dumps({"kind": kind, "kv_bits": kv_bits, **fields}), flush=True)  # noqa: T201  # what it is for
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the measurement."""
+    parser = argparse.ArgumentParser(prog="python -m worker.quality")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--bits", type=int, nargs="+", required=True)
+    for name in ("--window", "--windows", "--answer", "--answers"):
+        parser.add_argument(name, type=int, required=True)
+    given = parser.parse_args(arguments)
+    chosen = settings.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
+    dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
+    mx.set_cache_limit(_MLX_CACHE_BYTES)
+    block = min(chosen.block_tokens, given.window)
+    plan = Plan(given.window, given.windows, given.answer, given.answers, block)
+    try:
+        folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)
+        comparison = Comparison(given.text.read_text("utf-8"), plan)
+        for bits in (None, *given.bits):
+            comparison.add(models.load(folder, dtype=dtype, kv_bits=bits), bits)
+    except models.ModelError as error:
+        raise SystemExit(str(error)) from None
+    mx.clear_streams()
+
+
+if __name__ == "__main__":
+    main()

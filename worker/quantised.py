@@ -1,0 +1,109 @@
+"""KV in fewer bits: which layers of a model keep it so, and which models cannot. Device thread only.
+
+Keys and values are quantised as they enter the cache, from a session's first token on, and stay as they are:
+so a session's KV is of one kind for good, on the device and on disk, and goes on with the same bits after a
+restore. Layers whose caches are no plain keys and values (windows, chunks, recurrent states) keep full
+precision.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
+
+from cache.states import leaves, parts
+
+from .model_files import ModelError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: What the setting may be, beside full precision.
+BITS: Final = (4, 8)
+#: Numbers that share a scale and a bias, the first of these that a head's size is a multiple of.
+_GROUPS: Final = (64, 32)
+#: Tokens of the trial: a prompt, whose attention has a mask, and then one.
+_TRIAL: Final = (5, 1)
+
+
+def quantise_kv(model: Any, bits: int) -> None:
+    """Have all caches that are made for `model` from now on keep keys and values in so many bits.
+
+    mlx-lm asks a model for its caches (`make_cache`), so nobody who makes some can forget it. Runs a few
+    tokens. Raises `ModelError`, in one line, where no layer can be quantised, or attention cannot read it.
+    """
+    if bits not in BITS:
+        raise ModelError(f"kv_bits is {bits}; it must be 4, 8, or full")
+    groups = _groups(model)
+    make = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
+    try:
+        caches = _quantised(make(), groups, bits)
+        for length in _TRIAL:
+            logits = model(mx.array([list(range(length))]), cache=caches)
+            if not np.isfinite(np.array(logits.astype(mx.float32))).all():
+                raise ValueError("logits that are no numbers")  # noqa: TRY301  # to be told like the others
+    except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
+        raise ModelError(
+            "this model's attention cannot read quantised KV"
+            f" ({type(error).__name__}: {one_line(error)}); leave kv_bits at full"
+        ) from None
+    model.make_cache = lambda: _quantised(make(), groups, bits)
+
+
+def unpacked_bytes(caches: Sequence[Any]) -> int:
+    """Count what a token's keys and values take in one layer, the largest, once they are dequantised.
+
+    `caches` hold something; 0 where none of them is quantised.
+    """
+    return max((_unpacked_bytes(cache) for _, cache in leaves(caches)), default=0)
+
+
+def _unpacked_bytes(cache: Any) -> int:
+    if type(cache) is not QuantizedKVCache:
+        return 0
+    held = parts(cache)
+    return sum(
+        held[f"{name}.codes"].shape[1]
+        * held[f"{name}.codes"].shape[3]
+        * (32 // cache.bits)
+        * held[f"{name}.scales"].dtype.size
+        for name in ("keys", "values")
+    )
+
+
+def _groups(model: Any) -> dict[str, int]:
+    """Find the layers with plain keys and values, and the size of their groups."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    groups = {}
+    for path, cache in leaves(caches):
+        if type(cache) is not KVCache or cache.keys is None or cache.values is None:
+            continue
+        sizes = {cache.keys.shape[3], cache.values.shape[3]}
+        group = next((group for group in _GROUPS if all(size and size % group == 0 for size in sizes)), None)
+        if group is None:
+            raise ModelError(
+                f"heads of layer {path} have a size of {' and '.join(map(str, sorted(sizes)))}, and kv_bits"
+                " needs a multiple of 32; leave kv_bits at full"
+            )
+        groups[path] = group
+    if not groups:
+        raise ModelError("this model has no layer of plain keys and values; leave kv_bits at full")
+    return groups
+
+
+def _quantised(caches: Sequence[Any], groups: Mapping[str, int], bits: int, path: str = "") -> list[Any]:
+    """Put quantised caches in the place of the named ones, which are new."""
+    made: list[Any] = []
+    for i, cache in enumerate(caches):
+        here = f"{path}{i}"
+        if type(cache) is CacheList:
+            made.append(CacheList(*_quantised(cache.caches, groups, bits, f"{here}.")))  # type: ignore[no-untyped-call]
+        elif here in groups:
+            made.append(QuantizedKVCache(group_size=groups[here], bits=bits))
+        else:
+            made.append(cache)
+    return made
