@@ -15,8 +15,8 @@ import structlog
 
 from .blocks import link
 from .claims import read_claim
+from .entries import Row
 from .format import DoubtfulSnapshotError, Name, read_name
-from .index import Row
 from .pins import Pin
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from . import blocks
 from . import format as snapshot_format
 from .blocks import Span
 from .format import Name
-from .index import Entry
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
 from .restore import Piece, Restored, leave, restore
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from .entries import Entry
     from .format import Tensor
     from .identity import Identity
 
@@ -203,9 +203,9 @@ class Store:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
         for entry in reversed(match.entries):
             self._index.hold(entry, -1)
-            if entry.doomed and not entry.pins and self._index.get(entry.digest) is entry:
+            if entry.doomed and not entry.pins:
                 # What was saved on top of it meanwhile needs it again.
-                entry.doomed = False
+                self._index.doom(entry, doomed=False)
                 if not self._index.num_children(entry.digest):
                     self._discard([entry])
         self._room.check()
@@ -307,12 +307,8 @@ class Store:
         if reason is not None:
             self._writer.drop(reason)
             return False
-        used = self._index.next_use()
-        entry = Entry(
-            name.digest, name.parent, name.start, name.tokens, draft.size_bytes, used, name.resumable
-        )
         # In the index first: as a child on its way it keeps its own chain from being evicted for it.
-        self._index.add(entry)
+        entry = self._index.add(name, draft.size_bytes)
         if not self._room.make(draft.size_bytes):
             self._index.remove(entry)
             self._writer.drop("disk_limit")
@@ -496,24 +492,24 @@ class Store:
         One that is being loaded stays until that is done.
         """
         for entry in entries:
-            entry.doomed = entry.pins > 0
+            self._index.doom(entry, doomed=entry.pins > 0)
         self._take_out([entry for entry in entries if not entry.doomed], "cancelled")
 
     def _take_out(self, entries: list[Entry], reason: DropReason | Literal["cancelled"]) -> None:
         """Take entries out, children before their parents; those on their way are abandoned for `reason`."""
         rows = []
         for entry in entries:
-            self._index.remove(entry)
             if entry.durable:
                 rows.append(entry.row)
             else:
                 self._writer.abandon(entry, reason)
+            self._index.remove(entry)
         if rows:
             self._writer.unlink(rows)
 
     def _reject(self, entry: Entry, doubt: str) -> None:
         """Give up a doubtful snapshot and all that continues it, pinned or not: nothing could match it."""
-        if self._index.get(entry.digest) is not entry:
+        if self._index.get(entry.digest) != entry:
             return  # another load was first, or it was forgotten meanwhile
         _log.warning("snapshot_quarantined", digest=entry.digest.hex(), reason=doubt)
         self._rejected += 1
@@ -531,7 +527,7 @@ class Store:
             if entry.resumable:
                 self._discard_unneeded(self._index.swallowed(entry))
             return
-        if self._index.get(entry.digest) is entry:
+        if self._index.get(entry.digest) == entry:
             self._take_out([*self._index.below(entry), entry], "no_parent")
         # The file may be in place: it was abandoned after the writer last looked, or the sync of the
         # directory failed. If it has been saved anew, that write is queued already, and replaces it.
