@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .blocks import TOKEN_BYTES
+from .blocks import DIGEST_BYTES, TOKEN_BYTES
 from .format import Name
 from .numbers import NONE, Numbers
 
@@ -23,6 +23,9 @@ RESUMABLE: Final = 2
 DURABLE: Final = 4
 #: To be removed once nobody loads it.
 DOOMED: Final = 8
+
+#: What a file of another format version continues, since that cannot be told.
+_NOWHERE: Final = bytes(DIGEST_BYTES)
 
 
 class Row(NamedTuple):
@@ -48,12 +51,10 @@ class Facts:
     __slots__ = ("born", "kept", "numbers", "parents", "pins", "sizes", "starts", "states", "tokens", "used")
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
-        """Take in what is stored, all but the parents: row number n gets number n."""
+        """Take in what is stored: row number n gets number n, the roots of tenants those behind."""
         columns = tuple(zip(*rows, strict=True)) or ((),) * len(Row._fields)
-        digests, _, starts, tokens, sizes, used, resumable = columns
+        digests, parents, starts, tokens, sizes, used, resumable = columns
         self.numbers = Numbers(digests)
-        #: The number of the prefix that it continues.
-        self.parents: array[int] = array("i", [NONE]) * len(rows)
         self.starts: array[int] = array("q", starts)
         self.tokens: list[bytes] = list(tokens)
         self.sizes: array[int] = array("q", sizes)
@@ -65,6 +66,13 @@ class Facts:
         self.born = array("I", bytes(4 * len(rows)))
         #: Pinned prefixes that it is a part of, where there are any.
         self.kept: dict[int, int] = {}
+        #: The number of the prefix that it continues.
+        self.parents: array[int] = array("i", [NONE]) * len(rows)
+        names = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
+        known = dict(zip(digests, range(len(rows)), strict=True))
+        for name in set(names) - known.keys():
+            known[name] = self.add(name)
+        self.parents[: len(rows)] = array("i", map(known.__getitem__, names))
 
     def add(self, digest: bytes) -> int:
         """Number a digest, of which nothing is known yet."""

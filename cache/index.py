@@ -5,25 +5,27 @@ Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
-from .blocks import DIGEST_BYTES, TOKEN_BYTES, num_common
+import numpy as np
+
+from .blocks import TOKEN_BYTES, num_common
 from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
 from .numbers import NONE
 from .recency import Recency
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from .entries import Row
     from .format import Name
 
 #: In the column of only children: there are more, and they are in a list.
 _MANY: Final = -2
-#: What a file of another format version continues, since that cannot be told.
-_NOWHERE: Final = bytes(DIGEST_BYTES)
 
 
 class Index:
@@ -46,23 +48,16 @@ class Index:
     def _fill(self, rows: list[Row]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
         self._facts = facts = Facts(rows)
-        self._only_child: array[int] = facts.parents[:]  # as many that have none
+        parents = np.array(facts.parents[: len(rows)])
+        num_children = np.bincount(parents, minlength=len(facts.parents))
+        only_children = np.full(len(facts.parents), NONE, np.int32)
+        only_children[parents] = np.arange(len(rows))
+        only_children[num_children > 1] = _MANY
+        self._only_child = array("i", only_children.tobytes())
         #: The children of those that have several, in the order of their tokens.
         self._families: dict[int, list[int]] = {}
-        numbers = {row.digest: number for number, row in enumerate(rows)}
-        for number, row in enumerate(rows):
-            name = row.parent if row.tokens else _NOWHERE
-            parent = numbers.get(name)
-            if parent is None:  # the root of a tenant
-                parent = numbers[name] = self._number(name)
-            facts.parents[number] = parent
-            only = self._only_child[parent]
-            if only == NONE:
-                self._only_child[parent] = number
-            elif only == _MANY:
-                self._families[parent].append(number)
-            else:
-                self._families[parent], self._only_child[parent] = [only, number], _MANY
+        for number in np.flatnonzero(num_children[parents] > 1).tolist():
+            self._families.setdefault(facts.parents[number], []).append(number)
         for siblings in self._families.values():
             siblings.sort(key=self._place)
         self._recency = Recency(_inherit_uses(facts, len(rows)))
@@ -189,12 +184,13 @@ class Index:
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
-        used, number = self.next_use(), entry.number
-        facts, use = self._facts, self._recency.use
-        while facts.states[number] & PRESENT:
-            facts.used[number] = used
+        now, number = self.next_use(), entry.number
+        facts = self._facts
+        states, used, parents, use = facts.states, facts.used, facts.parents, self._recency.use
+        while states[number] & PRESENT:
+            used[number] = now
             use(number)
-            number = facts.parents[number]
+            number = parents[number]
 
     def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
         """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
@@ -331,16 +327,15 @@ class Index:
             facts.numbers.remove(number)
 
 
-def _inherit_uses(facts: Facts, num: int) -> list[int]:
+def _inherit_uses(facts: Facts, num: int) -> npt.NDArray[np.int64]:
     """Give each of the first `num` numbers the last use of its most recently used descendant.
 
     Returns them in that order, children before their parents.
     """
     # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
-    order = sorted(range(num), key=facts.starts.__getitem__, reverse=True)
+    order = np.argsort(-np.array(facts.starts[:num]), kind="stable")
     used, parents = facts.used, facts.parents
-    for number in order:
-        parent = parents[number]
-        used[parent] = max(used[parent], used[number])
-    order.sort(key=used.__getitem__)
-    return order
+    for number in order.tolist():
+        if used[number] > used[parent := parents[number]]:
+            used[parent] = used[number]
+    return order[np.argsort(np.array(used)[order], kind="stable")]

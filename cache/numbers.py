@@ -16,6 +16,8 @@ from .blocks import DIGEST_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
 #: No number.
 NONE: Final = -1
 _LEAST_PLACES: Final = 8
@@ -87,7 +89,7 @@ class Numbers:
             place = (place + 1) & mask
         self._places[place] = number
 
-    def _spread(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def _spread(self, numbers: npt.NDArray[np.int64]) -> None:
         """Make a table for these numbers, a third full: all at once, since there may be very many."""
         size = max(_LEAST_PLACES, 1 << (2 * len(numbers)).bit_length())
         heads = np.frombuffer(self._digests, np.dtype("<u8"))[:: DIGEST_BYTES // 8]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
 
 
 class Recency:
     """Numbers from 0 on, each at most once, least recently used first. 8 bytes for each."""
 
-    def __init__(self, order: Sequence[int] = ()) -> None:
+    def __init__(self, order: npt.NDArray[np.int64]) -> None:
         """`order` has each of the numbers below its length."""
         # Place 0 stands before the first and behind the last; number n has place n + 1.
-        self._before = array("I", bytes(4 * (len(order) + 1)))
-        self._behind = array("I", self._before)
-        before, behind = self._before, self._behind
-        for one, next_ in pairwise((-1, *order, -1)):
-            behind[one + 1], before[next_ + 1] = next_ + 1, one + 1
+        places = np.pad(order + 1, 1)
+        links = np.zeros((2, len(order) + 1), np.uint32)
+        links[0, places[1:]], links[1, places[:-1]] = places[:-1], places[1:]
+        self._before, self._behind = (array("I", side.tobytes()) for side in links)
 
     def __iter__(self) -> Iterator[int]:
         place = self._behind[0]
@@ -30,22 +32,23 @@ class Recency:
 
     def add(self, number: int) -> None:
         """Take in a number that is not there, as the most recently used one."""
-        while len(self._before) <= number + 1:
+        place = number + 1
+        while len(self._before) <= place:
             self._before.append(0)
             self._behind.append(0)
-        self._append(number + 1)
+        self._before[place] = self._behind[place] = place  # it takes itself out of nowhere
+        self.use(number)
 
     def use(self, number: int) -> None:
         """Note that a number was used now."""
-        self.remove(number)
-        self._append(number + 1)
+        before, behind, place = self._before, self._behind, number + 1
+        one, other = before[place], behind[place]
+        behind[one], before[other] = other, one
+        last = before[0]
+        before[place], behind[place] = last, 0
+        behind[last] = before[0] = place
 
     def remove(self, number: int) -> None:
         """Forget a number."""
-        before, behind = self._before[number + 1], self._behind[number + 1]
-        self._behind[before], self._before[behind] = behind, before
-
-    def _append(self, place: int) -> None:
-        last = self._before[0]
-        self._before[place], self._behind[place] = last, 0
-        self._behind[last] = self._before[0] = place
+        one, other = self._before[number + 1], self._behind[number + 1]
+        self._behind[one], self._before[other] = other, one
