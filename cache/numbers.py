@@ -39,6 +39,8 @@ class Numbers:
 
     def find(self, digest: bytes) -> int:
         """Return a digest's number, or `NONE`."""
+        if len(digest) != DIGEST_BYTES:
+            return NONE  # a part of one is not to be taken for it
         places, digests = self._places, self._digests
         mask = len(places) - 1
         place = int.from_bytes(digest[:8], "little") & mask

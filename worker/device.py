@@ -43,6 +43,7 @@ from .turn import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from cache.blocks import Tokens
     from protocol.subjects import SessionKey
 
     from .model import LoadedModel
@@ -110,7 +111,7 @@ class _Held:
     """A session's caches, and the tokens that they cover."""
 
     caches: list[Any]
-    tokens: list[int]
+    tokens: Tokens
 
 
 class Device:
@@ -541,14 +542,14 @@ class Device:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context.copy(),
+                known=turn.context[:],
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
                 num_left=turn.answer.max_tokens - len(turn.answer.tokens),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
             )
-        return Piece(turn.caches or [], start, turn.context[start:end], turn.row)
+        return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt, and cut the snapshots that it completes."""
