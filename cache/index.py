@@ -9,8 +9,6 @@ from array import array
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from .blocks import TOKEN_BYTES, num_common
 from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
 from .numbers import NONE
@@ -18,8 +16,6 @@ from .recency import Recency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
 
     from .entries import Row
     from .format import Name
@@ -47,6 +43,8 @@ class Index:
 
     def _fill(self, rows: list[Row]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
+        import numpy as np  # here, because a command line that is asked for help has no time for it
+
         self._facts = facts = Facts(rows)
         parents = np.array(facts.parents[: len(rows)])
         num_children = np.bincount(parents, minlength=len(facts.parents))
@@ -327,15 +325,16 @@ class Index:
             facts.numbers.remove(number)
 
 
-def _inherit_uses(facts: Facts, num: int) -> npt.NDArray[np.int64]:
+def _inherit_uses(facts: Facts, num: int) -> list[int]:
     """Give each of the first `num` numbers the last use of its most recently used descendant.
 
     Returns them in that order, children before their parents.
     """
     # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
-    order = np.argsort(-np.array(facts.starts[:num]), kind="stable")
+    order = sorted(range(num), key=facts.starts.__getitem__, reverse=True)
     used, parents = facts.used, facts.parents
-    for number in order.tolist():
+    for number in order:
         if used[number] > used[parent := parents[number]]:
             used[parent] = used[number]
-    return order[np.argsort(np.array(used)[order], kind="stable")]
+    order.sort(key=used.__getitem__)
+    return order

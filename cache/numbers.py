@@ -9,14 +9,10 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from .blocks import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 #: No number.
 NONE: Final = -1
@@ -32,7 +28,7 @@ class Numbers:
         self._free = array("i")
         #: Where a digest's first 8 bytes point, or next behind that, is its number.
         self._places = array("i")
-        self._spread(np.arange(len(digests), dtype=np.int64))
+        self._spread(range(len(digests)))
 
     def __len__(self) -> int:
         return len(self._digests) // DIGEST_BYTES - len(self._free)
@@ -59,8 +55,7 @@ class Numbers:
         if len(digest) != DIGEST_BYTES:
             raise ValueError(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
         if 3 * (len(self) + 1) > 2 * len(self._places):
-            numbers = np.frombuffer(self._places, np.int32)
-            self._spread(numbers[numbers != NONE].astype(np.int64))
+            self._spread([number for number in self._places if number != NONE])
         number = self._free.pop() if self._free else len(self._digests) // DIGEST_BYTES
         self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest
         self._enter(number)
@@ -91,8 +86,11 @@ class Numbers:
             place = (place + 1) & mask
         self._places[place] = number
 
-    def _spread(self, numbers: npt.NDArray[np.int64]) -> None:
+    def _spread(self, every: Sequence[int]) -> None:
         """Make a table for these numbers, a third full: all at once, since there may be very many."""
+        import numpy as np  # here, because a command line that is asked for help has no time for it
+
+        numbers = np.array(every, np.int64)
         size = max(_LEAST_PLACES, 1 << (2 * len(numbers)).bit_length())
         heads = np.frombuffer(self._digests, np.dtype("<u8"))[:: DIGEST_BYTES // 8]
         homes = (heads[numbers] & np.uint64(size - 1)).astype(np.int64)

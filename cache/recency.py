@@ -5,21 +5,19 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
+    from collections.abc import Iterator, Sequence
 
 
 class Recency:
     """Numbers from 0 on, each at most once, least recently used first. 8 bytes for each."""
 
-    def __init__(self, order: npt.NDArray[np.int64]) -> None:
+    def __init__(self, order: Sequence[int]) -> None:
         """`order` has each of the numbers below its length."""
+        import numpy as np  # here, because a command line that is asked for help has no time for it
+
         # Place 0 stands before the first and behind the last; number n has place n + 1.
-        places = np.pad(order + 1, 1)
+        places = np.pad(np.array(order, np.uint32) + 1, 1)
         links = np.zeros((2, len(order) + 1), np.uint32)
         links[0, places[1:]], links[1, places[:-1]] = places[:-1], places[1:]
         self._before, self._behind = (array("I", side.tobytes()) for side in links)

@@ -7,7 +7,6 @@ import time
 import tracemalloc
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +60,7 @@ def test_what_is_no_digest_gets_no_number(digest) -> None:
 
 @given(st.permutations(range(5)), st.lists(st.integers(0, 9), max_size=40))
 def test_numbers_come_in_the_order_of_their_use(first, changes) -> None:
-    recency, order = Recency(np.array(first)), list(first)
+    recency, order = Recency(first), list(first)
     for number in changes:
         if number not in order:
             recency.add(number)

@@ -234,7 +234,7 @@ async def test_a_prefix_stays_as_recent_as_the_leaf_that_was_evicted(open_store)
     await store.barrier(5)
     leaf = store.match("old", [1, 2, 3, 4, 5])
     store.release(leaf)
-    store._discard([leaf.entries[-1]])
+    store._leaving.discard([leaf.entries[-1]])
     await store.close()
 
     store = await open_store(max_bytes=2 * size + 50)
