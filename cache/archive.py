@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from .entries import Row
 from .folder import scan
 from .format import SUFFIX, CacheError, DoubtfulSnapshotError, read_name
-from .index import Row
 from .pruning import opened
 from .survey import check, prove
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing, suppress
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -15,8 +16,9 @@ import structlog
 
 from .blocks import link
 from .claims import read_claim
+from .entries import Row
+from .folder import digest_of, file_name
 from .format import DoubtfulSnapshotError, Name, read_name
-from .index import Row
 from .pins import Pin
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
+#: `Row._make` of tuples of the right length, without a Python call for each of what may be very many.
+_AS_ROW: Final = partial(tuple.__new__, Row)
 _READABLE: Final = (1, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
@@ -128,7 +132,7 @@ class Catalog:
 
     def rows(self) -> list[Row]:
         """Read everything."""
-        return list(map(Row._make, self._db.execute("SELECT * FROM snapshot")))
+        return list(map(_AS_ROW, self._db.execute("SELECT * FROM snapshot")))
 
     def pins(self) -> list[Pin]:
         """Read the pinned prefixes."""
@@ -212,21 +216,24 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
     snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
-    rows = {row.digest: row for row in catalog.rows()}
     files = folder.names()
-    known = {
-        digest: row
-        for digest, row in rows.items()
-        # SQLite has no checksums of its own: a row must prove its name as a file does. The file's length is
-        # looked at when it is read. One of another format version has no tokens that could be told.
-        if digest in files and (not row.tokens or link(row.parent, row.tokens) == digest)
-    }
-    agree = len(known) == len(rows) == len(files)
-    if agree and all(row.start == 0 or row.parent in known for row in known.values()):
+    known: dict[bytes, Row] = {}
+    parents: set[bytes] = set()
+    wrong: list[Row] = []
+    for row in catalog.rows():
+        if (file := _proven(row)) in files:
+            files.remove(file)
+            known[row[0]] = row
+            if row[2]:
+                parents.add(row[1])
+        else:
+            wrong.append(row)
+    strays = {digest for file in files if (digest := digest_of(file)) is not None}
+    if not (wrong or strays) and parents <= known.keys():
         return list(known.values()), 0  # as a run in order leaves it
     adopted: dict[bytes, Row] = {}
     doubtful = 0
-    for digest in files - known.keys():
+    for digest in strays:
         try:
             path = folder.path(digest)
             stat = path.stat()
@@ -249,11 +256,24 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
         else:
             orphans.append(row)
             folder.remove(row.digest)
-    catalog.remove([*(rows[digest] for digest in rows.keys() - known.keys()), *orphans])
+    catalog.remove([*wrong, *orphans])
     catalog.put(row for row in adopted.values() if row.digest in kept)
-    lost = len(rows.keys() - files)
+    lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
         # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful
+
+
+def _proven(row: Row) -> str:
+    """Name the file of a row; nothing where the row cannot be right.
+
+    SQLite has no checksums of its own: a row must prove its name as a file does. The file's length is looked
+    at when it is read. One of another format version has no tokens that could be told.
+    """
+    digest, parent, _, tokens, *_ = row
+    try:
+        return file_name(digest) if not tokens or link(parent, tokens) == digest else ""
+    except (AttributeError, TypeError):  # not even of the right types
+        return ""

@@ -32,6 +32,16 @@ QUARANTINE_FILES: Final = 8
 _IS_NAME: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}{re.escape(SUFFIX)}").fullmatch
 
 
+def file_name(digest: bytes) -> str:
+    """Name the file of a snapshot."""
+    return digest.hex() + SUFFIX
+
+
+def digest_of(name: str) -> bytes | None:
+    """Return the digest that a file is named by; None where it is not the name of a snapshot."""
+    return bytes.fromhex(name.removesuffix(SUFFIX)) if _IS_NAME(name) else None
+
+
 class DirectoryLockedError(CacheError):
     """Another process has this directory open; `owner` is its pid, or "unknown"."""
 
@@ -47,9 +57,9 @@ def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
     found = {}
     with os.scandir(snapshots) as entries:
         for entry in entries:
-            with suppress(ValueError, FileNotFoundError):  # another name; or it has just been removed
-                digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
-                if entry.name == f"{digest.hex()}{SUFFIX}" and entry.is_file(follow_symlinks=False):
+            digest = digest_of(entry.name)
+            with suppress(FileNotFoundError):  # it has just been removed
+                if digest is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
                     found[digest] = (stat.st_size, stat.st_mtime_ns)
     return found
@@ -86,16 +96,12 @@ class Folder:
 
     def path(self, digest: bytes) -> Path:
         """Name the file of a snapshot."""
-        return self.snapshots / f"{digest.hex()}{SUFFIX}"
+        return self.snapshots / file_name(digest)
 
-    def names(self) -> set[bytes]:
-        """List the digests of the snapshots. Only their names: a `stat` each would take half of a start."""
+    def names(self) -> set[str]:
+        """List what lies among the snapshots. Only the names: a `stat` each would take half of a start."""
         with os.scandir(self.snapshots) as entries:
-            return {
-                bytes.fromhex(entry.name.removesuffix(SUFFIX))
-                for entry in entries
-                if _IS_NAME(entry.name) and entry.is_file(follow_symlinks=False)
-            }
+            return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
 
     def clear_tmp(self) -> int:
         """Remove what a process that died was writing; count it."""

@@ -5,90 +5,23 @@ Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from .blocks import TOKEN_BYTES, num_common
-from .format import Name
+from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
+from .numbers import NONE
+from .recency import Recency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from .entries import Row
+    from .format import Name
 
-class Row(NamedTuple):
-    """A snapshot as the catalog keeps it. `used` is microseconds since 1970, and never repeats."""
-
-    digest: bytes
-    parent: bytes
-    start: int
-    tokens: bytes
-    size_bytes: int
-    used: int
-    resumable: bool = True
-
-    @property
-    def name(self) -> Name:
-        """Which KV it holds."""
-        return Name(self.parent, self.start, self.tokens, bool(self.resumable))
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A snapshot that is stored, or on its way there. Belongs to the event loop.
-
-    Its name lies open here: ten thousand idle sessions cost little but their entries.
-    """
-
-    digest: bytes
-    #: The name of the prefix that it continues.
-    parent: bytes
-    start: int
-    tokens: bytes
-    size_bytes: int
-    used: int
-    resumable: bool = True
-    durable: bool = False
-    #: Loads that need the file, counted by `Index.hold`. It is not evicted meanwhile, and `doomed` waits for
-    #: the last of them.
-    pins: int = 0
-    doomed: bool = False
-    #: Pinned prefixes that it is a part of, counted by `Index.keep`.
-    kept: int = 0
-
-    @property
-    def name(self) -> Name:
-        """Which KV it holds."""
-        return Name(self.parent, self.start, self.tokens, self.resumable)
-
-    @property
-    def num_tokens(self) -> int:
-        """Count the tokens."""
-        return len(self.tokens) // TOKEN_BYTES
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.start + self.num_tokens
-
-    @property
-    def usable(self) -> bool:
-        """Whether a match may count on it."""
-        return self.durable and not self.doomed
-
-    @property
-    def held(self) -> bool:
-        """Whether eviction must leave it alone for now."""
-        return self.pins > 0 or self.kept > 0 or not self.durable
-
-    @property
-    def row(self) -> Row:
-        """What the catalog keeps of it."""
-        return Row(
-            self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, self.resumable
-        )
+#: In the column of only children: there are more, and they are in a list.
+_MANY: Final = -2
 
 
 class Index:
@@ -96,142 +29,166 @@ class Index:
 
     Entries are in order of use, and every child stands before its parent: using a snapshot uses its
     whole chain. So eviction can take them as they come, and meets every leaf before its parent.
+
+    A name has a number as long as it is a snapshot's, or others continue it, as they do a tenant's root, or a
+    load that began while it was there still needs it.
     """
 
     def __init__(self, clock: Callable[[], float], rows: Iterable[Row] = ()) -> None:
         self._clock = clock
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._children: dict[bytes, list[Entry]] = {}
-        self._held: set[Entry] = set()
         self._now = 0
-        self.stored = 0
-        self.stored_bytes = 0
-        #: Of entries that are not stored yet.
-        self.on_its_way_bytes = 0
-        #: Of entries that pinned prefixes are made of.
-        self.kept_bytes = 0
         #: Hears of every entry that has come or gone.
         self.changed: Callable[[Entry], None] = lambda _: None
         self._fill(list(rows))
 
     def _fill(self, rows: list[Row]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
-        used = _inherited_uses(rows)
-        names = {row.digest: row.digest for row in rows}  # one object for the name that all children bear
-        for digest, parent, start, tokens, size_bytes, _, resumable in rows:
-            name, when, whole = names.get(parent, parent), used[digest], bool(resumable)
-            entry = Entry(digest, name, start, tokens, size_bytes, when, whole, True)
-            self._entries[digest] = entry
-            siblings = self._children.get(name)
-            if siblings is None:
-                self._children[name] = [entry]
-            else:
-                siblings.append(entry)
-            self.stored_bytes += size_bytes
-        for siblings in self._children.values():
-            if len(siblings) > 1:
-                siblings.sort(key=_place)
+        import numpy as np  # here, because a command line that is asked for help has no time for it
+
+        self._facts = facts = Facts(rows)
+        parents = np.array(facts.parents[: len(rows)])
+        num_children = np.bincount(parents, minlength=len(facts.parents))
+        only_children = np.full(len(facts.parents), NONE, np.int32)
+        only_children[parents] = np.arange(len(rows))
+        only_children[num_children > 1] = _MANY
+        self._only_child = array("i", only_children.tobytes())
+        #: The children of those that have several, in the order of their tokens.
+        self._families: dict[int, list[int]] = {}
+        for number in np.flatnonzero(num_children[parents] > 1).tolist():
+            self._families.setdefault(facts.parents[number], []).append(number)
+        for siblings in self._families.values():
+            siblings.sort(key=self._place)
+        self._recency = Recency(_inherit_uses(facts, len(rows)))
+        self._now = max(self._now, max(facts.used, default=0))
+        #: Entries that are being loaded, or are on their way.
+        self._held: set[int] = set()
         self.stored = len(rows)
-        self._now = max(used.values(), default=0)
+        self.stored_bytes = sum(facts.sizes)
+        #: Of entries that are not stored yet.
+        self.on_its_way_bytes = 0
+        #: Of entries that pinned prefixes are made of.
+        self.kept_bytes = 0
 
     def __iter__(self) -> Iterator[Entry]:
         """Go through the entries, least recently used first, children before their parents."""
-        return iter(self._entries.values())
+        return map(self._facts.entry, self._recency)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self.stored + sum(not self._facts.states[number] & DURABLE for number in self._held)
 
     def get(self, digest: bytes) -> Entry | None:
         """Find an entry, on its way or stored."""
-        return self._entries.get(digest)
+        number = self._facts.numbers.find(digest)
+        if number == NONE or not self._facts.states[number] & PRESENT:
+            return None
+        return Entry(self._facts, number, digest)
 
     def num_children(self, digest: bytes) -> int:
         """Count the entries that continue `digest`."""
-        return len(self._children.get(digest, ()))
+        return len(self._siblings(digest))
 
     def children(self, digest: bytes) -> list[Entry]:
         """List the entries that continue `digest`."""
-        return list(self._children.get(digest, ()))
+        return [self._facts.entry(number) for number in self._siblings(digest)]
 
     def next_use(self) -> int:
         """Give the next point on the clock of uses: the time of day, but never twice and never backwards."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
-    def add(self, entry: Entry) -> None:
-        """Take in a new entry, as the most recently used one."""
-        self._entries[entry.digest] = entry
-        if entry.parent in self._entries:  # one object for the name that both bear
-            entry.parent = self._entries[entry.parent].digest
-        siblings = self._children.get(entry.parent)
-        if siblings is None:
-            self._children[entry.parent] = [entry]
-        else:
-            insort(siblings, entry, key=_place)
+    def add(self, name: Name, size_bytes: int) -> Entry:
+        """Take in a new snapshot, which is on its way, as the most recently used one."""
+        facts = self._facts
+        number, parent = self._number(name.digest), self._number(name.parent)
+        facts.set(number, parent, name, size_bytes)
+        self._recency.add(number)
+        self._adopt(parent, number)
+        entry = facts.entry(number)
         self.use(entry)
-        self.on_its_way_bytes += entry.size_bytes
-        self._look_at(entry)
+        self.on_its_way_bytes += size_bytes
+        self._look_at(number)
         self.changed(entry)
+        return entry
 
     def settle(self, entry: Entry) -> None:
         """Note that an entry's file is in place."""
-        entry.durable = True
+        self._facts.states[entry.number] |= DURABLE
         self.on_its_way_bytes -= entry.size_bytes
         self.stored += 1
         self.stored_bytes += entry.size_bytes
-        self._look_at(entry)
+        self._look_at(entry.number)
 
     def hold(self, entry: Entry, by: int = 1) -> None:
-        """Count a load that needs the file (`by` -1: one that needs it no more)."""
-        entry.pins += by
-        self._look_at(entry)
+        """Count a load that needs the file (`by` -1: one that needs it no more).
+
+        It counts for the name: one that is removed and saved anew meanwhile is held too.
+        """
+        facts, number = entry.facts, entry.number
+        facts.pins[number] += by
+        if facts is self._facts:  # else it was held since before all was forgotten
+            self._look_at(number)
+            if by < 0:
+                self._let_go(number)
+
+    def doom(self, entry: Entry, *, doomed: bool = True) -> None:
+        """Note that an entry goes once nobody loads it."""
+        states = self._facts.states
+        states[entry.number] = states[entry.number] | DOOMED if doomed else states[entry.number] & ~DOOMED
 
     def keep(self, entry: Entry, by: int = 1) -> None:
         """Count a pinned prefix that the entry is a part of (`by` -1: one that was given up)."""
-        was, entry.kept = entry.kept > 0, entry.kept + by
-        if was != (entry.kept > 0):
-            self.kept_bytes += entry.size_bytes if entry.kept else -entry.size_bytes
+        kept, number = self._facts.kept, entry.number
+        was = kept.get(number, 0)
+        kept[number] = was + by
+        if not was:
+            self.kept_bytes += entry.size_bytes
+        elif not kept[number]:
+            self.kept_bytes -= entry.size_bytes
+            del kept[number]
 
     def held_bytes(self) -> int:
         """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
-        seen: set[bytes] = set()
+        facts = self._facts
+        seen: set[int] = set()
         size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
-        for entry in self._held:
-            link: Entry | None = entry
-            while link is not None and not link.kept and link.digest not in seen:
-                seen.add(link.digest)
-                size_bytes += link.size_bytes
-                link = self._entries.get(link.parent)
+        for number in self._held:
+            while facts.states[number] & PRESENT and number not in facts.kept and number not in seen:
+                seen.add(number)
+                size_bytes += facts.sizes[number]
+                number = facts.parents[number]  # noqa: PLW2901
         return size_bytes
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
-        del self._entries[entry.digest]
-        siblings = self._children[entry.parent]
-        del siblings[bisect_left(siblings, _place(entry), key=_place)]
-        if not siblings:
-            del self._children[entry.parent]
+        facts, number = self._facts, entry.number
         if entry.durable:
             self.stored -= 1
             self.stored_bytes -= entry.size_bytes
         else:
             self.on_its_way_bytes -= entry.size_bytes
-        self._held.discard(entry)
+        parent = facts.parents[number]
+        facts.states[number] = 0
+        self._recency.remove(number)
+        self._held.discard(number)
+        self._disown(parent, number)
         self.changed(entry)
+        self._let_go(number)
+        self._let_go(parent)
 
     def clear(self) -> None:
         """Forget all entries. Those that are being loaded are on their own."""
-        self._entries, self._children, self._held = OrderedDict(), {}, set()
-        self.stored = self.stored_bytes = self.on_its_way_bytes = self.kept_bytes = 0
+        self._facts.forget()
+        self._fill([])
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
-        used = self.next_use()
-        link: Entry | None = entry
-        while link is not None:
-            link.used = used
-            self._entries.move_to_end(link.digest)
-            link = self._entries.get(link.parent)
+        now, number = self.next_use(), entry.number
+        facts = self._facts
+        states, used, parents, use = facts.states, facts.used, facts.parents, self._recency.use
+        while states[number] & PRESENT:
+            used[number] = now
+            use(number)
+            number = parents[number]
 
     def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
         """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
@@ -239,11 +196,11 @@ class Index:
         Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
         two that share as much, the smaller one is read faster. With `usable` only what a match may count on.
         """
-        siblings = self._children.get(parent, [])
-        at = bisect_left(siblings, (packed, b""), key=_place)
+        siblings = self._siblings(parent)
+        at = bisect_left(siblings, (packed, b""), key=self._place)
         found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
-            entries = (siblings[i] for i in side)
+            entries = (self._facts.entry(siblings[i]) for i in side)
             entry = next((entry for entry in entries if entry.usable or not usable), None)
             if entry is not None and (num_tokens := num_common(entry.tokens, packed)):
                 found.append((num_tokens, -entry.size_bytes, entry))
@@ -280,7 +237,7 @@ class Index:
 
     def swallowed(self, entry: Entry) -> list[Entry]:
         """List the pieces of whose tokens this entry holds all, children first."""
-        return [other for other in reversed(self.within(entry.parent, entry.tokens)) if other is not entry]
+        return [other for other in reversed(self.within(entry.parent, entry.tokens)) if other != entry]
 
     def ending(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
         """Find the way to the furthest stored entry at whose end `packed` can be resumed."""
@@ -297,10 +254,10 @@ class Index:
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
-        siblings = self._children.get(parent, [])
+        siblings = self._siblings(parent)
         bound = packed
-        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=_place)):
-            entry = siblings[at - 1]
+        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=self._place)):
+            entry = self._facts.entry(siblings[at - 1])
             fits = num_common(entry.tokens, bound) * TOKEN_BYTES
             if fits == len(entry.tokens):
                 yield entry
@@ -314,29 +271,70 @@ class Index:
             found += self.children(parent.digest)
         return found[:0:-1]
 
-    def _look_at(self, entry: Entry) -> None:
-        if (entry.pins > 0 or not entry.durable) and self._entries.get(entry.digest) is entry:
-            self._held.add(entry)
+    def _number(self, digest: bytes) -> int:
+        """Find a name's number, or give it one."""
+        number = self._facts.numbers.find(digest)
+        if number == NONE:
+            number = self._facts.add(digest)
+            if number == len(self._only_child):
+                self._only_child.append(NONE)
+        return number
+
+    def _siblings(self, parent: bytes) -> Sequence[int]:
+        """List the children of a name, in the order of their tokens."""
+        number = self._facts.numbers.find(parent)
+        if number == NONE or (only := self._only_child[number]) == NONE:
+            return ()
+        return self._families[number] if only == _MANY else (only,)
+
+    def _place(self, number: int) -> tuple[bytes, bytes]:
+        """Order siblings by their tokens; files of other formats have none that could be told."""
+        return self._facts.tokens[number], self._facts.numbers.digest(number)
+
+    def _adopt(self, parent: int, child: int) -> None:
+        only = self._only_child[parent]
+        if only == NONE:
+            self._only_child[parent] = child
+            return
+        if only != _MANY:
+            self._families[parent], self._only_child[parent] = [only], _MANY
+        insort(self._families[parent], child, key=self._place)
+
+    def _disown(self, parent: int, child: int) -> None:
+        if self._only_child[parent] == child:
+            self._only_child[parent] = NONE
+            return
+        siblings = self._families[parent]
+        del siblings[bisect_left(siblings, self._place(child), key=self._place)]
+        if len(siblings) == 1:
+            self._only_child[parent] = self._families.pop(parent)[0]
+
+    def _look_at(self, number: int) -> None:
+        facts = self._facts
+        state = facts.states[number]
+        if state & PRESENT and (facts.pins[number] or not state & DURABLE):
+            self._held.add(number)
         else:
-            self._held.discard(entry)
+            self._held.discard(number)
+
+    def _let_go(self, number: int) -> None:
+        """Give back a number that nothing needs any more."""
+        facts = self._facts
+        if not (facts.states[number] & PRESENT or facts.pins[number]) and self._only_child[number] == NONE:
+            facts.tokens[number] = b""
+            facts.numbers.remove(number)
 
 
-def _place(entry: Entry) -> tuple[bytes, bytes]:
-    """Order siblings by their tokens; files of other formats have none that could be told."""
-    return entry.tokens, entry.digest
+def _inherit_uses(facts: Facts, num: int) -> list[int]:
+    """Give each of the first `num` numbers the last use of its most recently used descendant.
 
-
-def _inherited_uses(rows: list[Row]) -> dict[bytes, int]:
-    """Give each row the last use of its most recently used descendant.
-
-    Sorts `rows` in place, by that, children before their parents.
+    Returns them in that order, children before their parents.
     """
-    used = {row.digest: row.used for row in rows}
     # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
-    rows.sort(key=attrgetter("start"), reverse=True)
-    for digest, parent, *_ in rows:
-        own = used[digest]
-        if used.get(parent, own) < own:
-            used[parent] = own
-    rows.sort(key=lambda row: used[row.digest])
-    return used
+    order = sorted(range(num), key=facts.starts.__getitem__, reverse=True)
+    used, parents = facts.used, facts.parents
+    for number in order:
+        if used[number] > used[parent := parents[number]]:
+            used[parent] = used[number]
+    order.sort(key=used.__getitem__)
+    return order

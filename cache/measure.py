@@ -24,10 +24,10 @@ import structlog
 from . import blocks
 from . import format as snapshot_format
 from .catalog import Catalog
+from .entries import Row
 from .folder import Folder
 from .format import Name, Tensor
 from .identity import Identity
-from .index import Row
 from .store import Store
 
 if TYPE_CHECKING:

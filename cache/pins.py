@@ -14,7 +14,8 @@ from .blocks import TOKEN_BYTES, link
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .index import Entry, Index
+    from .entries import Entry
+    from .index import Index
 
 
 class Pin(NamedTuple):

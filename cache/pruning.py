@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .index import Entry, Row
+    from .entries import Entry, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from .pins import Pins
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from .index import Entry, Index
+    from .entries import Entry
+    from .index import Index
     from .pins import Held, Pin
     from .writer import Writer
 

@@ -12,34 +12,32 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from . import blocks
 from . import format as snapshot_format
-from .blocks import Span
 from .format import Name
-from .index import Entry
+from .leaving import Leaving
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
+from .prefixes import Prefixes
 from .restore import Piece, Restored, leave, restore
 from .room import Room
 from .stats import SnapshotStats
-from .writer import DropReason, State, Write, Writer
+from .writer import DropReason, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from .blocks import Span
+    from .entries import Entry
     from .format import Tensor
     from .identity import Identity
 
 _log = structlog.get_logger("turnkeep.cache")
-
-#: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
-#: takes longer than computing them.
-_LEAST_SHARE: Final = 0.25
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
@@ -96,6 +94,7 @@ class Store:
         self._identity_digest = identity.digest()
         self._stateful = stateful
         self._index = opened.index
+        self._prefixes = Prefixes(opened.index, identity.block_tokens, stateful=stateful)
         self._writer = Writer(
             opened.folder,
             opened.catalog,
@@ -104,11 +103,12 @@ class Store:
             settled=self._settled,
             monotonic=monotonic,
         )
+        self._leaving = Leaving(self._index, self._writer)
         self._room = Room(
             self._index,
             self._writer,
             opened.pins,
-            self._discard,
+            self._leaving.discard,
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
             quarantined_bytes=opened.quarantined_bytes,
@@ -154,25 +154,7 @@ class Store:
 
     def match(self, tenant: str, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
-        packed = blocks.pack(tokens)
-        entries: list[Entry] = []
-        parent, at, width = self._root(tenant), 0, self._block * blocks.TOKEN_BYTES
-        while at + width <= len(packed):
-            digest = blocks.link(parent, packed[at : at + width])
-            entry = self._index.get(digest)
-            if entry is None or not entry.usable:
-                break
-            entries.append(entry)
-            parent, at = digest, at + width
-        if self._stateful:
-            self._end_resumable(tenant, packed, entries)
-            num_tokens = entries[-1].end if entries else 0
-        else:
-            path, num_shared = self._index.reach(
-                parent, packed[at : at + width], usable=True, least_share=_LEAST_SHARE
-            )
-            entries += path
-            num_tokens = at // blocks.TOKEN_BYTES + num_shared
+        num_tokens, entries = self._prefixes.longest(self._root(tenant), blocks.pack(tokens))
         for entry in entries:
             self._index.hold(entry)
         if entries:
@@ -184,30 +166,16 @@ class Store:
 
         What continues it can then be saved, whatever others save or forget meanwhile.
         """
-        packed = blocks.pack(tokens)
-        entries: list[Entry] = []
-        for digest in blocks.chain(self._root(tenant), packed, self._block):
-            entry = self._index.get(digest)
-            if entry is None:
-                break
-            entries.append(entry)
-        start = len(entries) * self._block
-        parent = entries[-1].digest if entries else self._root(tenant)
-        path = self._pieces(parent, packed[start * blocks.TOKEN_BYTES :])
-        entries += path
+        edges, entries = self._prefixes.known(self._root(tenant), blocks.pack(tokens))
         for entry in entries:
             self._index.hold(entry)
-        return Held((start, *(entry.end for entry in path)), tuple(entries))
+        return Held(edges, tuple(entries))
 
     def release(self, match: Match | Held) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
         for entry in reversed(match.entries):
             self._index.hold(entry, -1)
-            if entry.doomed and not entry.pins and self._index.get(entry.digest) is entry:
-                # What was saved on top of it meanwhile needs it again.
-                entry.doomed = False
-                if not self._index.num_children(entry.digest):
-                    self._discard([entry])
+            self._leaving.resume(entry)
         self._room.check()
 
     async def load(self, match: Match) -> Restored | None:
@@ -239,7 +207,7 @@ class Store:
             self.release(match)
         if outcome.doubt is not None:
             self._room.quarantined_bytes = outcome.quarantined_bytes
-            self._reject(match.entries[outcome.num_read], outcome.doubt)
+            self._rejected += self._leaving.reject(match.entries[outcome.num_read], outcome.doubt)
         if outcome.restored is not None:
             self._restored_bytes += outcome.restored.size_bytes
         return outcome.restored
@@ -251,39 +219,9 @@ class Store:
         `blocks.tail_start` says, beside the pieces that are there. Empty where the prefix before it is
         missing, since nothing could find such a span again: `start` 0 mends a gap.
         """
-        spans = blocks.spans(start, end, self._block)
-        if not spans or self._writer.paused:
+        if self._writer.paused:
             return []
-        packed = blocks.pack(tokens[:end])
-        parent, _ = self._last_block(tenant, packed, spans[0].start)
-        if spans[0].start and self._index.get(parent) is None:
-            return []
-        wanted = []
-        for span in spans:
-            piece = _slice(packed, span)
-            if not self._covered(parent, piece):
-                if span.num_tokens < self._block:
-                    path = self._pieces(parent, piece)
-                    edges = [span.start, *(entry.end for entry in path)]
-                    span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
-                wanted.append(span)
-            parent = blocks.link(parent, piece)
-        return wanted
-
-    def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.
-
-        Where layers have states they also have to end with it: a state is no part of another one.
-        """
-        least_share = 1.0 if self._stateful else 0.0
-        return self._index.reach(parent, packed, least_share=least_share)[1] * blocks.TOKEN_BYTES == len(
-            packed
-        )
-
-    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
-        """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
-        width = self._block * blocks.TOKEN_BYTES
-        return self._index.reach(parent, packed[:width], least_share=1.0)[0]
+        return self._prefixes.wanted(self._root(tenant), blocks.pack(tokens[:end]), start)
 
     def save(self, tenant: str, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
         """Queue the KV of `span`; `tokens` must reach at least to its end. False where it was dropped.
@@ -292,27 +230,18 @@ class Store:
         it contains are removed. Raises `ValueError` where the tensors do not fit the span.
         """
         packed = blocks.pack(tokens[: span.end])
-        before, grid = self._last_block(tenant, packed, span.start)
-        if self._covered(before, packed[grid * blocks.TOKEN_BYTES :]):
+        parent = self._prefixes.parent(self._root(tenant), packed, span.start)
+        if parent is None:
             return True
-        parent = before
-        if span.start > grid:
-            path = self._pieces(before, packed[grid * blocks.TOKEN_BYTES : span.start * blocks.TOKEN_BYTES])
-            # Where they end elsewhere the pieces that it continues are gone: no parent has this name.
-            parent = path[-1].digest if path and path[-1].end == span.start else b""
         resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
-        name = Name(parent, span.start, _slice(packed, span), resumable)
+        name = Name(parent, span.start, packed[span.start * blocks.TOKEN_BYTES :], resumable)
         draft = snapshot_format.draft(name, self._identity, tensors)
         reason = self._refusal(name, draft.size_bytes)
         if reason is not None:
             self._writer.drop(reason)
             return False
-        used = self._index.next_use()
-        entry = Entry(
-            name.digest, name.parent, name.start, name.tokens, draft.size_bytes, used, name.resumable
-        )
         # In the index first: as a child on its way it keeps its own chain from being evicted for it.
-        self._index.add(entry)
+        entry = self._index.add(name, draft.size_bytes)
         if not self._room.make(draft.size_bytes):
             self._index.remove(entry)
             self._writer.drop("disk_limit")
@@ -334,14 +263,8 @@ class Store:
         Returns how many snapshots went. What is being loaded goes when that is done; what is pinned stays.
         Settled after a `barrier`: nothing of it comes back, not even by a write that was under way.
         """
-        packed = blocks.pack(tokens)
-        width = self._block * blocks.TOKEN_BYTES
-        chain = [self._root(tenant), *blocks.chain(self._root(tenant), packed, self._block)]
-        gone = 0
-        for i in reversed(range(len(chain))):
-            within = self._index.within(chain[i], packed[i * width : (i + 1) * width])
-            gone += self._discard_unneeded(entry for entry in reversed(within) if not entry.kept)
-        return gone
+        within = self._prefixes.within(self._root(tenant), blocks.pack(tokens))
+        return self._leaving.discard_unneeded(entry for entry in within if not entry.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
         """`forget`, and wait until that is settled; the answer comes in time whatever the disk does."""
@@ -438,31 +361,8 @@ class Store:
             self._io.submit(leave, together)
         self._io.shutdown(wait=False)
 
-    @property
-    def _block(self) -> int:
-        return self._identity.block_tokens
-
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
-
-    def _last_block(self, tenant: str, packed: bytes, position: int) -> tuple[bytes, int]:
-        """Name the prefix up to the last boundary of the grid before `position`, and say where that is."""
-        root, start = self._root(tenant), position - position % self._block
-        chain = blocks.chain(root, packed[: start * blocks.TOKEN_BYTES], self._block)
-        return (chain[-1] if chain else root), start
-
-    def _end_resumable(self, tenant: str, packed: bytes, entries: list[Entry]) -> None:
-        """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
-        while True:
-            parent = entries[-1].digest if entries else self._root(tenant)
-            at = entries[-1].end if entries else 0
-            path = self._index.ending(parent, _slice(packed, Span(at, at + self._block)))
-            if path:
-                entries += path
-                return
-            if not entries or entries[-1].resumable:
-                return
-            entries.pop()
 
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
         if self._closing:
@@ -481,63 +381,7 @@ class Store:
         self._index.use(entry)
         self._writer.use(entry.used, entry.digest)
 
-    def _discard_unneeded(self, entries: Iterable[Entry]) -> int:
-        """Discard those of these entries, children first, that nothing else continues; count them."""
-        gone = 0
-        for entry in entries:
-            if all(child.doomed for child in self._index.children(entry.digest)):
-                self._discard([entry])
-                gone += 1
-        return gone
-
-    def _discard(self, entries: list[Entry]) -> None:
-        """Take entries without children out of the index, and their files off the disk.
-
-        One that is being loaded stays until that is done.
-        """
-        for entry in entries:
-            entry.doomed = entry.pins > 0
-        self._take_out([entry for entry in entries if not entry.doomed], "cancelled")
-
-    def _take_out(self, entries: list[Entry], reason: DropReason | Literal["cancelled"]) -> None:
-        """Take entries out, children before their parents; those on their way are abandoned for `reason`."""
-        rows = []
-        for entry in entries:
-            self._index.remove(entry)
-            if entry.durable:
-                rows.append(entry.row)
-            else:
-                self._writer.abandon(entry, reason)
-        if rows:
-            self._writer.unlink(rows)
-
-    def _reject(self, entry: Entry, doubt: str) -> None:
-        """Give up a doubtful snapshot and all that continues it, pinned or not: nothing could match it."""
-        if self._index.get(entry.digest) is not entry:
-            return  # another load was first, or it was forgotten meanwhile
-        _log.warning("snapshot_quarantined", digest=entry.digest.hex(), reason=doubt)
-        self._rejected += 1
-        self._take_out([*self._index.below(entry), entry], "no_parent")
-
     def _settled(self, write: Write) -> None:
         """Take note of the end of a write. Called by the writer, on the event loop."""
-        self._enter(write)
+        self._leaving.settle(write)
         self._room.check()
-
-    def _enter(self, write: Write) -> None:
-        entry = write.entry
-        if write.state is State.DURABLE and write.abandoned is None:
-            self._index.settle(entry)
-            if entry.resumable:
-                self._discard_unneeded(self._index.swallowed(entry))
-            return
-        if self._index.get(entry.digest) is entry:
-            self._take_out([*self._index.below(entry), entry], "no_parent")
-        # The file may be in place: it was abandoned after the writer last looked, or the sync of the
-        # directory failed. If it has been saved anew, that write is queued already, and replaces it.
-        if write.state in {State.DURABLE, State.FAILED} and self._index.get(entry.digest) is None:
-            self._writer.unlink([write.row])
-
-
-def _slice(packed: bytes, span: Span) -> bytes:
-    return packed[span.start * blocks.TOKEN_BYTES : span.end * blocks.TOKEN_BYTES]

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from . import format as snapshot_format
 from .claims import read_claim
+from .entries import Row
 from .folder import scan
 from .format import SUFFIX, CacheError, DoubtfulSnapshotError, Name
-from .index import Index, Row
+from .index import Index
 from .pins import Pin, Pins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .index import Entry
+    from .entries import Entry
 
 
 class NotACacheError(CacheError):
@@ -217,7 +218,7 @@ def _up(get: Callable[[bytes], Entry | None], entry: Entry) -> Iterator[Entry]:
 def _chain(entry: Entry, links: list[Entry], model: Model, num_children: Callable[[bytes], int]) -> Chain:
     own_bytes = 0
     for link in links:
-        if link is not entry and num_children(link.digest) > 1:
+        if link != entry and num_children(link.digest) > 1:
             break
         own_bytes += link.size_bytes
     return Chain(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .catalog import Catalog
+    from .entries import Entry, Row
     from .folder import Folder
     from .format import Draft
-    from .index import Entry, Row
     from .pins import Pin
 
 T = TypeVar("T")

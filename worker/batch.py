@@ -24,6 +24,8 @@ from .slots import Pool, capacity_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cache.blocks import Tokens
+
     from .forward import Part
     from .merged import Merged
 
@@ -49,7 +51,7 @@ class Row:
     """
 
     caches: list[Any] | None
-    known: list[int]
+    known: Tokens
     sampling: Sampling
     num_drawn: int
     num_cached: int
@@ -286,7 +288,7 @@ class Batch:
         """Give a row what was drawn for it: up to the first token that its draft had not foreseen."""
         num_right = next((i for i, token in enumerate(draft) if tokens[i] != token), len(draft))
         row.drawn = tokens[: num_right + 1]
-        row.known += row.drawn
+        row.known.extend(row.drawn)
         row.num_drawn += len(row.drawn)
         row.num_left -= len(row.drawn)
         if not begins:
@@ -351,7 +353,7 @@ class Batch:
         if self._merged is not None and merged:
             logits.append(self._merged.run(mx.array([row.known[-1] for row in merged])))
         logits += [
-            self._model(mx.array([row.known[-1:]]), cache=row.caches)[:, -1] for row in rows[len(merged) :]
+            self._model(mx.array([[row.known[-1]]]), cache=row.caches)[:, -1] for row in rows[len(merged) :]
         ]
         for piece in pieces:
             if piece.row is None:

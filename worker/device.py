@@ -463,14 +463,14 @@ class Device:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context.copy(),
+                known=turn.context[:],
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
                 num_left=turn.answer.max_tokens - len(turn.answer.tokens),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
             )
-        return Piece(turn.caches or [], start, turn.context[start:end], turn.row)
+        return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt, and cut the snapshots that it completes."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cache.blocks import as_tokens
+
 from .admission import place
 from .memory import grown
 from .sampling import Sampling
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
+    from cache.blocks import Tokens
     from cache.store import Forgotten, Held, Store
     from protocol.subjects import SessionKey
 
@@ -137,7 +140,7 @@ class Engine:
         self._telemetry = telemetry
         self._bytes_per_token = bytes_per_token
         self._fixed_bytes = fixed_bytes
-        self._resident: dict[SessionKey, list[int]] = {}
+        self._resident: dict[SessionKey, Tokens] = {}
         self._running: dict[SessionKey, _Running] = {}
         self._waiters: list[_Waiter] = []
         self._stopping = False
@@ -161,9 +164,9 @@ class Engine:
         """Estimate the device memory that the KV of `num_tokens` takes."""
         return self._fixed_bytes + num_tokens * self._bytes_per_token if num_tokens else 0
 
-    def live_bytes(self, key: SessionKey, tokens: list[int]) -> int:
+    def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
-        return self.size_bytes(num_common(self._resident.get(key, []), tokens))
+        return self.size_bytes(num_common(self._resident.get(key, as_tokens()), tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
@@ -173,7 +176,7 @@ class Engine:
     async def run(
         self,
         key: SessionKey,
-        context: list[int],
+        context: Tokens,
         cancelled: Callable[[], bool],
         *,
         priority: int = 0,
@@ -250,7 +253,7 @@ class Engine:
         self.ledger.forget(key)
         self._admit_waiting()
 
-    async def erase(self, key: SessionKey, tokens: list[int]) -> Forgotten | None:
+    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten | None:
         """Drop a session's KV from the device and from SSD; None where there is no SSD. Takes 2 s at most."""
         self.forget(key)
         return await self._store.erase(key.tenant, tokens) if self._store is not None else None
@@ -332,7 +335,7 @@ class Engine:
     async def _find_kv(self, running: _Running) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
         turn = running.turn
-        resident = self._resident.get(turn.key, [])
+        resident = self._resident.get(turn.key, as_tokens())
         turn.num_kept = num_common(resident, turn.context)
         # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
         num_usable = len(turn.context) - (not self._device.trimmable)

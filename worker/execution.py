@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import structs
 
+from cache.blocks import as_tokens
 from protocol.log import derived_seed
 from protocol.messages import (
     Append,
@@ -38,6 +39,7 @@ from .sampling import Sampling
 from .text import TextStream
 
 if TYPE_CHECKING:
+    from cache.blocks import Tokens
     from protocol.errors import ErrorCode
     from protocol.messages import Request, Result
     from protocol.subjects import SessionKey
@@ -177,7 +179,7 @@ class Execution:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
     async def _sample(
-        self, key: SessionKey, request: Generate, pending: Pending, prompt: list[int], answer: Answer
+        self, key: SessionKey, request: Generate, pending: Pending, prompt: Tokens, answer: Answer
     ) -> Outcome | None:
         """Run the answer to its end on the device; None where it needed none, or was cancelled before."""
         if answer.finish_reason is not None:
@@ -189,7 +191,7 @@ class Execution:
 
         outcome = await self._engine.run(
             key,
-            prompt + answer.tokens,
+            prompt + as_tokens(answer.tokens),
             lambda: pending.stopped,
             priority=pending.priority,
             answer=answer,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cache.blocks import pack
+from cache.blocks import as_tokens, pack
 from protocol.messages import (
     Append,
     Appended,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from typing import TypeAlias
 
+    from cache.blocks import Tokens
     from protocol.errors import ErrorCode
     from protocol.messages import Request, Result
 
@@ -60,7 +61,7 @@ class History:
     """A session's tokens and the state of its conversation. `tokens` must not be changed in place."""
 
     conversation: Conversation
-    tokens: list[int]
+    tokens: Tokens
     exists: bool = False
     closed: bool = False
 
@@ -94,7 +95,7 @@ class Folder:
 
     def begin(self, started: datetime) -> History:
         """Return the history of a session that has no entries yet; templates may print `started`."""
-        return History(Conversation(self._tokenizer, started), [])
+        return History(Conversation(self._tokenizer, started), as_tokens())
 
     def check(self, history: History, request: Request) -> None:
         """Raise `RefusedError` where the session's state does not allow the request."""
@@ -137,7 +138,7 @@ class Folder:
             for step in self._steps(request):
                 conversation, addition = step(state)
                 kept = min(kept, addition.keep)
-                tokens = state.tokens[: addition.keep] + addition.tokens
+                tokens = state.tokens[: addition.keep] + as_tokens(addition.tokens)
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
@@ -150,7 +151,8 @@ class Folder:
     def answered(self, extended: History, tokens: Sequence[int]) -> History:
         """Add an answer's tokens."""
         conversation = extended.conversation.add_answer(extended.tokens, tokens)
-        return replace(extended, conversation=conversation, tokens=[*extended.tokens, *tokens], exists=True)
+        whole = extended.tokens + as_tokens(tokens)
+        return replace(extended, conversation=conversation, tokens=whole, exists=True)
 
     def opened(self, history: History) -> History:
         """Start a session, over a closed one of the same name too."""

@@ -8,11 +8,12 @@ from cache.room import PinRefusedError
 from protocol.messages import Failed, Pinned, PinRequest, Unpinned, UnpinRequest, failure
 
 if TYPE_CHECKING:
+    from cache.blocks import Tokens
     from cache.store import Store
 
 
 async def answer(
-    store: Store | None, tenant: str, tokens: list[int], request: PinRequest | UnpinRequest
+    store: Store | None, tenant: str, tokens: Tokens, request: PinRequest | UnpinRequest
 ) -> Pinned | Unpinned | Failed:
     """Pin or unpin the beginning of a session with these tokens; answered within some 2 s."""
     if store is None:

@@ -16,6 +16,7 @@ from cache import layers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.blocks import Tokens
     from protocol.subjects import SessionKey
 
     from .memory import Estimator
@@ -30,7 +31,7 @@ class Held:
     """A session's caches, and the tokens that they cover."""
 
     caches: list[Any]
-    tokens: list[int]
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)

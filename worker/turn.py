@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cache.blocks import as_tokens
+
 from .sampling import Sampling
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from cache.blocks import Span
+    from cache.blocks import Span, Tokens
     from cache.format import Tensor
     from protocol.subjects import SessionKey
 
@@ -35,7 +37,7 @@ class Turn:
     """
 
     key: SessionKey
-    context: list[int]
+    context: Tokens
     num_kept: int = 0
     restored: dict[str, mx.array] | None = None
     num_restored: int = 0
@@ -69,16 +71,16 @@ class Turn:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
 
-    def tokens(self, end: int) -> list[int]:
+    def tokens(self, end: int) -> Tokens:
         """Return the first `end` tokens of context and answer."""
         if end <= len(self.context) or self.answer is None:
             return self.context[:end]
         num_forced = len(self.context) - self.num_prompt
-        return (self.context + self.answer.tokens[num_forced:])[:end]
+        return (self.context + as_tokens(self.answer.tokens[num_forced:]))[:end]
 
 
-def num_common(one: list[int], other: list[int]) -> int:
-    """Count the leading tokens that two lists share."""
+def num_common(one: Tokens, other: Tokens) -> int:
+    """Count the leading tokens that two sessions share."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

@@ -11,21 +11,24 @@ from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
 from cache import blocks
+from cache.entries import Row
 from cache.format import Name
-from cache.index import Entry, Index
+from cache.index import Index
 
 RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
 
 
-def entry(tokens, parent=b"root", used=0) -> Entry:
-    name = Name(parent, 0 if parent == b"root" else 4, blocks.pack(tokens))
-    return Entry(name.digest, *name[:3], size_bytes=1, used=used)
+ROOT = bytes(blocks.DIGEST_BYTES)
+
+
+def name(tokens, parent=ROOT) -> Name:
+    return Name(parent, 0 if parent == ROOT else 4, blocks.pack(tokens))
 
 
 def filled(runs, durable=None) -> Index:
     index = Index(lambda: 0.0)
     for i, run in enumerate(runs):
-        index.add(new := entry(run))
+        new = index.add(name(run), 1)
         if durable is None or durable[i]:
             index.settle(new)
     return index
@@ -41,7 +44,7 @@ def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
     best = max(
         (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
     )
-    found = index.longest(b"root", blocks.pack(wanted))
+    found = index.longest(ROOT, blocks.pack(wanted))
     assert (found[1] if found else 0) == best
     if found:
         assert found[0].durable
@@ -51,9 +54,9 @@ def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
     index = filled(runs)
-    new = index.get(entry(wanted).digest)
+    new = index.get(name(wanted).digest)
     if new is None:
-        index.add(new := entry(wanted))
+        new = index.add(name(wanted), 1)
     swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.swallowed(new)]
     assert sorted(swallowed) == sorted(
         len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
@@ -63,15 +66,15 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
-    _, num_tokens = filled(runs).reach(b"root", blocks.pack(wanted))
+    _, num_tokens = filled(runs).reach(ROOT, blocks.pack(wanted))
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
 def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
     index = Index(lambda: 0.0)
-    index.add(parent := entry((1, 2)))
-    index.add(one := entry((3,), parent.digest))
-    index.add(two := entry((4,), parent.digest))
+    parent = index.add(name((1, 2)), 1)
+    one = index.add(name((3,), parent.digest), 1)
+    two = index.add(name((4,), parent.digest), 1)
     index.use(one)
     assert list(index) == [two, one, parent]
     assert parent.used == one.used > two.used
@@ -85,16 +88,12 @@ def test_the_clock_of_uses_never_goes_back() -> None:
 
 @given(st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9)), max_size=12), st.randoms())
 def test_rows_in_any_order_become_the_same_order_of_use(shape, chance) -> None:
-    entries: list[Entry] = []
+    rows: list[Row] = []
     for i, (wish, used) in enumerate(shape):
         parent = min(wish, i - 1)
-        entries.append(entry((i,), entries[parent].digest if parent >= 0 else b"root", used))
-    rows = [e.row for e in entries]
-    # The start stands for the depth; two levels are enough for `entry`, so give the true one here.
-    depth: dict[bytes, int] = {}
-    for i, row in enumerate(rows):
-        depth[row.digest] = depth.get(row.parent, -1) + 1
-        rows[i] = row._replace(start=depth[row.digest])
+        new = name((i,), rows[parent].digest if parent >= 0 else ROOT)
+        depth = rows[parent].start + 1 if parent >= 0 else 0  # which the start stands for
+        rows.append(Row(new.digest, new.parent, depth, new.tokens, 1, used))
     chance.shuffle(rows)
     order = [e.digest for e in Index(lambda: 0.0, rows)]
     assert sorted(order) == sorted(row.digest for row in rows)
@@ -235,7 +234,7 @@ async def test_a_prefix_stays_as_recent_as_the_leaf_that_was_evicted(open_store)
     await store.barrier(5)
     leaf = store.match("old", [1, 2, 3, 4, 5])
     store.release(leaf)
-    store._discard([leaf.entries[-1]])
+    store._leaving.discard([leaf.entries[-1]])
     await store.close()
 
     store = await open_store(max_bytes=2 * size + 50)

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import key, loaded, prompt
 
+from cache.blocks import as_tokens
 from worker.admission import PRIORITY_S, Ledger, place
 from worker.device import Device
 from worker.engine import Engine
@@ -116,7 +117,7 @@ async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
     order: list[str] = []
 
     async def run(name: str, num_tokens: int) -> None:
-        await engine.run(key(name), prompt(num_tokens), lambda: False)
+        await engine.run(key(name), as_tokens(prompt(num_tokens)), lambda: False)
         order.append(name)
 
     tasks = [asyncio.create_task(run("first", 400))]
@@ -136,7 +137,7 @@ async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        await engine.run(key(name), prompt(250), lambda: False, priority=priority)
+        await engine.run(key(name), as_tokens(prompt(250)), lambda: False, priority=priority)
         order.append(name)
 
     tasks = []
@@ -155,11 +156,11 @@ def test_what_waits_long_enough_is_overtaken_by_nobody() -> None:
 async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engine) -> None:
     """Also where what is free has long been enough for them. A turn takes what caches allocate for it."""
     engine = await make_engine(1024)
-    running = asyncio.create_task(engine.run(key("running"), prompt(590), lambda: False))
+    running = asyncio.create_task(engine.run(key("running"), as_tokens(prompt(590)), lambda: False))
     await asyncio.sleep(0)
     cancelled = False
-    large = asyncio.create_task(engine.run(key("large"), prompt(500), lambda: cancelled))
-    small = asyncio.create_task(engine.run(key("small"), prompt(10), lambda: False))
+    large = asyncio.create_task(engine.run(key("large"), as_tokens(prompt(500)), lambda: cancelled))
+    small = asyncio.create_task(engine.run(key("small"), as_tokens(prompt(10)), lambda: False))
     await asyncio.sleep(0)
     assert engine.num_waiting == 2
     cancelled = True
@@ -172,8 +173,8 @@ async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engin
 
 async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over(make_engine) -> None:
     engine = await make_engine(300)
-    await engine.run(key("rewound"), prompt(250), lambda: False)
-    turn = asyncio.create_task(engine.run(key("rewound"), prompt(10), lambda: False))
+    await engine.run(key("rewound"), as_tokens(prompt(250)), lambda: False)
+    turn = asyncio.create_task(engine.run(key("rewound"), as_tokens(prompt(10)), lambda: False))
     await asyncio.sleep(0)
     assert engine.ledger.used_bytes == engine.size_bytes(256), "caches grow by so many tokens"
     await turn
@@ -200,7 +201,7 @@ async def test_the_ledger_never_exceeds_its_limit_under_random_turns(make_engine
             cancelled = (index + turn) % 3 == 0
             if (index + turn) % 4 == 0:
                 asyncio.get_running_loop().call_later(0.002, engine.cancel, name)
-            await engine.run(name, prompt(num_tokens), lambda cancelled=cancelled: cancelled)
+            await engine.run(name, as_tokens(prompt(num_tokens)), lambda cancelled=cancelled: cancelled)
             over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
 
     await asyncio.gather(*(session(index) for index in range(6)))

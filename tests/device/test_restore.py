@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
+from cache.blocks import as_tokens
 from cache.identity import Identity
 from cache.store import Store
 from protocol.subjects import SessionKey
@@ -59,7 +60,7 @@ class Process:
         self.model = model
 
     async def append(self, tokens: list[int], name: str = "s") -> Outcome:
-        outcome = await self.engine.run(key(name), tokens, lambda: False)
+        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False)
         assert outcome is not None
         return outcome
 
@@ -70,7 +71,7 @@ class Process:
         growing = answer(num)
         self.model.bits.clear()
         outcome = await self.engine.run(
-            key(name), tokens, lambda: False, answer=growing, sampling=sampling, max_new=num
+            key(name), as_tokens(tokens), lambda: False, answer=growing, sampling=sampling, max_new=num
         )
         assert outcome is not None
         return outcome, growing.tokens, self.model.bits[-num:]
@@ -299,7 +300,12 @@ async def test_sessions_that_begin_at_once_with_the_same_tokens_read_them_once(o
         outcomes = await asyncio.gather(
             *(
                 process.engine.run(
-                    key(name), tokens, lambda: False, answer=growing[name], sampling=GREEDY, max_new=8
+                    key(name),
+                    as_tokens(tokens),
+                    lambda: False,
+                    answer=growing[name],
+                    sampling=GREEDY,
+                    max_new=8,
                 )
                 for name, tokens in contexts.items()
             )
@@ -314,7 +320,7 @@ async def test_nothing_is_shared_between_tenants(open_process) -> None:
     async with open_process() as process:
         await process.append(shared)
         other = SessionKey("other", "s")
-        outcome = await process.engine.run(other, shared, lambda: False)
+        outcome = await process.engine.run(other, as_tokens(shared), lambda: False)
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
 
-from cache.blocks import Span, spans
+from cache.blocks import Span, as_tokens, spans
 from worker.sampling import Sampling
 from worker.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
 
@@ -96,7 +96,7 @@ def test_forced_tokens_are_the_beginning_of_the_answer(make_rig, model) -> None:
     whole, _ = alone(model, prompt(11), 12, sampling)
     rig = make_rig(model)
     begun = answer(12, *whole[:5])
-    turn = Turn(key(), prompt(11) + whole[:5], answer=begun, sampling=sampling)
+    turn = Turn(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling)
     rig.run(turn)
     assert begun.tokens == whole
     assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from cache.blocks import as_tokens
 from protocol.subjects import SessionKey
 from worker.answer import Answer
 from worker.model import LoadedModel, cache_sizes
 from worker.sampling import Sampling, draw
 from worker.turn import Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BLOCK = 8
 VOCABULARY = 96
@@ -280,12 +284,12 @@ def prompt(num_tokens: int, salt: int = 3) -> list[int]:
     return [(i * i * 7 + i * salt + salt) % VOCABULARY for i in range(num_tokens)]
 
 
-def append(context: list[int], *, name: str = "s", num_kept: int = 0, **more: Any) -> Turn:
-    return Turn(key(name), context, num_kept=num_kept, **more)
+def append(context: Sequence[int], *, name: str = "s", num_kept: int = 0, **more: Any) -> Turn:
+    return Turn(key(name), as_tokens(context), num_kept=num_kept, **more)
 
 
 def generate(
-    context: list[int],
+    context: Sequence[int],
     num_tokens: int,
     sampling: Sampling = GREEDY,
     *,
@@ -293,12 +297,13 @@ def generate(
     num_kept: int = 0,
     **more: Any,
 ) -> Turn:
-    return Turn(key(name), context, num_kept=num_kept, answer=answer(num_tokens), sampling=sampling, **more)
+    given = answer(num_tokens)
+    return Turn(key(name), as_tokens(context), num_kept=num_kept, answer=given, sampling=sampling, **more)
 
 
 def alone(
     model: Any,
-    context: list[int],
+    context: Sequence[int],
     num_tokens: int,
     sampling: Sampling = GREEDY,
     *,
@@ -316,9 +321,9 @@ def alone(
     return tokens, caches
 
 
-def prefill(model: Any, caches: list[Any], tokens: list[int], *, block: int = BLOCK) -> None:
+def prefill(model: Any, caches: list[Any], tokens: Sequence[int], *, block: int = BLOCK) -> None:
     for start in range(0, len(tokens), block):
-        model(mx.array([tokens[start : start + block]]), cache=caches)
+        model(mx.array([list(tokens[start : start + block])]), cache=caches)
         mx.eval([cache.state for cache in caches])
 
 

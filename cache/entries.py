@@ -1,0 +1,224 @@
+"""What is known of each snapshot, a column for each fact; and the handle by which others name one.
+
+Belongs to the event loop, and is changed by `index` alone. An object with these fields and its place in dicts
+takes five times as much: ten thousand idle sessions cost little but this.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from .blocks import DIGEST_BYTES, TOKEN_BYTES
+from .format import Name
+from .numbers import NONE, Numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The number is a snapshot's, stored or on its way; else it is only a prefix that others continue, or one
+#: that is gone and still being loaded.
+PRESENT: Final = 1
+RESUMABLE: Final = 2
+DURABLE: Final = 4
+#: To be removed once nobody loads it.
+DOOMED: Final = 8
+
+#: What a file of another format version continues, since that cannot be told.
+_NOWHERE: Final = bytes(DIGEST_BYTES)
+
+
+class Row(NamedTuple):
+    """A snapshot as the catalog keeps it. `used` is microseconds since 1970, and never repeats."""
+
+    digest: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    size_bytes: int
+    used: int
+    resumable: bool = True
+
+    @property
+    def name(self) -> Name:
+        """Which KV it holds."""
+        return Name(self.parent, self.start, self.tokens, bool(self.resumable))
+
+
+class Facts:
+    """The columns, by the digests' numbers."""
+
+    __slots__ = ("born", "kept", "numbers", "parents", "pins", "sizes", "starts", "states", "tokens", "used")
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        """Take in what is stored: row number n gets number n, the roots of tenants those behind."""
+        columns = tuple(zip(*rows, strict=True)) or ((),) * len(Row._fields)
+        digests, parents, starts, tokens, sizes, used, resumable = columns
+        self.numbers = Numbers(digests)
+        self.starts: array[int] = array("q", starts)
+        self.tokens: list[bytes] = list(tokens)
+        self.sizes: array[int] = array("q", sizes)
+        self.used: array[int] = array("q", used)
+        self.states = array("B", [PRESENT | DURABLE | (RESUMABLE if whole else 0) for whole in resumable])
+        #: Loads that need the file.
+        self.pins = array("I", bytes(4 * len(rows)))
+        #: How often the number has been given to a snapshot.
+        self.born = array("I", bytes(4 * len(rows)))
+        #: Pinned prefixes that it is a part of, where there are any.
+        self.kept: dict[int, int] = {}
+        #: The number of the prefix that it continues.
+        self.parents: array[int] = array("i", [NONE]) * len(rows)
+        names = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
+        known = dict(zip(digests, range(len(rows)), strict=True))
+        for name in set(names) - known.keys():
+            known[name] = self.add(name)
+        self.parents[: len(rows)] = array("i", map(known.__getitem__, names))
+
+    def add(self, digest: bytes) -> int:
+        """Number a digest, of which nothing is known yet."""
+        number = self.numbers.add(digest)
+        if number == len(self.tokens):
+            self.tokens.append(b"")
+            self.parents.append(NONE)
+            for column in (self.starts, self.sizes, self.used, self.states, self.pins, self.born):
+                column.append(0)
+        return number
+
+    def set(self, number: int, parent: int, name: Name, size_bytes: int) -> None:
+        """Let a number stand for a new snapshot, which is on its way."""
+        self.parents[number] = parent
+        self.starts[number] = name.start
+        self.tokens[number] = name.tokens
+        self.sizes[number] = size_bytes
+        self.states[number] = PRESENT | (RESUMABLE if name.resumable else 0)
+        self.born[number] += 1
+
+    def forget(self) -> None:
+        """Let nothing be present any more. Handles go on counting what loads need."""
+        self.states = array("B", bytes(len(self.states)))
+
+    def entry(self, number: int) -> Entry:
+        """Make a handle."""
+        return Entry(self, number, self.numbers.digest(number))
+
+
+class Entry:
+    """A snapshot that is stored, or on its way there: a handle, equal to all others of the same snapshot.
+
+    One that was removed and saved anew is another snapshot under the same digest. Of one that is gone only
+    the digest may be asked for, unless it was held (`Index.hold`) all the time.
+    """
+
+    __slots__ = ("_born", "_facts", "_number", "digest")
+
+    def __init__(self, facts: Facts, number: int, digest: bytes) -> None:
+        self._facts = facts
+        self._number = number
+        self._born = facts.born[number]
+        self.digest = digest
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Entry)
+            and self._number == other._number
+            and self._born == other._born
+            and self._facts is other._facts
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Entry({self.digest.hex()})"
+
+    @property
+    def number(self) -> int:
+        """Its place in the columns."""
+        return self._number
+
+    @property
+    def facts(self) -> Facts:
+        """The columns."""
+        return self._facts
+
+    @property
+    def parent(self) -> bytes:
+        """The name of the prefix that it continues."""
+        return self._facts.numbers.digest(self._facts.parents[self._number])
+
+    @property
+    def start(self) -> int:
+        """The position of its first token."""
+        return self._facts.starts[self._number]
+
+    @property
+    def tokens(self) -> bytes:
+        """Its tokens, packed."""
+        return self._facts.tokens[self._number]
+
+    @property
+    def size_bytes(self) -> int:
+        """What its file takes."""
+        return self._facts.sizes[self._number]
+
+    @property
+    def used(self) -> int:
+        """When it was used last, in microseconds since 1970."""
+        return self._facts.used[self._number]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a session can go on at its end."""
+        return bool(self._facts.states[self._number] & RESUMABLE)
+
+    @property
+    def durable(self) -> bool:
+        """Whether its file is in place."""
+        return bool(self._facts.states[self._number] & DURABLE)
+
+    @property
+    def doomed(self) -> bool:
+        """Whether it goes once nobody loads it."""
+        return bool(self._facts.states[self._number] & DOOMED)
+
+    @property
+    def pins(self) -> int:
+        """Count the loads that need the file. It is not evicted meanwhile."""
+        return self._facts.pins[self._number]
+
+    @property
+    def kept(self) -> int:
+        """Count the pinned prefixes that it is a part of."""
+        return self._facts.kept.get(self._number, 0)
+
+    @property
+    def name(self) -> Name:
+        """Which KV it holds."""
+        return Name(self.parent, self.start, self.tokens, self.resumable)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def usable(self) -> bool:
+        """Whether a match may count on it."""
+        return self._facts.states[self._number] & (PRESENT | DURABLE | DOOMED) == PRESENT | DURABLE
+
+    @property
+    def held(self) -> bool:
+        """Whether eviction must leave it alone for now."""
+        return self.pins > 0 or self.kept > 0 or not self.durable
+
+    @property
+    def row(self) -> Row:
+        """What the catalog keeps of it."""
+        return Row(
+            self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, self.resumable
+        )

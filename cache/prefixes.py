@@ -1,0 +1,131 @@
+"""Where in the index some tokens are found: what is stored of them, and what is worth saving.
+
+Changes nothing. Names tokens by a root and their packed ids, as `blocks` does: full blocks by one digest
+after the other, then the pieces of a tail by the tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from . import blocks
+from .blocks import TOKEN_BYTES, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .entries import Entry
+    from .index import Index
+
+#: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
+#: takes longer than computing them.
+_LEAST_SHARE: Final = 0.25
+
+
+class Prefixes:
+    """Looks into an index for a model with blocks of `block` tokens; `stateful` is as `Store.open` says."""
+
+    def __init__(self, index: Index, block: int, *, stateful: bool) -> None:
+        self._index = index
+        self._block = block
+        self._width = block * TOKEN_BYTES
+        self._stateful = stateful
+
+    def longest(self, root: bytes, packed: bytes) -> tuple[int, list[Entry]]:
+        """Find the longest stored prefix: its length in tokens, and the entries that hold it, in order."""
+        entries: list[Entry] = []
+        parent, at = root, 0
+        while at + self._width <= len(packed):
+            digest = blocks.link(parent, packed[at : at + self._width])
+            entry = self._index.get(digest)
+            if entry is None or not entry.usable:
+                break
+            entries.append(entry)
+            parent, at = digest, at + self._width
+        if self._stateful:
+            self._end_resumable(root, packed, entries)
+            return entries[-1].end if entries else 0, entries
+        piece = packed[at : at + self._width]
+        path, num_shared = self._index.reach(parent, piece, usable=True, least_share=_LEAST_SHARE)
+        return at // TOKEN_BYTES + num_shared, [*entries, *path]
+
+    def known(self, root: bytes, packed: bytes) -> tuple[tuple[int, ...], list[Entry]]:
+        """Find what is stored or on its way: where the pieces of the tail start and end, and all entries."""
+        entries: list[Entry] = []
+        for digest in blocks.chain(root, packed, self._block):
+            entry = self._index.get(digest)
+            if entry is None:
+                break
+            entries.append(entry)
+        start = len(entries) * self._block
+        path = self._pieces(entries[-1].digest if entries else root, packed[start * TOKEN_BYTES :])
+        return (start, *(entry.end for entry in path)), [*entries, *path]
+
+    def wanted(self, root: bytes, packed: bytes, start: int) -> list[Span]:
+        """List the spans from position `start` on that are worth saving: see `Store.wanted`."""
+        spans = blocks.spans(start, len(packed) // TOKEN_BYTES, self._block)
+        if not spans:
+            return []
+        parent = self._block_before(root, packed, spans[0].start)
+        if spans[0].start and self._index.get(parent) is None:
+            return []
+        wanted = []
+        for span in spans:
+            piece = packed[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
+            if not self._covered(parent, piece):
+                if span.num_tokens < self._block:
+                    edges = [span.start, *(entry.end for entry in self._pieces(parent, piece))]
+                    span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
+                wanted.append(span)
+            parent = blocks.link(parent, piece)
+        return wanted
+
+    def parent(self, root: bytes, packed: bytes, start: int) -> bytes | None:
+        """Name what a snapshot from `start` on continues; None where all of `packed` is there already.
+
+        That is a block, or a piece of a tail. Where the pieces end elsewhere, those that it continues are
+        gone: nothing has the empty name.
+        """
+        grid = start - start % self._block
+        before = self._block_before(root, packed, grid)
+        if self._covered(before, packed[grid * TOKEN_BYTES :]):
+            return None
+        if start == grid:
+            return before
+        path = self._pieces(before, packed[grid * TOKEN_BYTES : start * TOKEN_BYTES])
+        return path[-1].digest if path and path[-1].end == start else b""
+
+    def within(self, root: bytes, packed: bytes) -> Iterator[Entry]:
+        """Go through the entries that hold nothing but a part of these tokens, from the end on."""
+        chain = [root, *blocks.chain(root, packed, self._block)]
+        for i in reversed(range(len(chain))):
+            piece = packed[i * self._width : (i + 1) * self._width]
+            yield from reversed(self._index.within(chain[i], piece))
+
+    def _block_before(self, root: bytes, packed: bytes, boundary: int) -> bytes:
+        """Name the prefix up to a boundary of the grid."""
+        return [root, *blocks.chain(root, packed[: boundary * TOKEN_BYTES], self._block)][-1]
+
+    def _covered(self, parent: bytes, packed: bytes) -> bool:
+        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.
+
+        Where layers have states they also have to end with it: a state is no part of another one.
+        """
+        least_share = 1.0 if self._stateful else 0.0
+        return self._index.reach(parent, packed, least_share=least_share)[1] * TOKEN_BYTES == len(packed)
+
+    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
+        """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
+        return self._index.reach(parent, packed[: self._width], least_share=1.0)[0]
+
+    def _end_resumable(self, root: bytes, packed: bytes, entries: list[Entry]) -> None:
+        """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
+        while True:
+            parent, at = (entries[-1].digest, entries[-1].end) if entries else (root, 0)
+            path = self._index.ending(parent, packed[at * TOKEN_BYTES :][: self._width])
+            if path:
+                entries += path
+                return
+            if not entries or entries[-1].resumable:
+                return
+            entries.pop()

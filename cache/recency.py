@@ -1,0 +1,52 @@
+"""Numbers in the order of their last use: a list that is linked in two arrays. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Recency:
+    """Numbers from 0 on, each at most once, least recently used first. 8 bytes for each."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        """`order` has each of the numbers below its length."""
+        import numpy as np  # here, because a command line that is asked for help has no time for it
+
+        # Place 0 stands before the first and behind the last; number n has place n + 1.
+        places = np.pad(np.array(order, np.uint32) + 1, 1)
+        links = np.zeros((2, len(order) + 1), np.uint32)
+        links[0, places[1:]], links[1, places[:-1]] = places[:-1], places[1:]
+        self._before, self._behind = (array("I", side.tobytes()) for side in links)
+
+    def __iter__(self) -> Iterator[int]:
+        place = self._behind[0]
+        while place:
+            yield place - 1
+            place = self._behind[place]
+
+    def add(self, number: int) -> None:
+        """Take in a number that is not there, as the most recently used one."""
+        place = number + 1
+        while len(self._before) <= place:
+            self._before.append(0)
+            self._behind.append(0)
+        self._before[place] = self._behind[place] = place  # it takes itself out of nowhere
+        self.use(number)
+
+    def use(self, number: int) -> None:
+        """Note that a number was used now."""
+        before, behind, place = self._before, self._behind, number + 1
+        one, other = before[place], behind[place]
+        behind[one], before[other] = other, one
+        last = before[0]
+        before[place], behind[place] = last, 0
+        behind[last] = before[0] = place
+
+    def remove(self, number: int) -> None:
+        """Forget a number."""
+        one, other = self._before[number + 1], self._behind[number + 1]
+        self._behind[one], self._before[other] = other, one
