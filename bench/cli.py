@@ -18,6 +18,7 @@ from .pressure.command import pressure
 from .replay.command import replay
 from .restart.command import restart
 from .session.command import session
+from .snapshots.command import snapshots
 from .store.command import store
 
 
@@ -26,7 +27,7 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-for command in (session, load, restart, overhead, many, pressure, peers, replay, store):
+for command in (session, load, restart, overhead, many, pressure, peers, replay, store, snapshots):
     bench.add_command(command)
 
 
