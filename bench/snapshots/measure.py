@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: What a worker serves at a time by default, and more where a larger batch is measured.
 MIN_BATCH: Final = 16
+#: Of an answer that only warms up.
+WARM_TOKENS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class SnapshotsBench(Bench[SnapshotsReport]):
         return ("worker",) if spoiled is None else ("bench.snapshots.disk", *spoiled)
 
     async def _alternate(self, run: Run, sides: Sequence[Side]) -> None:
-        """Go through all rounds. The one before the first is run and not counted: it warms up."""
+        """Go through all rounds; the one before the first has short answers, and is not counted."""
         plan, order = self._plan, random.Random(self._plan.seed)  # noqa: S311  # an order, not a secret
         prompts = prompts_of(self._corpus.texts(), plan.prompt_chars)
         done = 0
@@ -110,7 +112,8 @@ class SnapshotsBench(Bench[SnapshotsReport]):
                     for side in order.sample(list(sides), len(sides)):
                         what = f"round {number}, batch {batch}, {side.name}" if number else "warming up"
                         step(done, what)
-                        measured[side.name] = await side.take(asked, plan.max_tokens)
+                        max_tokens = plan.max_tokens if number else min(WARM_TOKENS, plan.max_tokens)
+                        measured[side.name] = await side.take(asked, max_tokens)
                         step(done := done + 1, what)
                     if number:
                         self._takes += taken(number, batch, measured)
