@@ -19,6 +19,7 @@ from .quality.command import quality
 from .replay.command import replay
 from .restart.command import restart
 from .session.command import session
+from .snapshots.command import snapshots
 from .store.command import store
 
 
@@ -27,7 +28,8 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-for command in (session, load, restart, overhead, many, pressure, peers, replay, store, quality):
+BENCHES = (session, load, restart, overhead, many, pressure, peers, replay, store, snapshots, quality)
+for command in BENCHES:
     bench.add_command(command)
 
 

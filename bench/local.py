@@ -20,6 +20,8 @@ from protocol.errors import NoWorkerError, RequestFailedError
 from .report import BenchError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from protocol.client import Client
 
 READY_TIMEOUT_S: Final = 180.0
@@ -29,14 +31,15 @@ STOP_TIMEOUT_S: Final = 30.0
 class LocalWorker:
     """`turnkeep serve` on a data directory and a free port of 127.0.0.1."""
 
-    def __init__(self, data_dir: Path, *options: str) -> None:
+    def __init__(self, data_dir: Path, *options: str, program: Sequence[str] = ("worker",)) -> None:
+        """`program` is the module that is run as `turnkeep`, and what it takes before `serve`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         self.url = f"nats://127.0.0.1:{port}"
         self.data_dir = data_dir
         self._options = options
-        self._command = [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir)]
+        self._command = [sys.executable, "-m", *program, "serve", "--data-dir", str(data_dir)]
         self._command += ["--nats-port", str(port), "--log-level", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # its NATS server, which outlives a worker that was killed

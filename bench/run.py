@@ -27,7 +27,7 @@ from .page import render
 from .report import CHECKPOINT_S, BenchError, Environment, Recorder, Report, now_iso, schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from protocol.client import Client
 
@@ -152,15 +152,18 @@ class Run:
             yield step
 
     @asynccontextmanager
-    async def worker(self, *options: str, where: Where) -> AsyncGenerator[tuple[LocalWorker, Client]]:
+    async def worker(
+        self, *options: str, where: Where, program: Sequence[str] = ("worker",)
+    ) -> AsyncGenerator[tuple[LocalWorker, Client]]:
         """Run a worker of the bench's own on an empty data directory, with more `serve` options.
 
-        `where` gives model and tenant. Yields it, once it answers, with a connection. The bench may kill
-        and start it; afterwards it is stopped, and its directory is gone.
+        `where` gives model and tenant, `program` is what `LocalWorker` runs. Yields it, once it answers,
+        with a connection. The bench may kill and start it; afterwards it is stopped, and its directory is
+        gone.
         """
         with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
             model = () if where.model is None else ("--model", where.model)
-            worker = LocalWorker(Path(folder), *model, *options)
+            worker = LocalWorker(Path(folder), *model, *options, program=program)
             self._workers.append(worker)
             worker.start()
             try:

@@ -197,11 +197,12 @@ def write(draft: Draft, path: Path) -> None:
     for tensor in draft.tensors:
         if not tensor.of_state:
             hasher.update(tensor.data)
-    with path.open("wb") as file:
-        file.write(header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + header[_CHECKSUM_END:])
-        for tensor in draft.tensors:
-            file.write(tensor.data)
-        file.flush()
+    header = header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + header[_CHECKSUM_END:]
+    # Few system calls for all tensors: one for each takes half as much of the processor again, and waits for
+    # the GIL as often.
+    with path.open("wb", buffering=0) as file:
+        for group in _batches((memoryview(header), *(tensor.data for tensor in draft.tensors))):
+            _pour(file.fileno(), group)
         os.fsync(file.fileno())
 
 
@@ -366,14 +367,25 @@ def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 def _fill(file: int, buffers: list[memoryview]) -> None:
     """Read on in a file until all buffers are full; a system call may do it in parts."""
     while num_read := os.readv(file, buffers):
-        full = 0
-        while full < len(buffers) and num_read >= buffers[full].nbytes:
-            num_read -= buffers[full].nbytes
-            full += 1
-        if full == len(buffers):
+        buffers = _behind(buffers, num_read)
+        if not buffers:
             return
-        buffers = [buffers[full][num_read:], *buffers[full + 1 :]]
     raise DoubtfulSnapshotError("shorter than its header says")
+
+
+def _pour(file: int, buffers: list[memoryview]) -> None:
+    """Write all buffers behind one another; a system call may do it in parts, as the disk gets full, say."""
+    while buffers:
+        buffers = _behind(buffers, os.writev(file, buffers))
+
+
+def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Leave out the first bytes of buffers, with those that are empty then."""
+    full = 0
+    while full < len(buffers) and num_bytes >= buffers[full].nbytes:
+        num_bytes -= buffers[full].nbytes
+        full += 1
+    return [buffers[full][num_bytes:], *buffers[full + 1 :]] if full < len(buffers) else []
 
 
 def _header_bytes(head: bytes, size_bytes: int) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from bench.corpus import CORPORA
-from bench.options import COUNT, conduct, recording
+from bench.options import COUNT, conduct, corpus_of, recording, saying
 
 SMOKE_TEXT = Path(__file__).parent.parent / "lighthouse.txt"
 SMOKE_WINDOW = 128
@@ -18,11 +17,7 @@ SMOKE_ANSWER = 8
 @click.command()
 @recording
 @click.option("--model", metavar="NAME", help="The model. [default: packaged]")
-@click.option(
-    "--corpus",
-    type=click.Choice(tuple(CORPORA)),
-    help="The text: what its users say. [default: mt-bench; a file of ours with --smoke]",
-)
+@saying("The text: what its users say.", "mt-bench; a file of ours with --smoke")
 @click.option(
     "--text",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -55,8 +50,6 @@ def quality(
     The model is run as a worker runs it, on a text that is cut into windows. An answer follows on the first
     half of a window, by the likeliest tokens; it counts up to the first token that differs.
     """
-    from bench.corpus import load
-
     from .measure import Plan, QualityBench, text_of
 
     if text is not None and corpus is not None:
@@ -65,7 +58,7 @@ def quality(
         window, windows = min(window, SMOKE_WINDOW), min(windows, SMOKE_WINDOWS)
         answer, answers = min(answer, SMOKE_ANSWER), min(answers, SMOKE_WINDOWS)
         text = text or (SMOKE_TEXT if corpus is None else None)
-    found = None if text is not None else load(corpus or "mt-bench")
+    found = None if text is not None else corpus_of(corpus, smoke=False)
     name = text.name if found is None and text is not None else corpus or "mt-bench"
     plan = Plan(model, name, window, windows, answer, answers)
     conduct(QualityBench(plan, text_of(found, text), found), out=out, checkpoint_s=checkpoint)

@@ -16,6 +16,7 @@
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { COUNT = 0, KILL = 1, TEAR = 2, FAIL = 3, SLOW = 4 };
@@ -105,6 +106,7 @@ WRITES(pwrite, ssize_t, (int fd, const void *data, size_t n, off_t at), real(fd,
        real(fd, data, n, at))
 WRITES(pwrite64, ssize_t, (int fd, const void *data, size_t n, off64_t at), real(fd, data, n / 2, at),
        real(fd, data, n, at))
+WRITES(writev, ssize_t, (int fd, const struct iovec *parts, int n), real(fd, parts, n / 2), real(fd, parts, n))
 CHANGES(fsync, int, (int fd), fd_below(fd), real(fd))
 CHANGES(fdatasync, int, (int fd), fd_below(fd), real(fd))
 CHANGES(ftruncate, int, (int fd, off_t n), fd_below(fd), real(fd, n))

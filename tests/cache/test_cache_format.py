@@ -51,6 +51,22 @@ def test_the_size_is_known_exactly_before_it_is_written(path) -> None:
     assert path.stat().st_size == draft.size_bytes
 
 
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_the_same_file(path, tmp_path, monkeypatch) -> None:
+    at_a_time, writev = random.Random(7), os.writev
+
+    def take(file, buffers):
+        num_bytes, parts = at_a_time.randrange(1, 200), []
+        for buffer in buffers:
+            parts.append(buffer[:num_bytes])
+            num_bytes -= parts[-1].nbytes
+        return writev(file, parts)
+
+    monkeypatch.setattr(os, "writev", take)
+    other = tmp_path / "other"
+    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), other)
+    assert other.read_bytes() == path.read_bytes()
+
+
 def test_the_safetensors_library_reads_the_file(path) -> None:
     assert_is_kv_of(load_file(path), TOKENS)
     with safe_open(path, "np") as file:
