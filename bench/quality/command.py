@@ -9,9 +9,10 @@ import click
 from bench.options import COUNT, conduct, corpus_of, recording, saying
 
 SMOKE_TEXT = Path(__file__).parent.parent / "lighthouse.txt"
-SMOKE_WINDOW = 128
+SMOKE_WINDOW = 64
 SMOKE_WINDOWS = 2
-SMOKE_ANSWER = 8
+SMOKE_ANSWER = 6
+SMOKE_ANSWERS = 1
 
 
 @click.command()
@@ -56,7 +57,7 @@ def quality(
         raise click.UsageError("--text takes the place of --corpus")
     if smoke:
         window, windows = min(window, SMOKE_WINDOW), min(windows, SMOKE_WINDOWS)
-        answer, answers = min(answer, SMOKE_ANSWER), min(answers, SMOKE_WINDOWS)
+        answer, answers = min(answer, SMOKE_ANSWER), min(answers, SMOKE_ANSWERS)
         text = text or (SMOKE_TEXT if corpus is None else None)
     found = None if text is not None else corpus_of(corpus, smoke=False)
     name = text.name if found is None and text is not None else corpus or "mt-bench"
