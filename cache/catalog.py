@@ -122,6 +122,8 @@ class Catalog:
         db.execute("PRAGMA synchronous=NORMAL")
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
+        # Nor its own 2 MiB of pages: the system has them too, and 10,000 sessions are to cost little.
+        db.execute("PRAGMA cache_size=-256")
         if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
