@@ -223,16 +223,15 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     parents: set[bytes] = set()
     wrong: list[Row] = []
     for row in catalog.rows():
-        if (file := _proven(row)) in files:
-            files.remove(file)
+        if _proven(row) in files:
             known[row[0]] = row
             if row[2]:
                 parents.add(row[1])
         else:
             wrong.append(row)
-    strays = {digest for file in files if (digest := digest_of(file)) is not None}
-    if not (wrong or strays) and parents <= known.keys():
+    if len(known) == len(files) and not wrong and parents <= known.keys():
         return list(known.values()), 0  # as a run in order leaves it
+    strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
     doubtful = 0
     for digest in strays:
