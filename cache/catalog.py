@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .blocks import link
+from .blocks import DIGEST_BYTES, link
 from .claims import read_claim
 from .entries import Row
 from .folder import digest_of, file_name
@@ -275,6 +275,7 @@ def _proven(row: Row) -> str:
     """
     digest, parent, _, tokens, *_ = row
     try:
-        return file_name(digest) if not tokens or link(parent, tokens) == digest else ""
+        proven = link(parent, tokens) == digest if tokens else len(digest) == DIGEST_BYTES
+        return file_name(digest) if proven else ""
     except (AttributeError, TypeError):  # not even of the right types
         return ""
