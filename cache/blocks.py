@@ -49,8 +49,9 @@ def pack(tokens: Sequence[int]) -> bytes:
 
     Raises `OverflowError` for an id outside of uint32.
     """
-    packed = as_tokens(tokens)
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "I" else as_tokens(tokens)
     if sys.byteorder == "big":
+        packed = packed[:]
         packed.byteswap()
     return packed.tobytes()
 
@@ -65,8 +66,7 @@ def root(identity: bytes, tenant: str) -> bytes:
 def link(parent: bytes, packed: bytes) -> bytes:
     """Name the run of packed tokens that follows the prefix `parent`: a block, or a shorter tail."""
     digest = _LINK.copy()  # half the time of making one with its parameters
-    digest.update(parent)
-    digest.update(packed)
+    digest.update(parent + packed)
     return digest.digest()
 
 

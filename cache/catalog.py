@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .blocks import link
+from .blocks import DIGEST_BYTES, link
 from .claims import read_claim
 from .entries import Row
 from .folder import digest_of, file_name
@@ -122,6 +122,8 @@ class Catalog:
         db.execute("PRAGMA synchronous=NORMAL")
         # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
+        # Nor its own 2 MiB of pages: the system has them too, and 10,000 sessions are to cost little.
+        db.execute("PRAGMA cache_size=-256")
         if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
@@ -221,16 +223,15 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     parents: set[bytes] = set()
     wrong: list[Row] = []
     for row in catalog.rows():
-        if (file := _proven(row)) in files:
-            files.remove(file)
+        if _proven(row) in files:
             known[row[0]] = row
             if row[2]:
                 parents.add(row[1])
         else:
             wrong.append(row)
-    strays = {digest for file in files if (digest := digest_of(file)) is not None}
-    if not (wrong or strays) and parents <= known.keys():
+    if len(known) == len(files) and not wrong and parents <= known.keys():
         return list(known.values()), 0  # as a run in order leaves it
+    strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
     doubtful = 0
     for digest in strays:
@@ -274,6 +275,7 @@ def _proven(row: Row) -> str:
     """
     digest, parent, _, tokens, *_ = row
     try:
-        return file_name(digest) if not tokens or link(parent, tokens) == digest else ""
+        proven = link(parent, tokens) == digest if tokens else len(digest) == DIGEST_BYTES
+        return file_name(digest) if proven else ""
     except (AttributeError, TypeError):  # not even of the right types
         return ""

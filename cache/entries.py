@@ -69,10 +69,13 @@ class Facts:
         #: The number of the prefix that it continues.
         self.parents: array[int] = array("i", [NONE]) * len(rows)
         names = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
-        known = dict(zip(digests, range(len(rows)), strict=True))
-        for name in set(names) - known.keys():
-            known[name] = self.add(name)
-        self.parents[: len(rows)] = array("i", map(known.__getitem__, names))
+        found = self.numbers.find_all(names)
+        roots = {names[i]: NONE for i, number in enumerate(found) if number == NONE}
+        for root in roots:
+            roots[root] = self.add(root)
+        self.parents[: len(rows)] = array(
+            "i", [roots[names[i]] if number == NONE else number for i, number in enumerate(found)]
+        )
 
     def add(self, digest: bytes) -> int:
         """Number a digest, of which nothing is known yet."""

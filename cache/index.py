@@ -83,6 +83,18 @@ class Index:
             return None
         return Entry(self._facts, number, digest)
 
+    def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Entry]:
+        """Find the entries of a chain up to the first that is not there, or that a match may not count on."""
+        facts = self._facts
+        states, wanted = facts.states, (PRESENT | DURABLE if usable else PRESENT)
+        looked_at = PRESENT | DURABLE | DOOMED if usable else PRESENT
+        entries: list[Entry] = []
+        for number, digest in zip(facts.numbers.find_all(digests), digests, strict=True):
+            if number == NONE or states[number] & looked_at != wanted:
+                break
+            entries.append(Entry(facts, number, digest))
+        return entries
+
     def num_children(self, digest: bytes) -> int:
         """Count the entries that continue `digest`."""
         return len(self._siblings(digest))
@@ -118,17 +130,23 @@ class Index:
         self.stored_bytes += entry.size_bytes
         self._look_at(entry.number)
 
-    def hold(self, entry: Entry, by: int = 1) -> None:
-        """Count a load that needs the file (`by` -1: one that needs it no more).
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Count a load that needs the files of these entries.
 
-        It counts for the name: one that is removed and saved anew meanwhile is held too.
+        It counts for their names: one that is removed and saved anew meanwhile is held too.
         """
+        pins, numbers = self._facts.pins, [entry.number for entry in entries]
+        for number in numbers:
+            pins[number] += 1
+        self._held.update(numbers)
+
+    def release(self, entry: Entry) -> None:
+        """Count a load less that needs the file."""
         facts, number = entry.facts, entry.number
-        facts.pins[number] += by
+        facts.pins[number] -= 1
         if facts is self._facts:  # else it was held since before all was forgotten
             self._look_at(number)
-            if by < 0:
-                self._let_go(number)
+            self._let_go(number)
 
     def doom(self, entry: Entry, *, doomed: bool = True) -> None:
         """Note that an entry goes once nobody loads it."""
@@ -183,12 +201,13 @@ class Index:
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
         now, number = self.next_use(), entry.number
-        facts = self._facts
-        states, used, parents, use = facts.states, facts.used, facts.parents, self._recency.use
+        states, used, parents = self._facts.states, self._facts.used, self._facts.parents
+        chain = []
         while states[number] & PRESENT:
             used[number] = now
-            use(number)
+            chain.append(number)
             number = parents[number]
+        self._recency.use(chain)
 
     def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
         """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.

@@ -99,7 +99,7 @@ async def index(folder: Path, block: int, num_blocks: int, chain: int, rounds: i
         open_s = time.perf_counter() - started_s
         if store.stats().stored != num_blocks:
             raise SystemExit(f"{store.stats().stored} of {num_blocks} blocks were found again")
-        tokens = _tokens(0, chain * block)
+        tokens = blocks.as_tokens(_tokens(0, chain * block))  # as a session has them
         started_s = time.perf_counter()
         match = store.match(TENANT, tokens)
         match_s = time.perf_counter() - started_s

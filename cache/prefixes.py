@@ -33,30 +33,18 @@ class Prefixes:
 
     def longest(self, root: bytes, packed: bytes) -> tuple[int, list[Entry]]:
         """Find the longest stored prefix: its length in tokens, and the entries that hold it, in order."""
-        entries: list[Entry] = []
-        parent, at = root, 0
-        while at + self._width <= len(packed):
-            digest = blocks.link(parent, packed[at : at + self._width])
-            entry = self._index.get(digest)
-            if entry is None or not entry.usable:
-                break
-            entries.append(entry)
-            parent, at = digest, at + self._width
+        entries = self._index.follow(blocks.chain(root, packed, self._block), usable=True)
         if self._stateful:
             self._end_resumable(root, packed, entries)
             return entries[-1].end if entries else 0, entries
-        piece = packed[at : at + self._width]
+        parent, at = (entries[-1].digest, entries[-1].end) if entries else (root, 0)
+        piece = _piece(packed, at, self._block)
         path, num_shared = self._index.reach(parent, piece, usable=True, least_share=_LEAST_SHARE)
-        return at // TOKEN_BYTES + num_shared, [*entries, *path]
+        return at + num_shared, [*entries, *path]
 
     def known(self, root: bytes, packed: bytes) -> tuple[tuple[int, ...], list[Entry]]:
         """Find what is stored or on its way: where the pieces of the tail start and end, and all entries."""
-        entries: list[Entry] = []
-        for digest in blocks.chain(root, packed, self._block):
-            entry = self._index.get(digest)
-            if entry is None:
-                break
-            entries.append(entry)
+        entries = self._index.follow(blocks.chain(root, packed, self._block), usable=False)
         start = len(entries) * self._block
         path = self._pieces(entries[-1].digest if entries else root, packed[start * TOKEN_BYTES :])
         return (start, *(entry.end for entry in path)), [*entries, *path]
@@ -122,10 +110,14 @@ class Prefixes:
         """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
         while True:
             parent, at = (entries[-1].digest, entries[-1].end) if entries else (root, 0)
-            path = self._index.ending(parent, packed[at * TOKEN_BYTES :][: self._width])
+            path = self._index.ending(parent, _piece(packed, at, self._block))
             if path:
                 entries += path
                 return
             if not entries or entries[-1].resumable:
                 return
             entries.pop()
+
+
+def _piece(packed: bytes, start: int, num_tokens: int) -> bytes:
+    return packed[start * TOKEN_BYTES : (start + num_tokens) * TOKEN_BYTES]

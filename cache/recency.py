@@ -35,16 +35,18 @@ class Recency:
             self._before.append(0)
             self._behind.append(0)
         self._before[place] = self._behind[place] = place  # it takes itself out of nowhere
-        self.use(number)
+        self.use([number])
 
-    def use(self, number: int) -> None:
-        """Note that a number was used now."""
-        before, behind, place = self._before, self._behind, number + 1
-        one, other = before[place], behind[place]
-        behind[one], before[other] = other, one
-        last = before[0]
-        before[place], behind[place] = last, 0
-        behind[last] = before[0] = place
+    def use(self, numbers: Sequence[int]) -> None:
+        """Note that numbers were used now, one after the other."""
+        before, behind = self._before, self._behind
+        for number in numbers:
+            place = number + 1
+            one, other = before[place], behind[place]
+            behind[one], before[other] = other, one
+            last = before[0]
+            before[place], behind[place] = last, 0
+            behind[last] = before[0] = place
 
     def remove(self, number: int) -> None:
         """Forget a number."""

@@ -155,8 +155,7 @@ class Store:
     def match(self, tenant: str, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
         num_tokens, entries = self._prefixes.longest(self._root(tenant), blocks.pack(tokens))
-        for entry in entries:
-            self._index.hold(entry)
+        self._index.hold(entries)
         if entries:
             self._use(entries[-1])
         return Match(num_tokens, tuple(entries))
@@ -167,14 +166,13 @@ class Store:
         What continues it can then be saved, whatever others save or forget meanwhile.
         """
         edges, entries = self._prefixes.known(self._root(tenant), blocks.pack(tokens))
-        for entry in entries:
-            self._index.hold(entry)
+        self._index.hold(entries)
         return Held(edges, tuple(entries))
 
     def release(self, match: Match | Held) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
         for entry in reversed(match.entries):
-            self._index.hold(entry, -1)
+            self._index.release(entry)
             self._leaving.resume(entry)
         self._room.check()
 

@@ -35,7 +35,9 @@ def test_a_digest_has_its_number_until_it_is_removed(first, changes) -> None:
         else:
             known[digest] = numbers.add(digest)
     assert len(numbers) == len(known) == len(set(known.values()))
-    for digest in {*first, *changes}:
+    every = [*first, *changes]
+    assert numbers.find_all(every) == [known.get(digest, NONE) for digest in every]
+    for digest in every:
         assert numbers.find(digest) == known.get(digest, NONE)
     assert {number: numbers.digest(number) for number in known.values()} == {
         number: digest for digest, number in known.items()
@@ -65,7 +67,7 @@ def test_numbers_come_in_the_order_of_their_use(first, changes) -> None:
         if number not in order:
             recency.add(number)
         elif len(order) % 2:
-            recency.use(number)
+            recency.use([number])
         else:
             recency.remove(number)
         was_removed = number in order and len(order) % 2 == 0
