@@ -255,6 +255,13 @@ class Store:
         """Count snapshots that were not even cut, because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
+    def free_memory(self) -> None:
+        """Give up what waits for the disk, so that its tensors are free: whoever made them needs the room.
+
+        All but the one that is being written, however long that takes.
+        """
+        self._writer.abandon_queued("memory")
+
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
         """Remove what is stored or on its way of these tokens, from the end to where others share it.
 

@@ -40,8 +40,8 @@ _log = structlog.get_logger("turnkeep.cache")
 #: Why a snapshot was given up.
 #: queue_full: the disk is slower than the device. too_large: it could never fit a limit. disk_limit: no
 #: room, and nothing that may be evicted. disk_error: writes failed a moment ago. no_parent: the prefix that
-#: it continues was lost. closing: it came too late.
-DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "closing"]
+#: it continues was lost. memory: the device needs what it takes there. closing: it came too late.
+DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
@@ -69,10 +69,16 @@ class Write:
 
     entry: Entry  # the event loop's; the writer reads `row`
     row: Row
-    draft: Draft
+    draft: Draft | None  # None once it is abandoned
+    size_bytes: int
     state: State = State.QUEUED
     abandoned: DropReason | Literal["cancelled"] | None = None
     error: Exception | None = None
+
+    def abandon(self, reason: DropReason | Literal["cancelled"]) -> None:
+        """Give it up. Its tensors are free at once, unless the writer is at it: it may hang for long."""
+        self.abandoned = self.abandoned or reason
+        self.draft = None  # after `abandoned`, which the writer reads behind this
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +181,7 @@ class Writer:
 
     def write(self, entry: Entry, draft: Draft) -> None:
         """Queue a snapshot; the caller has checked that there is room."""
-        write = Write(entry, entry.row, draft)
+        write = Write(entry, entry.row, draft, draft.size_bytes)
         self.counts.accepted += 1
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += draft.size_bytes
@@ -186,7 +192,13 @@ class Writer:
         """Give up an entry's write, wherever it is. It stays in flight until the writer has let go of it."""
         write = self._in_flight.get(entry)
         if write is not None:
-            write.abandoned = write.abandoned or reason
+            write.abandon(reason)
+
+    def abandon_queued(self, reason: DropReason) -> None:
+        """Give up what the thread has not begun with. It leaves the index when the thread comes to it."""
+        for write in self._in_flight.values():
+            if write.state is State.QUEUED:
+                write.abandon(reason)
 
     def unlink(self, rows: list[Row]) -> None:
         """Queue the removal of files and rows. Takes no room, and never waits."""
@@ -207,7 +219,7 @@ class Writer:
     def clear(self) -> None:
         """Give up every write, wherever it is, and queue the removal of all files and rows."""
         for write in self._in_flight.values():
-            write.abandoned = write.abandoned or "cancelled"
+            write.abandon("cancelled")
         self._jobs.put(_Clear())
 
     async def barrier(self) -> None:
@@ -222,7 +234,7 @@ class Writer:
         The thread is a daemon: one that hangs in a system call cannot hold up the end of the process.
         """
         for write in self._in_flight.values():
-            write.abandoned = write.abandoned or "cancelled"
+            write.abandon("cancelled")
         self._jobs.put(None)
         # What the thread posts before it ends runs on the event loop before this resumes.
         await asyncio.to_thread(self._thread.join, timeout_s)
@@ -246,9 +258,9 @@ class Writer:
     def _count(self, write: Write) -> None:
         del self._in_flight[write.entry]
         self.counts.in_flight -= 1
-        self.counts.in_flight_bytes -= write.draft.size_bytes
+        self.counts.in_flight_bytes -= write.size_bytes
         if write.state is State.DURABLE:
-            self.counts.written_bytes += write.draft.size_bytes
+            self.counts.written_bytes += write.size_bytes
             self._resume()
         if write.state is State.FAILED:
             self.counts.failed += 1
@@ -270,7 +282,7 @@ class Writer:
         self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
         self._paused_until = self._monotonic() + self._pause_s
         for queued in self._in_flight.values():
-            queued.abandoned = queued.abandoned or "disk_error"
+            queued.abandon("disk_error")
 
     def _resume(self) -> None:
         if self._pause_s:
@@ -301,13 +313,14 @@ class Writer:
                 return
 
     def _write(self, write: Write) -> None:
-        if self._let_go(write):
+        draft = write.draft
+        if self._let_go(write) or draft is None:
             return
         write.state = State.WRITING
         digest = write.row.digest
         try:
             with self._folder.placing(digest) as path:
-                snapshot_format.write(write.draft, path)
+                snapshot_format.write(draft, path)
                 if self._let_go(write):
                     return
                 self._folder.place(path, digest)

@@ -37,6 +37,7 @@ from .turn import (
     Report,
     Sampled,
     Spilled,
+    Starved,
     Turn,
     num_common,
 )
@@ -257,9 +258,15 @@ class Device:
             elif self._resident.is_promised:
                 self._resident.wait_for_restore()  # its turn, or its end, is the next command
                 return Step((), ()), 0
-            elif not self._give_way() and not self._resident.comes_free(scratch + growth):
+            elif not self._give_way() and not self._comes_free(scratch + growth):
                 turn = step.prefill[0][0]
                 self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+
+    def _comes_free(self, size_bytes: int) -> bool:
+        """Have what waits for the disk given up, and wait for its memory; False where that is not enough."""
+        self._events.append(Starved())
+        self._hand_over(0, 0.0, 0, 0)
+        return self._resident.comes_free(size_bytes)
 
     def _cut_bytes(self, step: Step[Turn]) -> int:
         """Count the copies for the disk that a step's pieces of prompts make."""

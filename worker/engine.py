@@ -31,6 +31,7 @@ from .turn import (
     Report,
     Sampled,
     Spilled,
+    Starved,
     Turn,
     num_common,
 )
@@ -284,6 +285,10 @@ class Engine:
     def _handle_event(self, event: Event) -> None:
         if isinstance(event, Cut):
             self._save(event)
+            return
+        if isinstance(event, Starved):
+            if self._store is not None:
+                self._store.free_memory()
             return
         if isinstance(event, Spilled):
             self._resident.pop(event.key, None)

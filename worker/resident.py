@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from .memory import Estimator
 
-#: How long a prompt that has no room waits for memory that is no session's, and how often it looks.
+
+#: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
+#: the writer is at in that moment is not given up, and a disk may hang for longer.
 _PATIENCE_S = 2.0
 _LOOK_S = 0.01
 
@@ -120,7 +122,7 @@ class Resident:
         return mx.get_active_memory() + size_bytes <= self._estimator.limit_bytes
 
     def comes_free(self, size_bytes: int) -> bool:
-        """Wait a while for memory that others are about to free: snapshots on their way to the disk."""
+        """Wait a while for memory that the event loop is about to let go."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while not self.make_room(size_bytes):
             if time.monotonic() > deadline_s:

@@ -143,7 +143,12 @@ class Spilled:
     key: SessionKey
 
 
-Event = Prefilled | Sampled | Cut | Finished | Faulted | Spilled
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """No step fits, and no session is left that could leave: what waits for the disk is in the way."""
+
+
+Event = Prefilled | Sampled | Cut | Finished | Faulted | Spilled | Starved
 
 
 class NoRoomError(Exception):

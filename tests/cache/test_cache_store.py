@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
@@ -42,6 +43,27 @@ def gate(monkeypatch):
     monkeypatch.setattr(snapshot_format, "write", held)
     yield gate
     gate.set()
+
+
+async def test_what_waits_for_a_disk_that_hangs_is_let_go_for_its_memory(open_store, gate) -> None:
+    store = await open_store()
+    spans = store.wanted("a", TOKENS, 0, len(TOKENS))
+    tensors = [cut(TOKENS, span) for span in spans]
+    held = [weakref.ref(part[0].data) for part in tensors]
+    for span in spans:
+        assert store.save("a", TOKENS, span, tensors.pop(0))
+    await asyncio.sleep(0.1)
+    store.free_memory()
+    await asyncio.sleep(0.1)
+    assert [alive() is None for alive in held] == [False, True, True], "the first is being written"
+    assert_sum_rule(store)
+    gate.set()
+    assert await store.barrier(10)
+    assert_sum_rule(store)
+    assert (store.stats().durable, store.stats().dropped) == (1, {"memory": 2})
+    assert save_all(store, "a", TOKENS) == [True, True], "and are saved when they come again"
+    assert await store.barrier(10)
+    assert await restore(store, "a", TOKENS) == 10
 
 
 async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -> None:

@@ -13,7 +13,7 @@ from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device import Device
 from worker.quantised import quantise_kv
-from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Turn
+from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Starved, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +87,7 @@ class Rig:
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
         """Collect events until `done` says that there are enough."""
         while not done(self.events):
-            report = self._reports.get(timeout=20)
+            report = self._reports.get(timeout=60)
             self.peak = max(self.peak, report.peak_bytes)
             self.events += report.events
 
@@ -107,7 +107,9 @@ class Rig:
         return ends[0] if ends else None
 
     def of(self, turn: Turn) -> list[Event]:
-        return [event for event in self.events if not isinstance(event, Spilled) and event.turn is turn]
+        return [
+            event for event in self.events if not isinstance(event, Spilled | Starved) and event.turn is turn
+        ]
 
     def tokens(self, turn: Turn) -> list[int]:
         return [event.token for event in self.of(turn) if isinstance(event, Sampled)]

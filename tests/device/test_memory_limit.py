@@ -15,7 +15,7 @@ from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
 from worker.device import Device
 from worker.machine import DeviceError
-from worker.turn import Faulted, Finished, NoRoomError, Spilled
+from worker.turn import Faulted, Finished, NoRoomError, Spilled, Starved
 
 if TYPE_CHECKING:
     from worker.memory import Estimator
@@ -86,6 +86,20 @@ def test_a_prompt_that_can_never_go_on_gives_up_alone(make_rig, model) -> None:
     after = generate(prompt(20), 4, name="other")
     rig.run(after)
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
+
+
+def test_a_prompt_goes_on_once_what_waits_for_the_disk_is_given_up(make_rig, model) -> None:
+    limit = limit_of(4, scratch=2**18)
+    held = [mx.ones((SESSION // 4,)) for _ in range(3)]
+    mx.eval(held)
+    rig = make_rig(model, limit_bytes=limit)
+    turn = append(prompt(500))
+    rig.device.submit(turn)
+    rig.wait(lambda events: any(isinstance(event, Starved) for event in events))
+    assert rig.end(turn) is None
+    held.clear()
+    rig.finish(turn)
+    assert isinstance(rig.end(turn), Finished)
 
 
 def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
