@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from . import pages
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -72,7 +70,6 @@ class Blank:
             for name, dtype, (heads, dim) in layout
         ]
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
-        pages.enlarge([*(place.memory for place in self.places), *self.state])
 
     def arrays(self) -> Arrays:
         """Take the tensors, evaluated: (1, heads, capacity, head_dim), and a state's in their own shapes.
