@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 from cache import survey
@@ -34,3 +35,27 @@ def test_what_is_looked_at_while_it_changes_is_what_was_there_at_some_moment(tmp
     catalog.close()
     folder.close()
     assert seen == {0, PINS}
+
+
+def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path, monkeypatch) -> None:
+    """Else the copy has old pages that the new log no longer says anything of."""
+    folder = Folder(tmp_path)
+    catalog = Catalog(folder)
+    early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))
+    catalog.pin(early)
+    copied, copy = [], shutil.copyfile
+
+    def copy_while_it_changes(source, target) -> None:
+        copy(source, target)
+        copied.append(source.name)
+        if len(copied) == 1:
+            for _ in range(5):  # each writes more than the log holds before it begins anew
+                catalog.unpin(early)
+                catalog.pin(early)
+            catalog.pin(late)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_while_it_changes)
+    assert set(survey.look(tmp_path).pins) == {*early, *late}
+    assert copied == ["index.sqlite", "index.sqlite-wal"] * 2
+    catalog.close()
+    folder.close()
