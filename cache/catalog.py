@@ -115,7 +115,11 @@ class Catalog:
 
     def _connect(self) -> sqlite3.Connection:
         # Opened on one thread, then used by the writer alone.
-        return sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        # Else the log's index is a mapped file, and on a full disk that copies on write (btrfs) changing it
+        # is no error but SIGBUS, which ends the process. Others read a copy: see `survey`.
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        return db
 
     def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")

@@ -6,10 +6,13 @@ files say. Blocking: for the command line.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
-from contextlib import closing, suppress
+import tempfile
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from . import format as snapshot_format
 from .claims import read_claim
@@ -21,9 +24,12 @@ from .pins import Pin, Pins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from .entries import Entry
+
+
+#: How often the index is copied where its log begins anew meanwhile: once in some hundred changes.
+_COPY_TRIES: Final = 50
 
 
 class NotACacheError(CacheError):
@@ -171,14 +177,10 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
     """Read rows, pins and model names: from the index where it agrees with the files, else from headers."""
     survey = Survey()
     known, names = {}, {}
-    uri = (directory / "index.sqlite").absolute().as_uri()
-    # Without its lock file a read-only directory opens as one that nobody writes.
-    for mode in ("mode=ro", "immutable=1"):
-        with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?{mode}", uri=True)) as db:
-            known = {row[0]: Row(*row) for row in db.execute("SELECT * FROM snapshot")}
-            survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
-            names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
-            break
+    with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
+        known = {row[0]: Row(*row) for row in db.execute("SELECT * FROM snapshot")}
+        survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
+        names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
     for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots").items():
         row = known.get(digest)
@@ -199,6 +201,40 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
             continue
         rows.append(row)
     return rows, survey, names
+
+
+@contextmanager
+def _copied(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a copy of the index: a worker that runs has the file for itself.
+
+    Changes stand in the log (`-wal`) first. What gets from there into a file that is just being copied is in
+    the log's copy too, which is taken after it, unless the log has begun anew meanwhile. Raises `OSError`,
+    `sqlite3.Error`.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        for _ in range(_COPY_TRIES):
+            before = _start_of(log)
+            shutil.copyfile(path, copy)
+            copy.with_name(log.name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                shutil.copyfile(log, copy.with_name(log.name))
+            if before == _start_of(log):
+                break
+        else:
+            raise sqlite3.OperationalError("the index changes faster than it can be copied")
+        with closing(sqlite3.connect(copy)) as db:
+            yield db
+
+
+def _start_of(log: Path) -> bytes:
+    """Read a log's header: it is another one each time that the log begins anew."""
+    try:
+        with log.open("rb") as file:
+            return file.read(32)
+    except FileNotFoundError:
+        return b""
 
 
 def _size(path: Path) -> int:

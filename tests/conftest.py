@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -252,23 +253,77 @@ def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., W
 @pytest.fixture
 def mounted() -> Iterator[Callable[[str], Path]]:
     """Mount a tmpfs with given options (`size=1m`, `ro`); skips where that is not allowed."""
-    mounts: list[Path] = []
+    with Mounts() as mounts:
+        yield lambda options: mounts.mount("-t", "tmpfs", "-o", options, "tmpfs")
 
-    def mount(options: str) -> Path:
+
+@pytest.fixture
+def disk_image(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount a file with a file system of its own; skips where that is not allowed, or cannot be made."""
+    with Mounts() as mounts:
+
+        def make(size_bytes: int, options: str, *command: str) -> Path:
+            if shutil.which(command[0]) is None:
+                pytest.skip(f"there is no {command[0]} here")
+            image = tmp_path / "image"
+            if not image.exists():  # else what was left in it is looked at again
+                with image.open("wb") as file:
+                    file.truncate(size_bytes)
+            made = subprocess.run([*command, str(image)], check=False, capture_output=True, text=True)
+            assert made.returncode <= 1, made.stderr  # 1 says that something was repaired
+            return mounts.mount("-o", f"loop,{options}", str(image))
+
+        yield make
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path, bool], None]]:
+    """Remount a folder read-only (True) or writable again, while files in it are open; skips as others do.
+
+    The kernel refuses that for a mount through which a file was opened for writing. So another mount of the
+    same folder lies over it: whatever is opened from then on is opened there.
+    """
+    with Mounts() as mounts:
+        over: set[Path] = set()
+
+        def remount(folder: Path, on: bool) -> None:
+            if folder not in over:
+                mounts.mount("--bind", str(folder), over=folder)
+                over.add(folder)
+            mode = "ro" if on else "rw"
+            subprocess.run(["mount", "-o", f"remount,bind,{mode}", str(folder)], check=True)
+
+        yield remount
+
+
+class Mounts:
+    """Mounts that end with a test, also where it fails."""
+
+    def __init__(self) -> None:
+        self._mounts: list[tuple[Path, bool]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def mount(self, *arguments: str, over: Path | None = None) -> Path:
+        """Mount something on a new folder, or over one that is there."""
         # Not below pytest's own folder: a run that is killed leaves the mount behind, and the next run's
         # clean-up would stumble over it.
-        folder = Path(tempfile.mkdtemp(prefix="turnkeep-disk-"))
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        folder = over or Path(tempfile.mkdtemp(prefix="turnkeep-disk-"))
+        command = ["mount", *arguments, str(folder)]
         if (
             shutil.which("mount") is None
             or subprocess.run(command, check=False, capture_output=True).returncode
         ):
-            folder.rmdir()
+            if over is None:
+                folder.rmdir()
             pytest.skip("mounting a file system is not allowed here")
-        mounts.append(folder)
+        self._mounts.append((folder, over is None))
         return folder
 
-    yield mount
-    for folder in mounts:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-        folder.rmdir()
+    def __exit__(self, *_: object) -> None:
+        for folder, ours in reversed(self._mounts):
+            if folder.is_mount():
+                subprocess.run(["umount", "--lazy", folder], check=True)
+            if ours:
+                folder.rmdir()

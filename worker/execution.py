@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import structs
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 log = structlog.get_logger()
+
+#: So many characters, or token ids, are tokenised or looked at in less time than a thread takes to begin.
+_LITTLE: Final = 256
 
 
 class Execution:
@@ -114,7 +117,7 @@ class Execution:
     async def _append(
         self, key: SessionKey, request: Append, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        extended = await asyncio.to_thread(self._folder.extend, history, request)
+        extended = await self._extend(history, request)
         tokens = extended.history.tokens
         self._check_size(len(tokens), room=0)
         cached = prefilled = 0
@@ -142,7 +145,12 @@ class Execution:
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        extended = await asyncio.to_thread(self._folder.extend, history, request)
+        reading = asyncio.create_task(self._journal.published(key, request.id))
+        try:
+            extended = await self._extend(history, request)
+            published = await reading
+        finally:
+            reading.cancel()
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(
@@ -153,7 +161,7 @@ class Execution:
         self._check_size(len(prompt), room=max_tokens)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(stream, max_tokens=max_tokens, end_tokens=self._tokenizer.eos_ids)
-        await self._resume(key, request.id, answer)
+        self._resume(published, answer)
         outcome = await self._sample(key, request, pending, prompt, answer)
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
@@ -163,12 +171,22 @@ class Execution:
         after = self._folder.answered(extended.history, answer.tokens)
         return self._generated(key, pending, answer, outcome, extended, after), after
 
-    async def _resume(self, key: SessionKey, request_id: str, answer: Answer) -> None:
+    async def _extend(self, history: History, request: Append | Generate) -> Input:
+        """Add a request's input; raises `RefusedError`.
+
+        Rendering and tokenising are not for the event loop, unless a thread would take longer to begin.
+        """
+        if request.messages or len(request.text or request.tokens or ()) > _LITTLE:
+            return await asyncio.to_thread(self._folder.extend, history, request)
+        return self._folder.extend(history, request)
+
+    def _resume(self, published: list[Chunk], answer: Answer) -> None:
         """Take up an answer that a dead worker had begun: what clients have seen is its beginning.
 
-        Always asked, since a session that this worker has held all the time may have been served by another.
+        Always looked for, since a session that this worker has held all the time may have been served by
+        another.
         """
-        for chunk in await self._journal.published(key, request_id):
+        for chunk in published:
             if not all(0 <= token < self._vocab_size for token in chunk.tokens):
                 log.warning("ignoring tokens that this model does not have", first=chunk.i)
                 break

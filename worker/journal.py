@@ -7,7 +7,9 @@ this worker last read. What entries mean is `history`'s business.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
@@ -20,10 +22,11 @@ from protocol.errors import InvalidMessageError
 from protocol.messages import Chunk, Result, decode_chunk, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
     from protocol.subjects import SessionKey, Subjects
@@ -70,6 +73,7 @@ class Journal:
         self._nc = nc
         self._js = js
         self._subjects = subjects
+        self._replies = _Replies(nc)
 
     async def read(self, key: SessionKey, after: int, until: int) -> list[Entry]:
         """Read a session's entries with a stream sequence above `after`, in order.
@@ -196,13 +200,10 @@ class Journal:
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], bool]:
         # nats-py has no batched direct get, so this is the raw request of ADR-31.
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
-        inbox = self._nc.new_inbox()
-        replies = await self._nc.subscribe(inbox)
         entries: list[Entry] = []
-        try:
-            await self._nc.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
+        async with self._replies.to(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode()) as replies:
             while True:
-                message = await replies.next_msg(timeout=_TIMEOUT_S)
+                message = await replies()
                 headers = message.headers or {}
                 status = headers.get("Status")
                 # An entry brings its publisher's headers along, among which there may be a `Status`.
@@ -212,8 +213,45 @@ class Journal:
                     return entries, int(headers.get("Nats-Num-Pending", "0")) > 0
                 else:
                     raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
+
+
+class _Replies:
+    """Requests with several replies, over one subscription: one for each request takes a third longer."""
+
+    def __init__(self, nc: Client) -> None:
+        self._nc = nc
+        self._inbox = nc.new_inbox()
+        self._opening = asyncio.Lock()
+        self._subscription: Subscription | None = None
+        self._waiting: dict[str, asyncio.Queue[Msg]] = {}
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def to(self, subject: str, body: bytes) -> AsyncIterator[Callable[[], Awaitable[Msg]]]:
+        """Send a request; gives what waits for its next reply, and raises `TimeoutError` if none comes.
+
+        What is on its way while the connection is lost never comes.
+        """
+        async with self._opening:
+            if self._subscription is None:
+                self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._take)
+        inbox = f"{self._inbox}.{next(self._numbers)}"
+        queue = self._waiting[inbox] = asyncio.Queue()
+        try:
+            await self._nc.publish(subject, body, reply=inbox)
+
+            async def reply() -> Msg:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    return await queue.get()
+
+            yield reply
         finally:
-            await replies.unsubscribe()
+            del self._waiting[inbox]
+
+    async def _take(self, message: Msg) -> None:
+        queue = self._waiting.get(message.subject)
+        if queue is not None:  # else nobody waits for it any more
+            queue.put_nowait(message)
 
 
 def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:

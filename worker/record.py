@@ -109,7 +109,8 @@ class Record:
     def take(self, entries: Sequence[Entry]) -> None:
         """Read on: apply what has a result, queue what has none.
 
-        May run on a worker thread (it tokenises). Raises `FencedError` where another worker has committed
+        The first time it folds, which tokenises and is for another thread; after that it does no more than
+        decode. Raises `FencedError` where another worker has committed
         a result since this record was begun: it must then be folded anew.
         """
         fresh = self.read_seq == 0

@@ -136,8 +136,11 @@ class Session:
             if 0 < record.read_seq >= until and not beyond_bell:
                 return
             entries = await self._services.journal.read(self.key, record.read_seq, until)
-            # A fold tokenises everything that was ever said; that is not for the event loop.
-            await asyncio.to_thread(record.take, entries)
+            if record.read_seq:
+                record.take(entries)  # requests to be queued: a thread would take longer to begin
+            else:
+                # A fold tokenises everything that was ever said; that is not for the event loop.
+                await asyncio.to_thread(record.take, entries)
             record.read_seq = max(record.read_seq, until)  # also where the entry itself is gone by now
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:

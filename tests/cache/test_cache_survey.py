@@ -1,0 +1,61 @@
+"""The index is looked at beside a worker that has it for itself, and changes it all the time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+from cache import survey
+from cache.catalog import Catalog
+from cache.folder import Folder
+from cache.pins import Pin
+
+PINS = 300
+
+
+def test_what_is_looked_at_while_it_changes_is_what_was_there_at_some_moment(tmp_path) -> None:
+    """Pins come and go all together: whoever saw some of them would have copied half of a change."""
+    folder = Folder(tmp_path)
+    catalog = Catalog(folder)
+    over = threading.Event()
+    pins = [Pin(bytes([i % 256] * 16), bytes([i // 256] * 400)) for i in range(PINS)]
+
+    def change() -> None:
+        while not over.is_set():
+            catalog.pin(pins)
+            catalog.unpin(pins)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        seen = {len(survey.look(tmp_path).pins) for _ in range(150)}
+    finally:
+        over.set()
+        changing.join()
+    catalog.close()
+    folder.close()
+    assert seen == {0, PINS}
+
+
+def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path, monkeypatch) -> None:
+    """Else the copy has old pages that the new log no longer says anything of."""
+    folder = Folder(tmp_path)
+    catalog = Catalog(folder)
+    early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))
+    catalog.pin(early)
+    copied, copy = [], shutil.copyfile
+
+    def copy_while_it_changes(source, target) -> None:
+        copy(source, target)
+        copied.append(source.name)
+        if len(copied) == 1:
+            for _ in range(5):  # each writes more than the log holds before it begins anew
+                catalog.unpin(early)
+                catalog.pin(early)
+            catalog.pin(late)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_while_it_changes)
+    assert set(survey.look(tmp_path).pins) == {*early, *late}
+    assert copied == ["index.sqlite", "index.sqlite-wal"] * 2
+    catalog.close()
+    folder.close()

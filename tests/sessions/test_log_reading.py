@@ -1,0 +1,66 @@
+"""All sessions read the log over one subscription: each gets its own entries, and all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import nats
+import pytest
+from nats.js.api import StreamConfig
+
+from protocol.subjects import SessionKey, Subjects
+from worker.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NUM_SESSIONS = 12
+#: More than one request's worth.
+NUM_ENTRIES = 300
+
+
+@pytest.fixture
+async def journal(nats_url: str) -> AsyncIterator[Journal]:
+    """Give some sessions their entries, in turns, the body of each saying whose it is."""
+    nc = await nats.connect(nats_url)
+    js, subjects = nc.jetstream(), Subjects(f"r{time.monotonic_ns()}")
+    await js.add_stream(
+        StreamConfig(name=subjects.log_stream, subjects=[subjects.every("in")], allow_direct=True)
+    )
+    for number in range(NUM_ENTRIES):
+        for session in range(NUM_SESSIONS):
+            await nc.publish(subjects.of(key(session), "in"), f"{session}:{number}".encode())
+    await nc.flush()
+    yield Journal(nc, js, subjects)
+    await js.delete_stream(subjects.log_stream)
+    await nc.close()
+
+
+def key(session: int) -> SessionKey:
+    return SessionKey("default", f"s{session}")
+
+
+async def bodies(journal: Journal, session: int) -> list[str]:
+    until = NUM_SESSIONS * (NUM_ENTRIES - 1) + session + 1  # its last entry
+    return [entry.body.decode() for entry in await journal.read(key(session), 0, until)]
+
+
+async def test_sessions_that_read_at_once_get_their_own_entries_in_order(journal: Journal) -> None:
+    found = await asyncio.gather(*(bodies(journal, session) for session in range(NUM_SESSIONS)))
+    for session, entries in enumerate(found):
+        assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
+
+
+async def test_a_read_that_is_given_up_is_no_others_concern(journal: Journal) -> None:
+    for pause_s in (0.0, 0.001, 0.003):
+        given_up = [asyncio.create_task(bodies(journal, session)) for session in range(4)]
+        others = [asyncio.create_task(bodies(journal, session)) for session in range(4, 8)]
+        await asyncio.sleep(pause_s)
+        for task in given_up:
+            task.cancel()
+        for session, entries in zip(range(4, 8), await asyncio.gather(*others), strict=True):
+            assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
+        await asyncio.gather(*given_up, return_exceptions=True)
+    assert await bodies(journal, 0) == [f"0:{number}" for number in range(NUM_ENTRIES)]
