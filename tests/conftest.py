@@ -17,7 +17,7 @@ from typing import Self
 
 import pytest
 
-from worker.blas import preload
+from worker.models.blas import preload
 
 preload()  # as a worker does, before anything imports MLX
 
@@ -81,7 +81,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packaged model, converted once a run; once for all where TURNKEEP_TEST_DATA names a folder."""
-    from worker import model
+    from worker.models import model
 
     shared = os.environ.get("TURNKEEP_TEST_DATA")
     data_dir = Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")

@@ -13,21 +13,22 @@ ROOMS = {
     "bench": {"bench", "protocol"},
     "ops": {"ops", "protocol"},
 }
+#: Of the worker's floors each may import those below it; its own modules beside them anyone may import.
+FLOORS = {
+    "commands": {"wire", "models"},
+    "sessions": {"wire", "device", "batch", "text"},
+    "device": {"batch", "models"},
+    "batch": set(),
+    "text": {"models"},
+    "models": set(),
+    "wire": set(),
+}
 MLX = {
     *(f"cache/{name}.py" for name in ("layers", "states", "arrays", "measure")),
-    *(
-        f"worker/{name}.py"
-        for name in (
-            *("model", "machine", "device", "resident", "quality"),
-            *("batch", "forward", "cpu", "slots", "merged", "merged_quantised", "quantised", "sampling"),
-        )
-    ),
+    *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }
-NATS = {
-    "protocol/client.py",
-    *(f"worker/{name}.py" for name in ("intake", "desk", "outbox", "journal", "streams", "connection")),
-}
+NATS = {"protocol/client.py", "worker/wire"}
 
 
 def modules() -> list[Path]:
@@ -67,14 +68,25 @@ def test_a_module_imports_only_the_rooms_that_it_may(path):
     assert tops(imports(path)) & set(ROOMS) <= ROOMS[room]
 
 
-def test_only_the_named_modules_touch_mlx():
-    users = {str(p.relative_to(ROOT)) for p in modules() if tops(imports(p)) & {"mlx", "mlx_lm"}}
-    assert users == MLX
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_of_the_worker_imports_only_those_below_it(floor):
+    used = set().union(*(imports(path) for path in (ROOT / "worker" / floor).glob("*.py")))
+    others = {name.split(".")[1] for name in used if name.startswith("worker.")} & set(FLOORS)
+    assert others - {floor} == FLOORS[floor] - {floor}
 
 
-def test_only_the_named_modules_touch_nats():
-    users = {str(p.relative_to(ROOT)) for p in modules() if "nats" in tops(imports(p))}
-    assert users == NATS
+def users(*libraries: str) -> set[str]:
+    """List the files, or the worker's floors, that import one of these."""
+    paths = {path.relative_to(ROOT) for path in modules() if tops(imports(path)) & set(libraries)}
+    return {str(path.parent if path.parts[0] == "worker" and len(path.parts) > 2 else path) for path in paths}
+
+
+def test_only_the_named_places_touch_mlx():
+    assert users("mlx", "mlx_lm") == MLX
+
+
+def test_only_the_named_places_touch_nats():
+    assert users("nats") == NATS
 
 
 def test_no_module_imports_itself_over_others():

@@ -1,5 +1,5 @@
 """`python -m worker` is `turnkeep`."""
 
-from .cli import main
+from worker.commands.cli import main
 
 main(prog_name="turnkeep")

@@ -23,22 +23,23 @@ from cache.store import Store
 from protocol.errors import TurnkeepError
 from protocol.messages import Metrics, SnapshotCounters
 from protocol.subjects import Subjects
+from worker.device.admission import Ledger
+from worker.device.device import Device
+from worker.device.engine import Engine
+from worker.models import model
+from worker.models.blas import preload
+from worker.sessions.execution import Execution
+from worker.sessions.history import Folder
+from worker.sessions.session import Services
+from worker.sessions.sessions import Sessions
+from worker.wire import broker, streams
+from worker.wire.connection import connect
+from worker.wire.desk import Desk
+from worker.wire.intake import Intake
+from worker.wire.journal import Journal
+from worker.wire.outbox import Outbox
 
-from . import broker, model, streams
-from .admission import Ledger
-from .blas import preload
-from .connection import connect
 from .datadir import DataDir
-from .desk import Desk
-from .device import Device
-from .engine import Engine
-from .execution import Execution
-from .history import Folder
-from .intake import Intake
-from .journal import Journal
-from .outbox import Outbox
-from .session import Services
-from .sessions import Sessions
 from .settings import size_text
 from .tasks import end
 from .telemetry import Telemetry
@@ -49,10 +50,11 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from .model import LoadedModel, Progress
+    from worker.device.turn import Report
+    from worker.models.model import LoadedModel, Progress
+    from worker.wire.streams import Streams
+
     from .settings import Settings
-    from .streams import Streams
-    from .turn import Report
 
 log = structlog.get_logger()
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import blas, settings
+from worker.models import blas
+
+from . import settings
 
 blas.preload()  # before anything imports MLX
 
@@ -25,14 +27,13 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from cache import blocks, layers  # noqa: E402
 from cache.format import Name, draft  # noqa: E402
 from cache.identity import Identity  # noqa: E402
-
-from . import model as models  # noqa: E402
-from .forward import Forward  # noqa: E402
+from worker.batch.forward import Forward  # noqa: E402
+from worker.models import model as models  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .model import LoadedModel
+    from worker.models.model import LoadedModel
 
 #: What a worker on a CPU lets MLX keep of freed memory.
 _MLX_CACHE_BYTES: Final = 16 << 20

@@ -11,7 +11,7 @@ from made_reports import ENVIRONMENT, make_report
 from made_turns import make_turns
 
 from bench import report
-from worker.cli import main
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path

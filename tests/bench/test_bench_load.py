@@ -17,8 +17,9 @@ from bench.load.plan import Level, Plan
 from bench.load.summary import LoadReport
 from bench.report import BenchError
 from bench.run import Run, Where
-from worker import batch, device
-from worker.cli import main
+from worker.batch import batch
+from worker.commands.cli import main
+from worker.device import device
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,9 @@ from bench.many.measure import ManyBench
 from bench.many.plan import KEPT_TURNS, Plan
 from bench.many.summary import ManyReport
 from bench.run import Run, Where
-from worker import device, history
-from worker.admission import Ledger
+from worker.device import device
+from worker.device.admission import Ledger
+from worker.sessions import history
 
 if TYPE_CHECKING:
     from pathlib import Path

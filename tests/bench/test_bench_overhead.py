@@ -26,7 +26,7 @@ from bench.overhead.sides import InProcess, Said, ThroughWorker
 from bench.overhead.summary import OverheadReport, compare, series, summarise
 from bench.overhead.turns import ALONE, BATCHED, WITHOUT_SNAPSHOTS, WORKER, Cpu, Row, Turn, agreeing
 from bench.page import render
-from worker import batch
+from worker.batch import batch
 
 if TYPE_CHECKING:
     import subprocess

@@ -30,8 +30,8 @@ from bench.peers.summary import PeersReport, contexts, series, summarise
 from bench.peers.turns import ChatTurn, Turn
 from bench.report import BenchError
 from bench.run import Run
-from worker import batch
-from worker.cli import main
+from worker.batch import batch
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     import subprocess

@@ -19,8 +19,8 @@ from bench.pressure.summary import PressureReport, Sizes, summarise
 from bench.pressure.turns import Answers, Reading, Replayed, Sent
 from bench.run import Run, Where
 from protocol.client import connect
-from worker import device, resident
-from worker.admission import Ledger
+from worker.device import device, resident
+from worker.device.admission import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

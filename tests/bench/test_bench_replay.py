@@ -31,8 +31,8 @@ from protocol.client import connect
 from protocol.log import Entry, derived_seed
 from protocol.messages import Generate, encode
 from protocol.subjects import SessionKey
-from worker import batch
-from worker.cli import main
+from worker.batch import batch
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     import subprocess

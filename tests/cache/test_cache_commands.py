@@ -19,7 +19,7 @@ from made_kv import assert_is_kv_of, identity, save_all
 from cache import archive, survey
 from cache.format import CacheError
 from cache.identity import FORMAT_VERSION
-from worker.cli import main
+from worker.commands.cli import main
 
 TOKENS = list(range(10))
 OTHER = [*TOKENS[:8], 77, 78]

@@ -11,9 +11,20 @@ import pytest
 from mlx.utils import tree_map
 from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
-from worker.device import Device
-from worker.quantised import quantise_kv
-from worker.turn import Cut, Event, Faulted, Finished, Prefilled, Report, Sampled, Spilled, Starved, Turn
+from worker.device.device import Device
+from worker.device.turn import (
+    Cut,
+    Event,
+    Faulted,
+    Finished,
+    Prefilled,
+    Report,
+    Sampled,
+    Spilled,
+    Starved,
+    Turn,
+)
+from worker.models.quantised import quantise_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import key, loaded, prompt
 
 from cache.blocks import as_tokens
-from worker.admission import PRIORITY_S, Ledger, place
-from worker.device import Device
-from worker.engine import Engine
+from worker.device.admission import PRIORITY_S, Ledger, place
+from worker.device.device import Device
+from worker.device.engine import Engine
 from worker.telemetry import Telemetry
 
 CAPACITY = 100

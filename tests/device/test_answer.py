@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from worker.answer import Answer
-from worker.text import TextStream
-from worker.tokenizer import Tokenizer
+from worker.models.tokenizer import Tokenizer
+from worker.text.answer import Answer
+from worker.text.text import TextStream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import GREEDY, alone, kv, prefill, prompt
 
-from worker import batch as batch_module
-from worker import slots
-from worker.batch import Batch, Piece, Row
-from worker.sampling import Sampling
+from worker.batch import batch as batch_module
+from worker.batch import slots
+from worker.batch.batch import Batch, Piece, Row
+from worker.batch.sampling import Sampling
 
 SAMPLINGS = [
     GREEDY,

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, mak
 from tiny_models import BLOCK, CONFIGS, alone, append, generate, prefill, prompt
 
 from cache import layers
-from worker.model import cache_sizes
+from worker.models.model import cache_sizes
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

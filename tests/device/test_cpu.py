@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.activations import swiglu
 
-from worker import cpu
+from worker.batch import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable

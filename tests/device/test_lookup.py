@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from worker.lookup import NGRAM, Lookup
+from worker.batch.lookup import NGRAM, Lookup
 
 
 def test_what_followed_the_last_tokens_before_is_proposed() -> None:

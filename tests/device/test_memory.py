@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
-from worker.batch import Batch, Piece
-from worker.memory import Estimator, Shape, attention_bytes, shape_of
+from worker.batch.batch import Batch, Piece
+from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 
 GIB = 2**30
 

@@ -13,12 +13,12 @@ import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
-from worker.device import Device
-from worker.machine import DeviceError
-from worker.turn import Faulted, Finished, NoRoomError, Spilled, Starved
+from worker.device.device import Device
+from worker.device.machine import DeviceError
+from worker.device.turn import Faulted, Finished, NoRoomError, Spilled, Starved
 
 if TYPE_CHECKING:
-    from worker.memory import Estimator
+    from worker.device.memory import Estimator
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2

@@ -13,11 +13,11 @@ from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
 from tiny_models import GREEDY, VOCABULARY, alone, generate, prefill, prompt
 
-from worker import batch as batch_module
-from worker import merged as merged_module
-from worker.batch import Batch, Piece, Row
-from worker.merged import merged_for
-from worker.sampling import Sampling
+from worker.batch import batch as batch_module
+from worker.batch import merged as merged_module
+from worker.batch.batch import Batch, Piece, Row
+from worker.batch.merged import merged_for
+from worker.batch.sampling import Sampling
 
 #: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.
 KINDS = [

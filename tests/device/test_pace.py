@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.pace import LEAST, Pace
+from worker.device.pace import LEAST, Pace
 
 
 def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, block: int = 128) -> Pace:

@@ -13,13 +13,13 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, generate, prefill, prompt
 
 from cache import layers
-from worker import batch as batch_module
-from worker import cpu, forward
-from worker.batch import Batch, Piece, Row
-from worker.merged_quantised import MergedQuantised
-from worker.model import ModelError, cache_sizes
-from worker.quantised import quantise_kv, unpacked_bytes
-from worker.sampling import Sampling
+from worker.batch import batch as batch_module
+from worker.batch import cpu, forward
+from worker.batch.batch import Batch, Piece, Row
+from worker.batch.merged_quantised import MergedQuantised
+from worker.batch.sampling import Sampling
+from worker.models.model import ModelError, cache_sizes
+from worker.models.quantised import quantise_kv, unpacked_bytes
 
 SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
 #: Of the tiny llama with wide heads: 2 layers, keys and values, 2 heads of 32 numbers, each with a scale and

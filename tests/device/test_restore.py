@@ -17,17 +17,17 @@ from cache.blocks import as_tokens
 from cache.identity import Identity
 from cache.store import Store
 from protocol.subjects import SessionKey
-from worker.admission import Ledger
-from worker.device import Device
-from worker.engine import Engine
-from worker.sampling import Sampling
+from worker.batch.sampling import Sampling
+from worker.device.admission import Ledger
+from worker.device.device import Device
+from worker.device.engine import Engine
 from worker.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
-    from worker.engine import Outcome
+    from worker.device.engine import Outcome
 
 HOT = Sampling(0.9, top_p=0.95, seed=77)
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from worker.sampling import Sampling, draw
+from worker.batch.sampling import Sampling, draw
 
 VOCABULARY = 24
 

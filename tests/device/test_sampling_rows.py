@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from worker import sampling as sampling_module
-from worker.sampling import Sampling, draw, draw_all, looks
+from worker.batch import sampling as sampling_module
+from worker.batch.sampling import Sampling, draw, draw_all, looks
 
 VOCABULARY = 3000
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from worker.scheduler import AGE_STEPS, Scheduler, Step
+from worker.device.scheduler import AGE_STEPS, Scheduler, Step
 
 BLOCK = 8
 

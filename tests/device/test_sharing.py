@@ -6,8 +6,8 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.sharing import Sharing
-from worker.turn import Faulted, Turn
+from worker.device.sharing import Sharing
+from worker.device.turn import Faulted, Turn
 
 COMMON = prompt(5 * BLOCK + 3)
 

@@ -14,7 +14,7 @@ from cache import layers
 from cache.blocks import Span
 from cache.identity import Identity
 from cache.store import Store
-from worker.turn import Cut
+from worker.device.turn import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import pytest
 from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
 
 from cache.blocks import Span, as_tokens, spans
-from worker.sampling import Sampling
-from worker.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
+from worker.batch.sampling import Sampling
+from worker.device.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
 
 
 class Wrapped:

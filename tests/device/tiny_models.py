@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.blocks import as_tokens
 from protocol.subjects import SessionKey
-from worker.answer import Answer
-from worker.model import LoadedModel, cache_sizes
-from worker.sampling import Sampling, draw
-from worker.turn import Turn
+from worker.batch.sampling import Sampling, draw
+from worker.device.turn import Turn
+from worker.models.model import LoadedModel, cache_sizes
+from worker.text.answer import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

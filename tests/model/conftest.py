@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from worker.tokenizer import Tokenizer
+from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

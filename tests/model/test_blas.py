@@ -12,7 +12,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux need
 
 def run(code: str) -> list[str]:
     """Run code in a process of its own, since what is loaded stays loaded; returns the lines it prints."""
-    command = [sys.executable, "-c", f"from worker.blas import BlasStatus, preload\nimport sys\n{code}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from worker.models.blas import BlasStatus, preload\nimport sys\n{code}",
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -55,7 +59,5 @@ def test_a_second_call_changes_nothing() -> None:
 
 
 def test_a_gpu_back_end_needs_none() -> None:
-    code = (
-        "from worker import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\nprint(preload())"
-    )
-    assert run(code) == ["BlasStatus(library=None, needed=False, advice='')"]
+    cuda = "from worker.models import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\n"
+    assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]

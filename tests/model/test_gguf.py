@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, TEXT, TinyLlama, weights
 
-from worker import gguf_file, gguf_model, model
-from worker.model_files import ModelError, read_json
-from worker.tokenizer import Tokenizer
+from worker.models import gguf_file, gguf_model, model
+from worker.models.model_files import ModelError, read_json
+from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

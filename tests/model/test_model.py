@@ -14,8 +14,8 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny_gguf import TinyLlama
 
-from worker import gguf_model, model
-from worker.model import ModelError
+from worker.models import gguf_model, model
+from worker.models.model import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
 @pytest.mark.model
 def test_loading_prints_and_warns_nothing(packaged_folder: Path) -> None:
     code = (
-        "import sys, pathlib\nfrom worker import model\n"
+        "import sys, pathlib\nfrom worker.models import model\n"
         "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(packaged_folder)]

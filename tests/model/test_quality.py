@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_gguf import TinyLlama
 
-from worker import gguf_model, model
+from worker.models import gguf_model, model
 from worker.quality import Comparison, Plan, Side
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from worker.templates import Addition, Conversation, TemplateError
+from worker.text.templates import Addition, Conversation, TemplateError
 
 if TYPE_CHECKING:
-    from worker.tokenizer import Tokenizer
+    from worker.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from worker.text import TextStream
+from worker.text.text import TextStream
 
 if TYPE_CHECKING:
-    from worker.tokenizer import Tokenizer
+    from worker.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

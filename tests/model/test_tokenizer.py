@@ -14,11 +14,11 @@ import pytest
 import sentencepiece
 from tiny_gguf import TEXT, TinyLlama, weights
 
-from worker import gguf_model
-from worker.model_files import ModelError
-from worker.templates import Conversation
-from worker.text import TextStream
-from worker.tokenizer import Tokenizer
+from worker.models import gguf_model
+from worker.models.model_files import ModelError
+from worker.models.tokenizer import Tokenizer
+from worker.text.templates import Conversation
+from worker.text.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,7 +158,7 @@ def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
 @pytest.mark.model
 def test_loading_a_tokenizer_prints_and_warns_nothing(packaged_folder: Path) -> None:
     code = (
-        "import os, sys, pathlib\nfrom worker.tokenizer import Tokenizer\nbefore = dict(os.environ)\n"
+        "import os, sys, pathlib\nfrom worker.models.tokenizer import Tokenizer\nbefore = dict(os.environ)\n"
         "Tokenizer.from_folder(pathlib.Path(sys.argv[1]))\nassert os.environ == before"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(packaged_folder)]

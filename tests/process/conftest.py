@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from worker.broker import EmbeddedServer, find_server
 from worker.datadir import DataDir
 from worker.settings import Settings
+from worker.wire.broker import EmbeddedServer, find_server
 
 
 def find_port():

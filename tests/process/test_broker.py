@@ -14,14 +14,14 @@ import nats.errors
 import psutil
 import pytest
 
-from worker import broker
-from worker.connection import BrokerError, connect
 from worker.datadir import DataDir
+from worker.wire import broker
+from worker.wire.connection import BrokerError, connect
 
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from worker.broker import EmbeddedServer
+from worker.wire.broker import EmbeddedServer
 from worker.datadir import DataDir
 from worker.settings import Settings
 

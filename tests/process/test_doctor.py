@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from worker import doctor
+from worker.commands import doctor
+from worker.commands.doctor import Check, checks, exit_code, table
 from worker.datadir import DataDir
-from worker.doctor import Check, checks, exit_code, table
 
 
 async def examine(settings):

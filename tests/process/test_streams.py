@@ -8,8 +8,8 @@ import pytest
 from nats.js.errors import APIError
 
 from protocol.subjects import SessionKey, Subjects
-from worker.connection import BrokerError, connect
-from worker.streams import CONSUMER, ensure
+from worker.wire.connection import BrokerError, connect
+from worker.wire.streams import CONSUMER, ensure
 
 SUBJECTS = Subjects("turnkeep")
 KEY = SessionKey("default", "s1")

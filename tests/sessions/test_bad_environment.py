@@ -294,7 +294,8 @@ async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
 def test_help_needs_nothing_but_the_program(command: tuple[str, ...]) -> None:
     """Nothing heavy is imported for it."""
     program = (
-        "import sys; from worker.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+        "import sys; from worker.commands.cli import main\n"
+        "try: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60, check=False

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from worker.model import ModelError
+from worker.models.model import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

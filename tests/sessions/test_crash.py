@@ -29,11 +29,11 @@ from protocol.messages import (
     decode_result,
 )
 from protocol.subjects import SessionKey, Subjects
-from worker.execution import _sampling
-from worker.history import Folder
-from worker.journal import Entry, Journal
-from worker.record import Pending, Record
-from worker.tokenizer import Tokenizer
+from worker.models.tokenizer import Tokenizer
+from worker.sessions.execution import _sampling
+from worker.sessions.history import Folder
+from worker.sessions.record import Pending, Record
+from worker.wire.journal import Entry, Journal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -64,7 +64,7 @@ async def test_an_answer_ends_at_its_deadline_with_what_there_is(
 async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.device import Device
+    from worker.device.device import Device
 
     run_step = Device._run_step
 

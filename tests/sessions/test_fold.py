@@ -31,14 +31,14 @@ from protocol.messages import (
     encode,
 )
 from protocol.subjects import SessionKey
-from worker.engine import Outcome
-from worker.execution import Execution
-from worker.history import Folder
-from worker.journal import Entry, FencedError
-from worker.record import Record
-from worker.session import Services, Session
+from worker.device.engine import Outcome
+from worker.models.tokenizer import Tokenizer
+from worker.sessions.execution import Execution
+from worker.sessions.history import Folder
+from worker.sessions.record import Record
+from worker.sessions.session import Services, Session
 from worker.telemetry import Telemetry
-from worker.tokenizer import Tokenizer
+from worker.wire.journal import Entry, FencedError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from protocol.subjects import SessionKey, Subjects
-from worker.journal import Journal
+from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

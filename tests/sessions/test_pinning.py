@@ -21,7 +21,7 @@ from raw_wire import append, generate
 from cache import format as snapshot_format
 from protocol.errors import RequestFailedError
 from tests.conftest import BLOCK
-from worker.cli import main
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

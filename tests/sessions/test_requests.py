@@ -14,7 +14,7 @@ from protocol.client import connect
 from protocol.errors import RequestFailedError
 from protocol.messages import Appended, Generated, Metrics
 from tests.conftest import BLOCK, TINY_KV_BYTES
-from worker import sessions
+from worker.sessions import sessions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -27,8 +27,7 @@ from protocol.messages import (
     Rewind,
     Rewound,
 )
-
-from .templates import Conversation, TemplateError
+from worker.text.templates import Conversation, TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
     from cache.blocks import Tokens
     from protocol.errors import ErrorCode
     from protocol.messages import Request, Result
-
-    from .templates import Addition, Tokenizer
+    from worker.text.templates import Addition, Tokenizer
 
     Step: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 

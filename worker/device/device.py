@@ -18,12 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
 from cache.blocks import Span, tail_start
+from worker.batch.batch import Batch, Piece, Row
+from worker.models.quantised import unpacked_bytes
 
 from . import machine
-from .batch import Batch, Piece, Row
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
-from .quantised import unpacked_bytes
 from .resident import Ask, Held, Resident
 from .scheduler import Scheduler, Step
 from .sharing import Sharing
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from protocol.subjects import SessionKey
-
-    from .model import LoadedModel
+    from worker.models.model import LoadedModel
 
 log = structlog.get_logger()
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
     from protocol.subjects import Subjects
-
-    from .settings import Settings
+    from worker.settings import Settings
 
 #: The durable pull consumer of the log stream; every worker pulls from it.
 CONSUMER: Final = "worker"

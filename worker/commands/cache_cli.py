@@ -21,15 +21,15 @@ from cache import archive, pruning, survey
 from cache.folder import DirectoryLockedError, Folder
 from cache.format import SUFFIX, CacheError
 from protocol.errors import TurnkeepError
+from worker.settings import parse_duration, parse_size, size_text
 
 from .flags import read, with_settings
 from .progress import terminal_progress
-from .settings import parse_duration, parse_size, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .settings import Settings
+    from worker.settings import Settings
 
 
 class CacheCommandError(TurnkeepError):

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from .tokenizer import TemplateError, Tokenizer
+from worker.models.tokenizer import TemplateError, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from .blas import preload
-from .logs import configure
+from worker.logs import configure
+from worker.models.blas import preload
+from worker.settings import SettingsError
+
 from .progress import terminal_progress
-from .settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .app import App
-    from .settings import Settings
+    from worker.app import App
+    from worker.settings import Settings
 
 log = structlog.get_logger()
 
@@ -41,7 +42,7 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
 
 
 async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
-    from .app import App
+    from worker.app import App
 
     loop = asyncio.get_running_loop()
     told = False

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import settings as settings_module
+from worker import settings as settings_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .settings import Settings
+    from worker.settings import Settings
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

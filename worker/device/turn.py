@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cache.blocks import as_tokens
-
-from .sampling import Sampling
+from worker.batch.sampling import Sampling
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from cache.blocks import Span, Tokens
     from cache.format import Tensor
     from protocol.subjects import SessionKey
-
-    from .answer import Answer
-    from .batch import Row
+    from worker.batch.batch import Row
+    from worker.text.answer import Answer
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .model import Progress
+    from worker.models.model import Progress
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from nats.js.errors import APIError
 
 from protocol.errors import InvalidMessageError
 from protocol.messages import Failed, decode_ask, decode_result, encode, failure
+from worker.tasks import end
 
 from .journal import MESSAGE_TOO_LARGE
-from .tasks import end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from protocol.messages import Generate, Result
     from protocol.subjects import SessionKey, Subjects
+    from worker.sessions.sessions import Sessions
 
     from .outbox import Outbox
-    from .sessions import Sessions
 
 log = structlog.get_logger()
 

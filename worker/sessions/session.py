@@ -27,11 +27,11 @@ from protocol.messages import (
     failure,
 )
 from protocol.subjects import session_key
+from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
+from worker.wire.journal import FencedError, TooLargeError
 
-from .engine import DeviceFaultError, NoMemoryError, StoppingError
 from .execution import failed, withdrawn
 from .history import RefusedError
-from .journal import FencedError, TooLargeError
 from .record import Record, request_digest
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     from protocol.messages import Request, Result
     from protocol.subjects import SessionKey
+    from worker.device.engine import Engine
+    from worker.telemetry import Telemetry
+    from worker.wire.journal import Journal
+    from worker.wire.outbox import Outbox
 
-    from .engine import Engine
     from .execution import Execution
     from .history import Folder, History
-    from .journal import Journal
-    from .outbox import Outbox
     from .record import Answered, Pending
-    from .telemetry import Telemetry
 
 log = structlog.get_logger()
 

@@ -32,25 +32,25 @@ from protocol.messages import (
     Usage,
     failure,
 )
+from worker.batch.sampling import Sampling
+from worker.text.answer import Answer
+from worker.text.text import TextStream
 
-from .answer import Answer
 from .history import RefusedError
-from .sampling import Sampling
-from .text import TextStream
 
 if TYPE_CHECKING:
     from cache.blocks import Tokens
     from protocol.errors import ErrorCode
     from protocol.messages import Request, Result
     from protocol.subjects import SessionKey
+    from worker.device.engine import Engine, Outcome
+    from worker.models.tokenizer import Tokenizer
+    from worker.telemetry import Telemetry
+    from worker.wire.journal import Journal
+    from worker.wire.outbox import Outbox
 
-    from .engine import Engine, Outcome
     from .history import Folder, History, Input
-    from .journal import Journal
-    from .outbox import Outbox
     from .record import Pending
-    from .telemetry import Telemetry
-    from .tokenizer import Tokenizer
 
 log = structlog.get_logger()
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cache.blocks import as_tokens
+from worker.batch.sampling import Sampling
 
 from .admission import place
 from .memory import grown
-from .sampling import Sampling
 from .turn import (
     Cut,
     Event,
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from cache.blocks import Tokens
     from cache.store import Forgotten, Held, Store
     from protocol.subjects import SessionKey
+    from worker.telemetry import Telemetry
+    from worker.text.answer import Answer
 
     from .admission import Ledger
-    from .answer import Answer
     from .device import Device
-    from .telemetry import Telemetry
 
     Publish: TypeAlias = Callable[[int, list[int], str], Awaitable[None]]
 

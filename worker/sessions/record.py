@@ -18,17 +18,17 @@ import structlog
 from protocol.errors import InvalidMessageError
 from protocol.log import HISTORY_HEADER, MODEL_HEADER
 from protocol.messages import Append, Failed, Generate, decode_request, decode_result, encode
+from worker.wire.journal import FencedError
 
 from .history import DivergedError
-from .journal import FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from protocol.messages import Request, Result
+    from worker.wire.journal import Entry
 
     from .history import Folder, History
-    from .journal import Entry
 
 
 log = structlog.get_logger()

@@ -23,12 +23,12 @@ from protocol.messages import (
     failure,
 )
 from protocol.subjects import ID_RULE, SessionKey
+from worker.device.engine import StoppingError
+from worker.tasks import end
+from worker.wire.journal import FencedError
 
 from . import pinning
-from .engine import StoppingError
-from .journal import FencedError
 from .session import Session
-from .tasks import end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cache.store import Store
     from protocol.messages import ControlReply, Metrics
     from protocol.subjects import Subjects
+    from worker.device.engine import Engine
 
-    from .engine import Engine
     from .session import Services
 
 log = structlog.get_logger()

@@ -27,8 +27,8 @@ import structlog
 from .connection import BrokerError, connect
 
 if TYPE_CHECKING:
-    from .datadir import DataDir
-    from .settings import Settings
+    from worker.datadir import DataDir
+    from worker.settings import Settings
 
 HOST: Final = "127.0.0.1"
 

@@ -15,18 +15,17 @@ import click
 
 from bench.cli import bench
 from protocol.errors import NoWorkerError, TurnkeepError
+from worker.settings import SettingsError
 
 from .cache_cli import cache
 from .flags import read, with_settings
-from .settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from protocol.client import Client
-
-    from .settings import Settings
+    from worker.settings import Settings
 
 _CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
 
@@ -83,7 +82,7 @@ def model_list(config: Path | None, **flags: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from .model import list_models
+    from worker.models.model import list_models
 
     table = Table("model", "origin", "dtype", "size", box=None, header_style="bold")
     table.add_column("path", overflow="fold")
@@ -97,7 +96,8 @@ def model_list(config: Path | None, **flags: Any) -> None:
 @with_settings("data_dir", "model", "dtype")
 def model_path(config: Path | None, **flags: Any) -> None:
     """Print the MLX folder that a worker with these settings loads, converting or downloading it first."""
-    from .model import default_dtype, resolve
+    from worker.models.model import default_dtype, resolve
+
     from .progress import terminal_progress
 
     settings = read(config, flags)

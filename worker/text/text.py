@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .tokenizer import Tokenizer
+    from worker.models.tokenizer import Tokenizer
 
 
 class TextStream:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.table import Table
 from rich.text import Text
 
-from .broker import check_port, find_server, greet, server_name
-from .connection import BrokerError, connect
-from .datadir import DataDir, DataDirError, DataDirInUseError
-from .settings import size_text
+from worker.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.settings import size_text
+from worker.wire.broker import check_port, find_server, greet, server_name
+from worker.wire.connection import BrokerError, connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .settings import Settings
+    from worker.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
 
@@ -101,7 +101,7 @@ def _mlx() -> Check:
 
 
 def _blas() -> Check:
-    from .blas import preload
+    from worker.models.blas import preload
 
     status = preload()
     if status.advice:
@@ -174,7 +174,7 @@ def _port(settings: Settings) -> Check:
 
 
 def _model(settings: Settings) -> Check:
-    from . import model, model_files
+    from worker.models import model, model_files
 
     try:
         if settings.model is None:

@@ -1,0 +1,1 @@
+"""One step of the device: answers and prompts in one pass."""

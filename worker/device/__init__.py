@@ -1,0 +1,1 @@
+"""The device: what runs there when, what stays there, and whether it fits."""

@@ -1,0 +1,1 @@
+"""Sessions: their order, their log as it is read, and what a request does to them."""

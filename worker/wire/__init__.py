@@ -1,0 +1,1 @@
+"""Everything that crosses NATS: the server, the connection, streams, requests, chunks and the log."""
