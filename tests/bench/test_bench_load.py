@@ -19,7 +19,7 @@ from bench.report import BenchError
 from bench.run import Run, Where
 from worker.batch import batch
 from worker.commands.cli import main
-from worker.device import device
+from worker.device import runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,15 +100,15 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
 
 async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
     """It prefills the whole session every turn, and reports what an honest one would."""
-    begin = device.Device._begin
+    begin = runner.Runner._begin
 
-    def lie(self: device.Device, turn: Any) -> None:
+    def lie(self: runner.Runner, turn: Any) -> None:
         kept, turn.num_kept, turn.restored = max(turn.num_kept, turn.num_restored), 0, None
         begin(self, turn)
         turn.num_reused = kept
         turn.num_prefilled -= kept
 
-    monkeypatch.setattr(device.Device, "_begin", lie)
+    monkeypatch.setattr(runner.Runner, "_begin", lie)
     worker = await local_worker()
     found = await measure(worker, plan(sessions=8, turns=4, history=14))
     assert [check.passed for check in found.checks if check.exact] == [True] * 3

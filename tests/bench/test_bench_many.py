@@ -14,7 +14,7 @@ from bench.many.measure import ManyBench
 from bench.many.plan import KEPT_TURNS, Plan
 from bench.many.summary import ManyReport
 from bench.run import Run, Where
-from worker.device import device
+from worker.device import runner
 from worker.device.admission import Ledger
 from worker.sessions import history
 
@@ -98,15 +98,15 @@ async def test_a_worker_that_forgets_a_session_is_caught(local_worker, monkeypat
 
 async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
     """It prefills the whole session every turn, and reports what an honest one would."""
-    begin = device.Device._begin
+    begin = runner.Runner._begin
 
-    def lie(self: device.Device, turn: Any) -> None:
+    def lie(self: runner.Runner, turn: Any) -> None:
         kept, turn.num_kept, turn.restored = max(turn.num_kept, turn.num_restored), 0, None
         begin(self, turn)
         turn.num_reused = kept
         turn.num_prefilled -= kept
 
-    monkeypatch.setattr(device.Device, "_begin", lie)
+    monkeypatch.setattr(runner.Runner, "_begin", lie)
     worker = await local_worker()
     found = await measure(worker, plan(sessions=8, turns=120, history=16))
     assert found.checks[5].passed is False, found.checks[5].detail

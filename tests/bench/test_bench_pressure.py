@@ -19,7 +19,7 @@ from bench.pressure.summary import PressureReport, Sizes, summarise
 from bench.pressure.turns import Answers, Reading, Replayed, Sent
 from bench.run import Run, Where
 from protocol.client import connect
-from worker.device import device, resident
+from worker.device import resident, runner
 from worker.device.admission import Ledger
 
 if TYPE_CHECKING:
@@ -236,12 +236,12 @@ async def test_a_worker_that_exceeds_its_memory_is_caught(measure, monkeypatch):
 
 
 async def test_a_worker_that_restores_another_kv_is_caught(measure, monkeypatch):
-    rebuild = device.layers.rebuild
+    rebuild = runner.layers.rebuild
 
     def garble(tensors: Any, caches: Any, num_tokens: int) -> Any:
         return rebuild({name: array * 0.5 for name, array in tensors.items()}, caches, num_tokens)
 
-    monkeypatch.setattr(device.layers, "rebuild", garble)
+    monkeypatch.setattr(runner.layers, "rebuild", garble)
     assert "answers are those of the same sessions alone" in failed(await measure(plan(sample=20)))
 
 

@@ -25,7 +25,7 @@ from bench.restart.page import page_of
 from bench.restart.summary import RestartReport, series, summarise
 from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
 from worker.batch import batch
-from worker.device import device
+from worker.device import runner
 
 if TYPE_CHECKING:
     import subprocess
@@ -125,9 +125,9 @@ async def test_a_real_worker_that_lies_about_what_it_restored_is_caught(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its restart it gives away what it has restored, and reports it as cached."""
-    begin = device.Device._begin
+    begin = runner.Runner._begin
 
-    def lie(self: device.Device, one: Any) -> None:
+    def lie(self: runner.Runner, one: Any) -> None:
         kept, one.restored, one.num_kept = one.num_restored, None, 0
         begin(self, one)
         one.num_reused = kept
@@ -152,13 +152,13 @@ async def test_a_real_worker_that_lies_about_what_it_restored_is_caught(
                 await session.append(tokens=context)
             if kind == RESTART:
                 await worker.stop()
-                monkeypatch.setattr(device.Device, "_begin", lie)
+                monkeypatch.setattr(runner.Runner, "_begin", lie)
                 worker = await local_worker()
                 session = worker.client.session(session.key.session)
             asked = await ask(
                 session, timeout_s=30, tokens=own if kind != COLD else (*context, *own), max_tokens=2
             )
-            monkeypatch.setattr(device.Device, "_begin", begin)
+            monkeypatch.setattr(runner.Runner, "_begin", begin)
             usage = asked.result.usage
             turns.append(
                 turn(

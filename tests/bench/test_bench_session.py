@@ -20,7 +20,7 @@ from bench.session.conversation import Conversation, Plan
 from bench.session.summary import SessionReport, series, summarise
 from protocol.errors import NoWorkerError
 from worker.batch import batch
-from worker.device import device
+from worker.device import runner
 from worker.sessions import execution
 
 if TYPE_CHECKING:
@@ -118,15 +118,15 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
 
     That an honest one passes is tested on made turns: here it depends on what else the machine does.
     """
-    begin = device.Device._begin
+    begin = runner.Runner._begin
 
-    def lie(self: device.Device, turn: Any) -> None:
+    def lie(self: runner.Runner, turn: Any) -> None:
         kept, turn.num_kept = turn.num_kept, 0
         begin(self, turn)
         turn.num_reused = kept
         turn.num_prefilled -= kept
 
-    monkeypatch.setattr(device.Device, "_begin", lie)
+    monkeypatch.setattr(runner.Runner, "_begin", lie)
     worker = await local_worker()
     # Turns of some length: the cost of a few tokens is lost in what every turn costs.
     texts = chain(["x" * 300], repeat("y" * 60))

@@ -64,15 +64,15 @@ async def test_an_answer_ends_at_its_deadline_with_what_there_is(
 async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.device.device import Device
+    from worker.device.runner import Runner
 
-    run_step = Device._run_step
+    run_step = Runner._run_step
 
-    def slowly(self: Device, step: Any) -> None:
+    def slowly(self: Runner, step: Any, **how: Any) -> None:
         time.sleep(0.05)
-        run_step(self, step)
+        run_step(self, step, **how)
 
-    monkeypatch.setattr(Device, "_run_step", slowly)
+    monkeypatch.setattr(Runner, "_run_step", slowly)
     worker = await local_worker()
     session = worker.client.session("reading")
     for send in (session.append, session.generate):

@@ -1,0 +1,98 @@
+"""Which KV is cut for the disk, and when: whole blocks as they fill up, and what a tail has grown by.
+
+Device thread only. Knows how far a turn is and how much room there is; not what snapshots are named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import structlog
+
+from cache import layers
+from cache.blocks import Span, tail_start
+
+from .turn import Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker.batch.batch import Batch
+
+    from .memory import Estimator
+    from .scheduler import Step
+    from .turn import Turn
+
+log = structlog.get_logger()
+
+
+class Cutting:
+    """Cuts once `room` is there, which says on this thread how many bytes the disk's queue would take."""
+
+    def __init__(
+        self, batch: Batch, estimator: Estimator, block: int, done: Callable[[Cut], None], *, trimmable: bool
+    ) -> None:
+        """`done` takes each cut; `trimmable` says that KV has no state that only its end has."""
+        self.room: Callable[[], int] | None = None
+        self._batch = batch
+        self._estimator = estimator
+        self._block = block
+        self._done = done
+        self._trimmable = trimmable
+
+    def size_bytes(self, step: Step[Turn]) -> int:
+        """Count the copies for the disk that a step's pieces of prompts make."""
+        if self.room is None:
+            return 0
+        ready = (
+            span.num_tokens
+            for turn, num in step.prefill
+            for span in turn.spans
+            if span.end <= turn.num_cached + num
+        )
+        return sum(ready) * self._estimator.bytes_per_token
+
+    def ready(self, turn: Turn) -> None:
+        """Cut the missing pieces of the prompt that KV covers by now."""
+        while turn.spans and turn.spans[0].end <= turn.num_cached:
+            self.cut(turn, turn.spans.pop(0))
+
+    def tail(self, turn: Turn) -> None:
+        """Cut what an answer's end leaves in the last block."""
+        start = self._tail_start(turn)
+        if start < turn.num_cached:
+            self.cut(turn, Span(start, turn.num_cached))
+
+    def cut(self, turn: Turn, span: Span) -> None:
+        """Cut a span that KV covers: with all that is needed to resume there, if that is where KV ends."""
+        if self.room is None:
+            return
+        row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
+        ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
+        if row is not None:
+            caches = self._batch.caches(row)
+            at_end = at_end and row.num_cached == span.end
+        tensors = None
+        try:
+            tensors = layers.cut(
+                caches,
+                span.start,
+                span.end,
+                at_end=at_end,
+                # What waits for the disk is on the device too: it must not take the place of sessions.
+                room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
+                # A state can be many times a block's KV: the one at the turn's end is worth more than others.
+                spare_states=0 if ends_turn else 1,
+            )
+        except Exception:
+            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
+        has_state = tensors is not None and any(tensor.of_state for tensor in tensors)
+        self._done(Cut(turn, span, tensors, state_lost=at_end and not self._trimmable and not has_state))
+
+    def _tail_start(self, turn: Turn) -> int:
+        """Say where the piece of the tail starts that is to be cut at the end of an answer."""
+        boundary = turn.num_cached - turn.num_cached % self._block
+        if not turn.edges or turn.edges[0] != boundary:
+            return boundary  # nothing of this block was there when the turn began
+        return tail_start(turn.edges, turn.num_cached)

@@ -1,0 +1,431 @@
+"""What the device thread does: it chooses a step, runs it, and brings turns to their end.
+
+Device thread only. It owns the model, every session's KV on the device, and the batch; of commands and of the
+thread itself it knows nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import structlog
+from mlx_lm.models.cache import make_prompt_cache
+
+from cache import layers
+from cache.blocks import Span
+from worker.batch.batch import Batch, Piece, Row
+from worker.models.quantised import unpacked_bytes
+
+from . import machine
+from .cutting import Cutting
+from .memory import Estimator, shape_of
+from .pace import LEAST, Pace
+from .resident import Held, Resident
+from .scheduler import Scheduler, Step
+from .sharing import Sharing
+from .turn import (
+    Event,
+    Faulted,
+    Finished,
+    NoRoomError,
+    Prefilled,
+    Report,
+    Sampled,
+    Spilled,
+    Starved,
+    Turn,
+    num_common,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from protocol.subjects import SessionKey
+    from worker.models.model import LoadedModel
+
+log = structlog.get_logger()
+
+
+class Runner:
+    """The turns under way, and the KV of those that are not. `report` is called after each step."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        report: Callable[[Report], None],
+        *,
+        block_tokens: int,
+        max_batch: int,
+        stall_s: float,
+        limit_bytes: int | None,
+        max_draft: int,
+    ) -> None:
+        machine.limit_freed()
+        mx.reset_peak_memory()
+        self._model = loaded.model
+        self._vocab_size = loaded.vocab_size
+        self._report = report
+        self._block = block_tokens
+        caches = make_prompt_cache(loaded.model)
+        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
+        #: The cache class that cannot be snapshotted, the classes of all layers, and whether KV can be cut
+        #: and trimmed at any token.
+        self.unsupported_cache = layers.unsupported(caches)
+        self.caches = layers.describe(caches)
+        self.trimmable = layers.trimmable(caches)
+        unpacked = unpacked_bytes(caches)
+        self.estimator = Estimator(
+            shape=shape_of(loaded.config),
+            limit_bytes=limit_bytes or machine.default_limit_bytes(),
+            weight_bytes=loaded.weight_bytes,
+            bytes_per_token=loaded.kv_bytes_per_token,
+            fixed_bytes=loaded.kv_fixed_bytes,
+            num_layers=len(caches),
+            fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
+            unpacked_bytes=unpacked if machine.on_cpu() else 0,
+        )
+        #: Who has room for a restore, and who waits for it.
+        self.resident = Resident(self.estimator, block_tokens, self._left)
+        self._batch = Batch(loaded.model, self.resident.make_room, max_draft=max_draft)
+        #: What is cut for the disk; nothing until it has `room`.
+        self.cutting = Cutting(
+            self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
+        )
+        self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
+        self._pace = Pace(stall_s, block_tokens)
+        self._sharing = Sharing()
+        self._events: list[Event] = []
+        self._peak = 0
+        self._num_decoded = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to run."""
+        return bool(self._scheduler)
+
+    def step(self, *, undisturbed: bool) -> None:
+        """Run one step and report it; `undisturbed` says that no command waits."""
+        started = time.perf_counter()
+        step, estimated = self._choose()
+        before = mx.get_active_memory()
+        self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
+        mx.reset_peak_memory()
+        if step:
+            self._run_step(step, undisturbed=undisturbed)
+        step_s = time.perf_counter() - started
+        self._take_up_ready()
+        self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
+        measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
+        self._hand_over(len(step.decode), step_s, estimated, measured)
+
+    def settle(self) -> None:
+        """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
+        self._take_up_ready()
+        self.resident.grant(is_busy=self.is_busy)
+        if self._events:
+            self._hand_over(0, 0.0, 0, 0)
+
+    def begin(self, turn: Turn) -> None:
+        """Take in a turn. One that fails costs itself and its KV, never the thread."""
+        self.resident.arrived(turn.key)
+        self._guarded(turn, self._begin)
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn where it stands; one that is over already is left alone."""
+        if turn in self._scheduler:
+            self._leave(turn)
+        elif self._sharing.give_up(turn):
+            turn.source = None
+            self._guarded(turn, self._take_up)  # so that it keeps what it had
+            self._leave(turn)
+
+    def _choose(self) -> tuple[Step[Turn], int]:
+        """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
+
+        Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
+        for the answers to end. Where no answer runs, prompts that have come less far begin anew later; one
+        that has the device to itself gives up.
+        """
+        if self._batch.is_ahead:
+            return Step(self._scheduler.decoding, ()), 0
+        num_rows = len(self._scheduler.decoding)
+        budget = self._pace.budget(num_rows)
+        while True:
+            step = self._scheduler.next(budget)
+            pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
+            scratch = self.estimator.scratch_bytes(num_rows, pieces, self._batch.num_held)
+            growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
+            growth = self.estimator.growth_bytes(
+                [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
+            )
+            growth += self._batch.leaving_bytes + self.cutting.size_bytes(step)
+            if self.resident.make_room(scratch + growth) or not step.prefill:
+                return step, scratch
+            if budget > LEAST:
+                budget = max(budget // 2, LEAST)
+            elif num_rows:
+                budget = 0
+            elif len(step.prefill) > 1:
+                budget = 1  # one of them
+            elif self.resident.is_promised:
+                self.resident.wait_for_restore()  # its turn, or its end, is the next command
+                return Step((), ()), 0
+            elif not self._give_way() and not self._comes_free(scratch + growth):
+                turn = step.prefill[0][0]
+                self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+
+    def _comes_free(self, size_bytes: int) -> bool:
+        """Have what waits for the disk given up, and wait for its memory; False where that is not enough."""
+        self._emit(Starved())
+        self._hand_over(0, 0.0, 0, 0)
+        return self.resident.comes_free(size_bytes)
+
+    def _give_way(self) -> bool:
+        """Let the prompt that has come the least far begin anew later; False where only one holds KV.
+
+        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
+        """
+        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached]
+        if len(holding) < 2:
+            return False
+        turn = min(holding, key=lambda turn: turn.num_cached)
+        turn.caches = make_prompt_cache(self._model)
+        turn.num_cached = turn.num_reused = turn.num_prefilled = 0
+        return True
+
+    def _left(self, key: SessionKey) -> None:
+        self._emit(Spilled(key))
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _no_room(self, turn: Turn, size_bytes: int) -> str:
+        return (
+            f"reading on after {turn.num_cached} of {turn.target} tokens takes {size_bytes} bytes beside the"
+            f" {mx.get_active_memory()} in use, the limit of the device is {self.estimator.limit_bytes}:"
+            " shorten the session, or raise device_memory"
+        )
+
+    def _hand_over(self, num_rows: int, step_s: float, estimated: int, measured: int) -> None:
+        events, self._events = tuple(self._events), []
+        active = mx.get_active_memory()
+        self._peak = max(self._peak, mx.get_peak_memory(), active)
+        num_decoded, self._num_decoded = self._num_decoded, 0
+        self._report(
+            Report(
+                events,
+                num_rows,
+                num_decoded,
+                step_s,
+                active,
+                self._peak,
+                estimated,
+                measured,
+                self._batch.num_drafted,
+                self._batch.num_accepted,
+            )
+        )
+
+    def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
+        """Run `action`; a failure costs this turn and its KV, never the thread."""
+        try:
+            action(turn)
+        except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
+            self._fault(turn, error)
+
+    def _fault(self, turn: Turn, error: Exception) -> None:
+        if not isinstance(error, NoRoomError):
+            log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
+        self._scheduler.remove(turn)
+        self._sharing.end(turn)
+        self.resident.take(turn.key)
+        turn.caches = turn.row = None
+        self._emit(Faulted(turn, error))
+
+    def _begin(self, turn: Turn) -> None:
+        """Take up a turn, unless another one is about to read the tokens that both begin with."""
+        # An append leaves its last token out only where KV cannot be trimmed: it could not be run again.
+        turn.target = max(len(turn.context) - (turn.answer is None and not self.trimmable), 0)
+        if not self.trimmable:
+            turn.source = None
+        if not self._sharing.begin(turn):
+            self._take_up(turn)
+
+    def _take_up_ready(self) -> None:
+        """Take up the turns that need not wait for another one any more, and those that waited for them."""
+        while ready := self._sharing.ready():
+            for turn in ready:
+                self._guarded(turn, self._take_up)
+
+    def _take_up(self, turn: Turn) -> None:
+        """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled."""
+        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
+        num_context, draws = len(turn.context), turn.answer is not None
+        most_reused = max(num_context - (draws or not self.trimmable), 0)
+        held = self.resident.take(turn.key)
+        usable = turn.num_kept
+        restored = self._rebuilt(turn)
+        if restored is not None:
+            held, usable = restored, len(restored.tokens)
+        shared = self._fork(turn, usable)
+        if shared is not None:
+            held, usable = shared, len(shared.tokens)
+        # MLX reads beyond its table for an id that is not in it, and the process ends.
+        if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
+            raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
+        turn.caches, turn.num_cached = self._trimmed(held, min(usable, most_reused))
+        turn.num_reused = turn.num_cached
+        if draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
+            turn.spans.pop()  # the tail is cut when the answer is over
+        self._scheduler.add(turn)
+        self.cutting.ready(turn)
+        if turn.num_cached == turn.target:
+            self._end(turn)
+
+    def _fork(self, turn: Turn, num_own: int) -> Held | None:
+        """Copy what another session's KV has of the context, if that is more than `num_own` tokens."""
+        if turn.source is None:
+            return None
+        other = self._sharing.source(turn)
+        held = self.resident.get(turn.source) if other is None else _under_way(other, self._batch)
+        num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
+        if held is None or num_tokens <= num_own:
+            return None
+        if not self.resident.make_room(self.estimator.kv_bytes(num_tokens), but=turn.source):
+            return None
+        caches = layers.fork(held.caches, make_prompt_cache(self._model), num_tokens)
+        return Held(caches, turn.context[:num_tokens])
+
+    def _rebuilt(self, turn: Turn) -> Held | None:
+        """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
+        tensors, turn.restored = turn.restored, None
+        if tensors is None:
+            return None
+        try:
+            caches = layers.rebuild(tensors, make_prompt_cache(self._model), turn.num_restored)
+        except ValueError:
+            log.exception("a snapshot does not fit the model", session=str(turn.key))
+            return None
+        return Held(caches, turn.context[: turn.num_restored])
+
+    def _trimmed(self, held: Held | None, num_tokens: int) -> tuple[list[Any], int]:
+        """Cut caches down to `num_tokens`, or start anew where that is not possible."""
+        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self.trimmable):
+            return make_prompt_cache(self._model), 0
+        if len(held.tokens) != num_tokens:
+            layers.trim(held.caches, num_tokens)
+        return held.caches, num_tokens
+
+    def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
+        """Run one step. If it fails its prompts do, and its answers too where they cannot be rolled back."""
+        started = time.perf_counter()
+        try:
+            # A prompt that waits, or a command, gets its turn before anything that could run ahead.
+            alone = undisturbed and len(step.decode) == len(self._scheduler)
+            self._batch.step([self._piece(turn, num) for turn, num in step.prefill], go_on=alone)
+        except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
+            prompts = tuple(turn for turn, _ in step.prefill)
+            if prompts and self._batch.roll_back():
+                for turn in prompts:
+                    self._fault(turn, error)
+            else:
+                self._fault_all((*step.decode, *prompts), error)
+            return
+        step_s = time.perf_counter() - started
+        for turn, num in step.prefill:
+            self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
+        for turn in step.decode:
+            if turn in self._scheduler:  # else it was lost with another one's leaving
+                self._decoded(turn)
+
+    def _piece(self, turn: Turn, num_tokens: int) -> Piece:
+        start, end = turn.num_cached, turn.num_cached + num_tokens
+        if end == turn.target and turn.answer is not None:
+            turn.row = Row(
+                caches=turn.caches,
+                known=turn.context[:],
+                sampling=turn.sampling,
+                num_drawn=len(turn.answer.tokens),
+                num_cached=end,
+                num_left=turn.answer.max_tokens - len(turn.answer.tokens),
+                seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+            )
+        return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
+
+    def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
+        """Count a piece of a prompt, and cut the snapshots that it completes."""
+        start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
+        turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
+        turn.prefill_s += step_s
+        self._emit(Prefilled(turn, turn.num_cached))
+        self.cutting.ready(turn)
+        if turn.row is not None:
+            turn.caches = None
+            self._scheduler.begun(turn)
+            self._sampled(turn, turn.row.drawn[0])
+        elif turn.num_cached == turn.target:
+            self._end(turn)
+
+    def _decoded(self, turn: Turn) -> None:
+        """Take over what a step has drawn for a row, up to the answer's end."""
+        for token in turn.row.drawn if turn.row is not None else ():
+            turn.num_cached += 1
+            self._num_decoded += 1
+            if turn.num_cached % self._block == 0:
+                self.cutting.cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
+            self._sampled(turn, token)
+            if turn.row is None:
+                return
+
+    def _sampled(self, turn: Turn, token: int) -> None:
+        """Add a token to the answer, which may be over with it."""
+        if turn.answer is None:
+            raise AssertionError("only answers decode")
+        index = len(turn.answer.tokens)
+        self._emit(Sampled(turn, index, token, turn.answer.push(token)))
+        if turn.answer.finish_reason is not None:
+            self._leave(turn)
+
+    def _leave(self, turn: Turn) -> None:
+        """End a turn that may be in the batch. If that fails, the merged KV is half changed: all is lost."""
+        try:
+            self._end(turn)
+        except Exception as error:  # noqa: BLE001  # whatever MLX raises
+            self._fault_all((turn, *self._scheduler.decoding), error)
+
+    def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
+        self._batch.clear()
+        for turn in turns:
+            self._fault(turn, error)
+
+    def _end(self, turn: Turn) -> None:
+        """Leave the device: the KV stays resident, and the tail is cut for the disk."""
+        self._scheduler.remove(turn)
+        self._sharing.end(turn)
+        if turn.row is not None:
+            turn.caches = self._batch.remove(turn.row)
+            if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
+                layers.trim(turn.caches, turn.num_cached)
+            turn.row = None
+            self.cutting.tail(turn)
+        caches, turn.caches = turn.caches, None
+        live_bytes = 0
+        if caches is not None and turn.num_cached:
+            layers.shrink(caches)
+            self.resident.put(turn.key, Held(caches, turn.tokens(turn.num_cached)))
+            live_bytes = layers.live_bytes(caches)
+        self._emit(Finished(turn, turn.num_cached, live_bytes))
+
+
+def _under_way(turn: Turn, batch: Batch) -> Held:
+    """Show the KV that a turn has so far, to be read before the next step."""
+    if turn.row is not None:
+        return Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
+    return Held(turn.caches or [], turn.context[: turn.num_cached])
+
+
+def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
+    """Say whether caches have to allocate for so many tokens more."""
+    return not caches or layers.grows(caches[0], num_tokens) is not False
