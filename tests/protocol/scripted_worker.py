@@ -44,6 +44,12 @@ SUBJECTS = Subjects()
 KEY = SessionKey("default", "s1")
 
 
+async def heard(nc: nats.NATS) -> None:
+    """Wait until the server knows of a subscription: nats-py sends the ping of the first flush before it."""
+    await nc.flush()
+    await nc.flush()
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

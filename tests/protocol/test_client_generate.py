@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated
+from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
 
 import protocol.calls
 import protocol.client
@@ -189,7 +189,7 @@ async def test_cancelling_ends_the_answer_with_what_it_has(client: Client, worke
         await worker.result(generated(seq, request, text="He", tokens=(11,), finish_reason="cancelled"))
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
-    await worker.nats.flush()
+    await heard(worker.nats)
     worker.script = script
     generation = client.session("s1").generate(text="hi")
     async for _ in generation:
@@ -480,7 +480,7 @@ async def acknowledge_by_hand(
         await script(seq, decode_request(message.data), acknowledge)
 
     await worker.nats.subscribe(SUBJECTS.every("in"), cb=take)
-    await worker.nats.flush()
+    await heard(worker.nats)
 
 
 async def test_a_result_may_overtake_the_acknowledgement(

@@ -19,6 +19,7 @@ from scripted_worker import (
     NatsServer,
     free_port,
     generated,
+    heard,
     metrics,
     plain_result,
     refuse,
@@ -192,7 +193,7 @@ async def test_info_and_cancel_ask_the_worker_that_holds_the_session(
             await message.respond(encode(failed))
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
-    await worker.nats.flush()
+    await heard(worker.nats)
     session = client.session("s1")
     assert (await session.info()).position == 9
     assert (await session.cancel("g1")).was == "waiting"
@@ -205,7 +206,7 @@ async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorke
         await message.respond(encode(generated(5, decode_ask(message.data, "made-up"))))
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ask"), cb=on_ask)
-    await worker.nats.flush()
+    await heard(worker.nats)
     assert (await client.ask("s1", text="hi", max_tokens=6)).text == "".join(TEXTS)
     assert worker.requests == []
 
@@ -222,7 +223,7 @@ async def test_a_worker_that_does_not_answer_is_given_up(server: NatsServer, wor
         """Say nothing."""
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=ignore)
-    await worker.nats.flush()
+    await heard(worker.nats)
     async with await connect(server.url, control_timeout_s=0.1) as client:
         with pytest.raises(NoWorkerError, match=r"within 0\.1 s"):
             await client.session("s1").info()

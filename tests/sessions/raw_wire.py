@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+from worker.wire.connection import heard
+
 if TYPE_CHECKING:
     from nats.aio.client import Client as Nats
     from nats.aio.msg import Msg
@@ -39,7 +41,7 @@ class Wire:
 
     async def listen(self) -> None:
         await self.nc.subscribe(f"{self.prefix}.*.*.out", cb=self._arrived)
-        await self.nc.flush()
+        await heard(self.nc)
 
     async def _arrived(self, message: Msg) -> None:
         try:

@@ -11,6 +11,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from protocol.subjects import SessionKey, Subjects
+from worker.wire.connection import heard
 from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ async def journal(nats_url: str) -> AsyncIterator[Journal]:
     for number in range(NUM_ENTRIES):
         for session in range(NUM_SESSIONS):
             await nc.publish(subjects.of(key(session), "in"), f"{session}:{number}".encode())
-    await nc.flush()
+    await heard(nc)
     yield Journal(nc, js, subjects)
     await js.delete_stream(subjects.log_stream)
     await nc.close()

@@ -40,6 +40,7 @@ class Cutting:
         self._block = block
         self._done = done
         self._trimmable = trimmable
+        self._due: list[tuple[Turn, Span]] = []
 
     def size_bytes(self, step: Step[Turn]) -> int:
         """Count the copies for the disk that a step's pieces of prompts make."""
@@ -53,18 +54,35 @@ class Cutting:
         )
         return sum(ready) * self._estimator.bytes_per_token
 
-    def ready(self, turn: Turn) -> None:
-        """Cut the missing pieces of the prompt that KV covers by now."""
+    def prompt(self, turn: Turn) -> None:
+        """Note the missing pieces of the prompt that KV covers by now."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
-            self.cut(turn, turn.spans.pop(0))
+            self._due.append((turn, turn.spans.pop(0)))
+
+    def block(self, turn: Turn) -> None:
+        """Note the block that an answer's token has completed, if it has."""
+        if turn.num_cached % self._block == 0:
+            self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
     def tail(self, turn: Turn) -> None:
         """Cut what an answer's end leaves in the last block."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
-            self.cut(turn, Span(start, turn.num_cached))
+            self._cut(turn, Span(start, turn.num_cached))
 
-    def cut(self, turn: Turn, span: Span) -> None:
+    def cut(self, only: Turn | None = None) -> None:
+        """Cut what was noted, or what was of one turn: behind the tokens' report, before their KV changes.
+
+        A turn that was lost meanwhile has nothing to be cut any more.
+        """
+        due, self._due = self._due, []
+        for turn, span in due:
+            if only is not None and turn is not only:
+                self._due.append((turn, span))
+            elif turn.row is not None or turn.caches is not None:
+                self._cut(turn, span)
+
+    def _cut(self, turn: Turn, span: Span) -> None:
         """Cut a span that KV covers: with all that is needed to resume there, if that is where KV ends."""
         if self.room is None:
             return

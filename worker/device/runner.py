@@ -14,7 +14,6 @@ import structlog
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
-from cache.blocks import Span
 from worker.batch.batch import Batch, Piece, Row
 from worker.models.quantised import unpacked_bytes
 
@@ -119,6 +118,7 @@ class Runner:
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
         self._hand_over(len(step.decode), step_s, estimated, measured)
+        self.cutting.cut()
 
     def settle(self) -> None:
         """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
@@ -280,7 +280,8 @@ class Runner:
         if draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
             turn.spans.pop()  # the tail is cut when the answer is over
         self._scheduler.add(turn)
-        self.cutting.ready(turn)
+        self.cutting.prompt(turn)
+        self.cutting.cut(turn)
         if turn.num_cached == turn.target:
             self._end(turn)
 
@@ -355,12 +356,12 @@ class Runner:
         return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
-        """Count a piece of a prompt, and cut the snapshots that it completes."""
+        """Count a piece of a prompt, and begin the answer or end the turn where it was the last one."""
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
-        self.cutting.ready(turn)
+        self.cutting.prompt(turn)
         if turn.row is not None:
             turn.caches = None
             self._scheduler.begun(turn)
@@ -373,8 +374,7 @@ class Runner:
         for token in turn.row.drawn if turn.row is not None else ():
             turn.num_cached += 1
             self._num_decoded += 1
-            if turn.num_cached % self._block == 0:
-                self.cutting.cut(turn, Span(turn.num_cached - self._block, turn.num_cached))
+            self.cutting.block(turn)
             self._sampled(turn, token)
             if turn.row is None:
                 return
@@ -404,6 +404,7 @@ class Runner:
         """Leave the device: the KV stays resident, and the tail is cut for the disk."""
         self._scheduler.remove(turn)
         self._sharing.end(turn)
+        self.cutting.cut(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
             if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed

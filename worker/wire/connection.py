@@ -120,6 +120,16 @@ class _Watch:
             await self._on_closed()
 
 
+async def heard(client: Client) -> None:
+    """Wait until the server knows of all subscriptions so far; else it may still answer that nobody listens.
+
+    nats-py's `flush` sends its ping at once, past what is still to be written: only a second one comes behind
+    it.
+    """
+    await client.flush()
+    await client.flush()
+
+
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
     try:
         await client.jetstream(timeout=timeout_s).account_info()

@@ -15,6 +15,7 @@ from protocol.errors import InvalidMessageError
 from protocol.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.tasks import end
 
+from .connection import heard
 from .journal import MESSAGE_TOO_LARGE
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Desk:
             (self._subjects.every("ask"), self._ask),
         ):
             self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._aside(handle)))
-        await self._nc.flush()  # else the server may answer for a while that nobody listens
+        await heard(self._nc)
 
     async def close(self) -> None:
         """Stop to answer; who still waits runs into a time-out, and finds the result on `out`."""
