@@ -167,6 +167,9 @@ class Store:
         """
         edges, entries = self._prefixes.known(self._root(tenant), blocks.pack(tokens))
         self._index.hold(entries)
+        used = next((entry for entry in reversed(entries) if entry.usable), None)
+        if used is not None:
+            self._use(used)
         return Held(edges, tuple(entries))
 
     def release(self, match: Match | Held) -> None:

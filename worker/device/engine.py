@@ -350,10 +350,12 @@ class Engine:
         if self._store is None:
             return
         found = max(turn.num_kept, num_shared)
+        least = found + found // _RESTORE_GAIN
         for _ in range(_RESTORE_TRIES):
+            if num_usable <= least:  # as in most turns of a session that is in memory
+                break
             match = self._store.match(turn.key.tenant, turn.context[:num_usable])
-            wanted = match.num_tokens - found > found // _RESTORE_GAIN
-            if not wanted or not await self._has_room(turn.key, match.num_tokens):
+            if match.num_tokens <= least or not await self._has_room(turn.key, match.num_tokens):
                 self._store.release(match)
                 break
             restored = await self._store.load(match)
@@ -367,7 +369,9 @@ class Engine:
         turn.edges = running.held.edges
         # An append of such a model ends, and cuts its tail, before the last token.
         end = len(turn.context) if turn.answer is not None else num_usable
-        turn.spans = self._store.wanted(turn.key.tenant, turn.context, 0, end)
+        # What is held is there; but of layers with states, the end of an append is looked for before that.
+        start = turn.edges[0] if self._device.trimmable else 0
+        turn.spans = self._store.wanted(turn.key.tenant, turn.context, start, end)
         running.progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:

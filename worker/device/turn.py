@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cache import blocks
 from cache.blocks import as_tokens
 from worker.batch.sampling import Sampling
 
@@ -79,10 +80,7 @@ class Turn:
 
 def num_common(one: Tokens, other: Tokens) -> int:
     """Count the leading tokens that two sessions share."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(i for i in range(length) if one[i] != other[i])
+    return blocks.num_common(blocks.pack(one), blocks.pack(other))
 
 
 @dataclass(frozen=True, slots=True)
