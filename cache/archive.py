@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from .entries import Row
 from .folder import scan
-from .format import SUFFIX, CacheError, DoubtfulSnapshotError, read_name
+from .format import SUFFIX, read_name
 from .pruning import opened
+from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check, prove
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from .catalog import Catalog
     from .folder import Folder
-    from .format import Name
+    from .snapshot import Name
 
 _MEMBER: Final = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
 _COPY_BYTES: Final = 4 << 20

@@ -9,19 +9,28 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from .snapshot import Place
 
-    from .format import Layout, States
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from .snapshot import Layout, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"
+
+#: A tensor's name, type and shape.
+Spec: TypeAlias = "tuple[str, str, tuple[int, ...]]"
+
+#: Hands work to another I/O thread; cancelled where that has not begun with it.
+Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 #: A plain cache of mlx-lm grows by so many tokens: with room up to the next multiple, the first append after
 #: a restore copies nothing.
@@ -40,16 +49,6 @@ _TYPES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The memory of one tensor: rows, one per head, of `row_bytes`, for tokens of `token_bytes` each."""
-
-    memory: memoryview
-    num_rows: int
-    row_bytes: int
-    token_bytes: int
-
-
 class Blank:
     """Tensors of a layout with room for `num_tokens` or a few more, and those of a state; contents undefined.
 
@@ -57,14 +56,17 @@ class Blank:
     longer than what was written to them: whoever takes them must know how many tokens count.
     """
 
-    def __init__(self, layout: Layout, num_tokens: int, states: States = ()) -> None:
+    def __init__(
+        self, layout: Layout, num_tokens: int, states: States = (), help_out: Help | None = None
+    ) -> None:
+        """`help_out` hands work to another I/O thread, which makes half of the arrays where it is free."""
         capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
         kv = [(name, dtype, (1, heads, capacity, dim)) for name, dtype, (heads, dim) in layout]
-        self._specs: list[tuple[str, str, tuple[int, ...]]] = [*kv, *states]
+        self._specs: list[Spec] = [*kv, *states]
         # An evaluated array's buffer is what the CPU sees of it, and MLX documents writing to a view of it;
         # with unified memory the GPU sees the same. CUDA may keep another copy: there, memory of our own.
         self._in_place = not mx.cuda.is_available()
-        self._owners: dict[str, Any] = self._blank() if self._in_place else self._plain()
+        self._owners: dict[str, Any] = self._blank(help_out) if self._in_place else self._plain()
         self.places: list[Place] = [
             _place(_memory(self._owners[name]), heads, capacity, dim * np.dtype(_TYPES[dtype][1]).itemsize)
             for name, dtype, (heads, dim) in layout
@@ -87,13 +89,27 @@ class Blank:
     def _plain(self) -> dict[str, Any]:
         return {name: np.empty(shape, _TYPES[dtype][1]) for name, dtype, shape in self._specs}
 
-    def _blank(self) -> dict[str, Any]:
+    def _blank(self, help_out: Help | None) -> dict[str, Any]:
         """Make evaluated arrays without writing to them: `mx.zeros` takes as long as reading the KV does."""
-        file: Any = _BlankFile(self._specs)
-        arrays: Any = mx.load(file, format="safetensors", stream=mx.cpu)
-        # mx.load is lazy; this thread waits, without the GIL, while MLX "reads".
-        mx.eval(arrays)
-        return dict(arrays)
+        # MLX evaluates them one by one, each time waiting for its own thread: two can wait at once.
+        half = len(self._specs) // 2
+        theirs: dict[str, Any] = {}
+        helper = None
+        if help_out is not None:
+            with suppress(RuntimeError):  # the threads are ending: this one makes all
+                helper = help_out(lambda: theirs.update(_made(self._specs[half:])))
+        ours = _made(self._specs[:half])
+        if helper is None or helper.cancel():
+            return ours | _made(self._specs[half:])
+        helper.result()
+        return ours | theirs
+
+
+def _made(specs: Sequence[Spec]) -> dict[str, Any]:
+    file: Any = _BlankFile(specs)
+    arrays: Any = mx.load(file, format="safetensors", stream=mx.cpu)
+    mx.eval(arrays)
+    return dict(arrays)
 
 
 def _memory(owner: Any) -> memoryview:
@@ -118,7 +134,7 @@ class _BlankFile:
 
     closed = False
 
-    def __init__(self, specs: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    def __init__(self, specs: Sequence[Spec]) -> None:
         header = {}
         at = 0
         for name, dtype, shape in specs:

@@ -18,8 +18,9 @@ from .blocks import DIGEST_BYTES, link
 from .claims import read_claim
 from .entries import Row
 from .folder import digest_of, file_name
-from .format import DoubtfulSnapshotError, Name, read_name
+from .format import read_name
 from .pins import Pin
+from .snapshot import DoubtfulSnapshotError, Name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

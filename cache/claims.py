@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .format import DoubtfulSnapshotError
 from .identity import FORMAT_VERSION
+from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from pathlib import Path

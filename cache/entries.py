@@ -10,8 +10,8 @@ from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .blocks import DIGEST_BYTES, TOKEN_BYTES
-from .format import Name
 from .numbers import NONE, Numbers
+from .snapshot import Name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from .blocks import DIGEST_BYTES
-from .format import SUFFIX, CacheError
+from .format import SUFFIX
+from .snapshot import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .entries import Row
-    from .format import Name
+    from .snapshot import Name
 
 #: In the column of only children: there are more, and they are in a list.
 _MANY: Final = -2

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from . import states
-from .format import STATE, Tensor
+from .snapshot import STATE, Tensor
 from .states import leaves
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from . import format as snapshot_format
 from .catalog import Catalog
 from .entries import Row
 from .folder import Folder
-from .format import Name, Tensor
 from .identity import Identity
+from .snapshot import Name, Tensor
 from .store import Store
 
 if TYPE_CHECKING:

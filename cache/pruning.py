@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from .catalog import Catalog, reconcile
 from .claims import read_claim
 from .folder import Folder
-from .format import CacheError, DoubtfulSnapshotError
 from .index import Index
 from .pins import Pin, Pins
+from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import format as snapshot_format
-from .format import DoubtfulSnapshotError
+from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Sequence
 
-    from .arrays import Arrays, Blank
+    from .arrays import Arrays, Blank, Help
     from .folder import Folder
-    from .format import Layout, States
+    from .snapshot import Layout, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def restore(
     folder: Folder,
     pieces: Sequence[Piece],
     identity: bytes,
-    help_out: Callable[[Callable[[], None]], Future[None]],
+    help_out: Help,
 ) -> Outcome:
     """Read as many pieces as are beyond doubt, with the help of another I/O thread where one is free.
 
@@ -93,7 +92,7 @@ def restore(
         if last.state:
             num_read = len(pieces) - 1  # that is the one in doubt, if any
             _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
-        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces), states)
+        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces), states, help_out)
         reading = _Reading(folder, pieces, identity, layout, blank)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
@@ -131,7 +130,7 @@ class _Reading:
         self._doubts: dict[int, str] = {}
         self._todo = deque(range(len(pieces)))
 
-    def run(self, help_out: Callable[[Callable[[], None]], Future[None]]) -> tuple[int, str | None]:
+    def run(self, help_out: Help) -> tuple[int, str | None]:
         """Read all; return how many pieces in a row are beyond doubt, and what is wrong with the next."""
         helper = None
         if len(self._pieces) > 1:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from . import eviction
-from .format import CacheError
 from .pins import Pins
+from .snapshot import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

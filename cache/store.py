@@ -18,13 +18,13 @@ import structlog
 
 from . import blocks
 from . import format as snapshot_format
-from .format import Name
 from .leaving import Leaving
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
 from .prefixes import Prefixes
 from .restore import Piece, Restored, leave, restore
 from .room import Room
+from .snapshot import Name
 from .stats import SnapshotStats
 from .writer import DropReason, Write, Writer
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from .blocks import Span
     from .entries import Entry
-    from .format import Tensor
     from .identity import Identity
+    from .snapshot import Tensor
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -18,9 +18,10 @@ from . import format as snapshot_format
 from .claims import read_claim
 from .entries import Row
 from .folder import scan
-from .format import SUFFIX, CacheError, DoubtfulSnapshotError, Name
+from .format import SUFFIX
 from .index import Index
 from .pins import Pin, Pins
+from .snapshot import CacheError, DoubtfulSnapshotError, Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import psutil
 import structlog
 
-from cache.format import CacheError
 from cache.identity import folder_identity
+from cache.snapshot import CacheError
 from cache.store import Store
 from protocol.errors import TurnkeepError
 from protocol.messages import Metrics, SnapshotCounters

@@ -25,8 +25,9 @@ import numpy as np  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from cache import blocks, layers  # noqa: E402
-from cache.format import Name, draft  # noqa: E402
+from cache.format import draft  # noqa: E402
 from cache.identity import Identity  # noqa: E402
+from cache.snapshot import Name  # noqa: E402
 from worker.batch.forward import Forward  # noqa: E402
 from worker.models import model as models  # noqa: E402
 

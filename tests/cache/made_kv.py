@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cache.format import Tensor
 from cache.identity import Identity
+from cache.snapshot import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
 
-from cache.format import CacheError
+from cache.snapshot import CacheError
 from cache.store import Store
 
 COUNT, KILL, TEAR, FAIL, SLOW = range(5)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import blocks
-from cache.format import Name
 from cache.index import Index
 from cache.numbers import NONE, Numbers
 from cache.recency import Recency
+from cache.snapshot import Name
 
 #: Few beginnings, so that many want the same place; some of the last place of any table.
 DIGESTS = st.builds(

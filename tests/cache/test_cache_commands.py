@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from made_kv import assert_is_kv_of, identity, save_all
 
 from cache import archive, survey
-from cache.format import CacheError
 from cache.identity import FORMAT_VERSION
+from cache.snapshot import CacheError
 from worker.commands.cli import main
 
 TOKENS = list(range(10))

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from cache import blocks
 from cache.entries import Row
-from cache.format import Name
 from cache.index import Index
+from cache.snapshot import Name
 
 RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
 

@@ -14,7 +14,7 @@ from cache import blocks
 from cache import format as snapshot_format
 from cache.arrays import Blank
 from cache.blocks import Span
-from cache.format import DoubtfulSnapshotError, Name, Tensor
+from cache.snapshot import DoubtfulSnapshotError, Name, Tensor
 
 IDENTITY = identity()
 TOKENS = list(range(20, 34))

@@ -19,7 +19,8 @@ import click
 
 from cache import archive, pruning, survey
 from cache.folder import DirectoryLockedError, Folder
-from cache.format import SUFFIX, CacheError
+from cache.format import SUFFIX
+from cache.snapshot import CacheError
 from protocol.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size, size_text
 

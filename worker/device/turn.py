@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from cache.blocks import Span, Tokens
-    from cache.format import Tensor
+    from cache.snapshot import Tensor
     from protocol.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer

@@ -1,0 +1,90 @@
+"""What a snapshot is: its name, its tensors, and what may be wrong with one. Knows nothing of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from .blocks import TOKEN_BYTES, Span, link
+
+#: Bytes per element of the types that KV and states come in, by their names in safetensors.
+ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
+
+#: What the names of a state's tensors begin with; the others are cut by tokens, along their axis 2.
+STATE: Final = "state."
+
+
+class CacheError(Exception):
+    """Root of what this package raises."""
+
+
+class DoubtfulSnapshotError(CacheError):
+    """A file is not, beyond doubt, the snapshot that was asked for. `reason` is a short phrase."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor as plain bytes. `dtype` is a key of `ITEM_BYTES`.
+
+    `shape` is (1, heads, tokens, head_dim), unless it is part of a state: then it may be any.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def of_state(self) -> bool:
+        """Whether it holds what is true at the snapshot's end only."""
+        return self.name.startswith(STATE)
+
+
+#: Name, type and shape (the token axis left out) of every tensor that is cut by tokens: equal in all
+#: snapshots of a chain.
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+#: Name, type and whole shape of every tensor of a state.
+States = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+class Name(NamedTuple):
+    """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`.
+
+    A session can be resumed at its end, unless it lacks the state that some layers have there: without being
+    `resumable` it only joins what is before it to what follows.
+    """
+
+    parent: bytes
+    start: int
+    tokens: bytes
+    resumable: bool = True
+
+    @property
+    def digest(self) -> bytes:
+        """The name proper; the file is called after it."""
+        return link(self.parent, self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def span(self) -> Span:
+        """The positions that it covers."""
+        return Span(self.start, self.start + self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The memory of one tensor: rows, one per head, of `row_bytes`, for tokens of `token_bytes` each."""
+
+    memory: memoryview
+    num_rows: int
+    row_bytes: int
+    token_bytes: int
