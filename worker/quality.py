@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
 
@@ -29,15 +29,13 @@ from cache.format import draft  # noqa: E402
 from cache.identity import Identity  # noqa: E402
 from cache.snapshot import Name  # noqa: E402
 from worker.batch.forward import Forward  # noqa: E402
+from worker.device import machine  # noqa: E402
 from worker.models import model as models  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from worker.models.model import LoadedModel
-
-#: What a worker on a CPU lets MLX keep of freed memory.
-_MLX_CACHE_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     chosen = settings.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
-    mx.set_cache_limit(_MLX_CACHE_BYTES)
+    machine.limit_freed()
     block = min(chosen.block_tokens, given.window)
     plan = Plan(given.window, given.windows, given.answer, given.answers, block)
     try:
