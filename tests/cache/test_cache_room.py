@@ -204,6 +204,19 @@ async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> Non
     assert_sum_rule(store)
 
 
+async def test_what_is_held_counts_as_used(open_store) -> None:
+    """A session that stays in memory is not looked up on disk, but its snapshots are not the first to go."""
+    store = await open_store()
+    for session in range(3):
+        save_all(store, "a", [session, 1])
+    await store.barrier(5)
+    store.release(store.hold("a", [0, 1, 5]))
+    size = store.stats().stored_bytes // 3
+    await store.close()
+    store = await open_store(max_bytes=2 * size + size // 2)
+    assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
+
+
 async def test_a_catalog_of_version_1_keeps_its_recency(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(3):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
 
+from cache import layers
 from cache.blocks import Span, as_tokens, spans
 from worker.batch.sampling import Sampling
 from worker.device.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
@@ -138,6 +139,27 @@ def test_an_answer_cuts_only_what_its_tail_has_grown_by(make_rig, model, edges, 
     turn = generate(prompt(27), 5, num_kept=27, edges=edges)
     rig.run(turn)
     assert rig.cuts(turn) == [cut] * (cut is not None)
+
+
+def test_tokens_are_reported_before_what_they_complete_is_cut(make_rig, model, monkeypatch) -> None:
+    """Cutting copies a block: the first token does not wait for that."""
+    seen, cut = threading.Event(), layers.cut
+    waited: list[bool] = []
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        waited.append(seen.wait(10))
+        return cut(*arguments, **options)
+
+    monkeypatch.setattr(layers, "cut", held)
+    rig = make_rig(model, room=lambda: 2**30)
+    turn = generate(prompt(BLOCK), 40, spans=spans(0, BLOCK, BLOCK))
+    rig.device.submit(turn)
+    rig.wait(lambda _: bool(rig.tokens(turn)))
+    seen.set()
+    rig.finish(turn)
+    assert len(waited) > 2
+    assert all(waited)
+    assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
 
 
 def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> None:
