@@ -73,9 +73,12 @@ def restore(
     folder: Folder,
     pieces: Sequence[Piece],
     identity: bytes,
+    room_tokens: int,
     help_out: Help,
 ) -> Outcome:
     """Read as many pieces as are beyond doubt, with the help of another I/O thread where one is free.
+
+    The arrays get room for `room_tokens` at the least: a session that goes on and has none copies all its KV.
 
     Most of the time goes into pages of fresh memory, which two threads get twice as fast. `help_out` hands
     work to such a thread.
@@ -92,7 +95,8 @@ def restore(
         if last.state:
             num_read = len(pieces) - 1  # that is the one in doubt, if any
             _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
-        blank = arrays.Blank(layout, sum(piece.num_tokens for piece in pieces), states, help_out)
+        num_tokens = sum(piece.num_tokens for piece in pieces)
+        blank = arrays.Blank(layout, max(num_tokens, room_tokens), states, help_out)
         reading = _Reading(folder, pieces, identity, layout, blank)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:

@@ -179,8 +179,8 @@ class Store:
             self._leaving.resume(entry)
         self._room.check()
 
-    async def load(self, match: Match) -> Restored | None:
-        """Read a match into evaluated arrays, on an I/O thread.
+    async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
+        """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on an I/O thread.
 
         A doubtful file goes to quarantine together with what continues it, and the prefix before it is
         returned; None where nothing is left, or where no state was read: match again then. Releases the
@@ -199,7 +199,7 @@ class Store:
         ]
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
-                self._io, restore, self._folder, pieces, self._identity_digest, self._io.submit
+                self._io, restore, self._folder, pieces, self._identity_digest, room_tokens, self._io.submit
             )
         except RuntimeError as error:  # MLX's, which has no memory, say: a miss, and no fault of the files
             _log.error("restore_failed", error=str(error))

@@ -45,6 +45,7 @@ from .tasks import end
 from .telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from nats.aio.client import Client
@@ -78,10 +79,20 @@ class WorkerError(TurnkeepError):
 class App:
     """One worker. `run` starts it, serves until `stop` is called, and takes it down."""
 
-    def __init__(self, settings: Settings, *, progress: Progress | None = None) -> None:
-        """`progress(done, total, what)` hears of long steps of the start, from any thread."""
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        progress: Progress | None = None,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`progress(done, total, what)` hears of long steps of the start, from any thread.
+
+        `loaded` is called once the weights are in memory.
+        """
         self._settings = settings
         self._progress = progress
+        self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
         self._telemetry = Telemetry()
         self._stop = asyncio.Event()
@@ -156,6 +167,7 @@ class App:
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)
+        self._weights_loaded()
         log.info(
             "loaded the model",
             model=loaded.name,

@@ -257,6 +257,11 @@ class Settings:
         None,
         "bytes that macOS must not page out, on Metal; other devices have no such limit",
     )
+    spare_memory: int = _setting(
+        _size(0, _GIB),
+        256 * _MIB,
+        "bytes of freed memory that the process keeps for reuse, and gets ready at its start; Linux CPU only",
+    )
     snapshots: str = _setting(
         _choice("on", "off", "temporary"),
         "on",

@@ -63,7 +63,8 @@ class ManyBench(Bench[ManyReport]):
 
     async def measure(self, run: Run) -> None:
         """Build the sessions and ask them. Raises `NoWorkerError` where there is no worker."""
-        options = ["--metrics-interval-s", f"{METRICS_S}s"]
+        # Memory that is ready before it is needed would hide what sessions take.
+        options = ["--metrics-interval-s", f"{METRICS_S}s", "--spare-memory", "0"]
         if self._where.url is None:
             # Another worker tells what sessions take: a limit is set at the start.
             async with run.worker(where=self._where) as (_, client):

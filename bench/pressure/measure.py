@@ -73,6 +73,7 @@ class PressureBench(Bench[PressureReport]):
         """Find out what sessions take, set the limits, and load the worker. Raises `BenchError`."""
         room = self._plan.room
         options = ["--metrics-interval-s", f"{METRICS_S}s", "--max-batch", f"{self._plan.rows}"]
+        options += ["--spare-memory", "0"]  # it would hide what the process grows by
         async with run.worker(*options, "--max-context", f"{room}", where=self._where) as (_, client):
             self._sizes = sizes = await _size(client)
         self._device_limit = sizes.beside_bytes + sizes.kv_bytes(room)

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
+from cache import layers
 from cache.blocks import as_tokens
 from cache.identity import Identity
 from cache.store import Store
@@ -137,6 +138,27 @@ async def test_after_an_append_the_restored_session_goes_on_bit_by_bit(
     assert got == list(expected[1:])
     assert len(set(expected[2])) == 20
     assert outcome.num_prefilled <= 1, "the last token's own forward pass draws the first one"
+
+
+@pytest.mark.parametrize("num_new", [4, 30, 400], ids=["no growth", "to the turn's end", "in steps"])
+async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, monkeypatch, num_new) -> None:
+    """The session is at the edge of what caches allocate at a time."""
+    tokens = prompt(250)
+    async with open_process() as before:
+        await before.append(tokens)
+        await before.store.barrier(10)
+    capacities = []
+    rebuild = layers.rebuild
+    monkeypatch.setattr(
+        layers,
+        "rebuild",
+        lambda tensors, *rest: (
+            capacities.append({tensor.shape[2] for tensor in tensors.values()}) or rebuild(tensors, *rest)
+        ),
+    )
+    async with open_process() as after:
+        await after.generate(tokens + prompt(num_new, salt=5), 2)
+    assert capacities == [{256 if num_new == 4 else 512}]
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4)])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 #: Prompts of the comparison, as long as two chunks of the first one, and a decode step after them.
-_TRIAL: Final = ((7, 5), (3,))
+_TRIAL: Final = ((16, 5), (3,))
 #: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
 #: or a position that is wrong they differ by much.
 _TOLERANCE: Final = {mx.float32: 1e-3}

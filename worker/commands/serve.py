@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from worker.heap import Spare
 from worker.logs import configure
-from worker.models.blas import preload
+from worker.models.blas import computes_on_linux_cpu, preload
 from worker.settings import SettingsError
 
 from .progress import terminal_progress
@@ -37,17 +38,18 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """
     configure(settings.log_format, settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
-    asyncio.run(_serve(settings, read_again))
+    asyncio.run(_serve(settings, read_again, spare))
 
 
-async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
+async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: Spare) -> None:
     from worker.app import App
 
     loop = asyncio.get_running_loop()
     told = False
     with terminal_progress() as progress:
-        app = App(settings, progress=progress)
+        app = App(settings, progress=progress, loaded=spare.release)
         running = asyncio.create_task(app.run())
 
         def stop(number: signal.Signals) -> None:

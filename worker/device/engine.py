@@ -20,7 +20,7 @@ from cache.blocks import as_tokens
 from worker.batch.sampling import Sampling
 
 from .admission import place
-from .memory import grown
+from .memory import GROWTH_TOKENS, grown
 from .turn import (
     Cut,
     Event,
@@ -355,10 +355,12 @@ class Engine:
             if num_usable <= least:  # as in most turns of a session that is in memory
                 break
             match = self._store.match(turn.key.tenant, turn.context[:num_usable])
-            if match.num_tokens <= least or not await self._has_room(turn.key, match.num_tokens):
+            # With room for what the turn runs first, so that it need not copy the KV to grow.
+            room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
+            if match.num_tokens <= least or not await self._has_room(turn.key, room_tokens):
                 self._store.release(match)
                 break
-            restored = await self._store.load(match)
+            restored = await self._store.load(match, room_tokens=room_tokens)
             if restored is not None:
                 if restored.num_tokens > found:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens

@@ -98,6 +98,9 @@ class Resident:
             fits = self.make_room(size_bytes)
             if not fits and (is_busy or self._promised):
                 return
+            if not fits:
+                mx.synchronize()  # a step begun ahead that nobody needs any more may still hold some
+                fits = self.make_room(size_bytes)
             if fits:
                 self._promised[ask.key] = size_bytes
             del self._asking[0]

@@ -32,7 +32,7 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
 
     Call it before `mlx.core` is imported, from any thread; later calls change nothing.
     """
-    if not _needed():
+    if not computes_on_linux_cpu():
         return BlasStatus(None, needed=False, advice="")
     earlier = _is_global()
     late = "mlx.core" in sys.modules and not earlier
@@ -54,7 +54,7 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     )
 
 
-def _needed() -> bool:
+def computes_on_linux_cpu() -> bool:
     """Tell whether MLX's back end here is the Linux CPU one: macOS has Accelerate, CUDA its own BLAS."""
     return sys.platform == "linux" and not any(map(_is_installed, ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")))
 

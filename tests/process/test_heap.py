@@ -1,0 +1,69 @@
+"""What is made ready needs no new pages, and what is freed stays; counted by the kernel, in processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from worker.heap import Spare
+from worker.models.blas import computes_on_linux_cpu
+
+MIB = 2**20
+PAGES = 48 * MIB // 4096
+
+#: Takes and writes 48 MiB in pieces, twice, and prints how many pages the kernel had to find each time.
+PROGRAM = """
+import ctypes, resource, sys
+from worker.heap import Spare
+
+MIB = 2**20
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    taken = [libc.malloc(2 * MIB) for _ in range(24)]
+    for address in taken:
+        ctypes.memset(address, 1, 2 * MIB)
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    for address in taken:
+        libc.free(address)
+    return found
+
+spare = Spare(int(sys.argv[1]))
+weights = libc.malloc(8 * MIB)  # what comes before the release takes nothing of it
+ctypes.memset(weights, 1, 8 * MIB)
+spare.release()
+print(faults(), faults())
+"""
+
+needs_glibc = pytest.mark.skipif(not computes_on_linux_cpu(), reason="MLX has its own memory here")
+
+
+def faults(size_bytes: int) -> list[int]:
+    command = [sys.executable, "-c", PROGRAM, str(size_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [int(number) for number in done.stdout.split()]
+
+
+@needs_glibc
+def test_spare_memory_is_ready_and_stays() -> None:
+    assert max(faults(64 * MIB)) < PAGES / 10
+
+
+@needs_glibc
+def test_without_it_every_page_is_a_new_one() -> None:
+    first, _ = faults(0)
+    assert first >= PAGES
+
+
+@needs_glibc
+def test_as_much_as_was_asked_for_is_kept_of_what_is_freed() -> None:
+    first, second = faults(16 * MIB)
+    assert first >= PAGES / 2
+    assert second <= PAGES / 2
+
+
+def test_releasing_nothing_is_no_fault() -> None:
+    Spare(0).release()
