@@ -46,13 +46,14 @@ class Cutting:
         """Count the copies for the disk that a step's pieces of prompts make."""
         if self.room is None:
             return 0
-        ready = (
+        ready = sum(
             span.num_tokens
             for turn, num in step.prefill
             for span in turn.spans
             if span.end <= turn.num_cached + num
         )
-        return sum(ready) * self._estimator.bytes_per_token
+        waiting = sum(span.num_tokens for _, span in self._due)
+        return (ready + waiting) * self._estimator.bytes_per_token
 
     def prompt(self, turn: Turn) -> None:
         """Note the missing pieces of the prompt that KV covers by now."""
@@ -73,14 +74,20 @@ class Cutting:
     def cut(self, only: Turn | None = None) -> None:
         """Cut what was noted, or what was of one turn: behind the tokens' report, before their KV changes.
 
-        A turn that was lost meanwhile has nothing to be cut any more.
+        What an answer's first token would wait for is cut behind that. A turn that was lost meanwhile has
+        nothing to be cut any more.
         """
         due, self._due = self._due, []
         for turn, span in due:
-            if only is not None and turn is not only:
+            if turn is not only and (only is not None or self._is_about_to_answer(turn)):
                 self._due.append((turn, span))
             elif turn.row is not None or turn.caches is not None:
                 self._cut(turn, span)
+
+    def _is_about_to_answer(self, turn: Turn) -> bool:
+        """Say whether a turn's next piece is its prompt's last; its KV can be cut as well after that."""
+        begins = turn.answer is not None and turn.row is None
+        return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 
     def _cut(self, turn: Turn, span: Span) -> None:
         """Cut a span that KV covers: with all that is needed to resume there, if that is where KV ends."""
