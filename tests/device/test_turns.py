@@ -121,6 +121,17 @@ def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
     assert rig.cuts(exact) == [(24, 32)], "an answer that ends on the grid has no tail"
 
 
+@pytest.mark.parametrize("max_new", [1, 14])
+def test_a_first_token_does_not_wait_for_the_block_before_it(make_rig, model, max_new) -> None:
+    """Earlier blocks are cut as they are there, so that a long prompt's do not pile up."""
+    rig = make_rig(model, room=lambda: 2**30)
+    turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24), Span(24, 30)])
+    rig.run(turn)
+    assert rig.cuts(turn)[:3] == [(0, 8), (8, 16), (16, 24)]
+    events = [event for event in rig.of(turn) if isinstance(event, Cut | Sampled)]
+    assert [type(event) for event in events[:4]] == [Cut, Cut, Sampled, Cut]
+
+
 @pytest.mark.parametrize(
     ("edges", "cut"),
     [

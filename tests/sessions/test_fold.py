@@ -33,6 +33,7 @@ from protocol.messages import (
 from protocol.subjects import SessionKey
 from worker.device.engine import Outcome
 from worker.models.tokenizer import Tokenizer
+from worker.sessions import session
 from worker.sessions.execution import Execution
 from worker.sessions.history import Folder
 from worker.sessions.record import Record
@@ -56,6 +57,7 @@ class Log:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.chunks: list[Chunk] = []
+        self.looks: list[str] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
@@ -73,7 +75,8 @@ class Log:
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
 
-    async def published(self, *_: Any) -> list[Chunk]:
+    async def published(self, _: SessionKey, request_id: str) -> list[Chunk]:
+        self.looks.append(request_id)
         return self.chunks
 
 
@@ -166,7 +169,7 @@ class World:
     def publish(self, request: Request | bytes) -> int:
         body = request if isinstance(request, bytes) else encode(request)
         seq = self.log.add("in", body)
-        self.session.ring(seq)
+        self.session.ring(seq, body)
         return seq
 
     async def ask(self, request: Request | bytes) -> Result:
@@ -318,7 +321,7 @@ async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(wo
     assert cancelled.was == "waiting"
     world.assert_fold_is_life()
     world.crash()
-    world.session.ring(third)
+    world.session.ring(third, b"")
     await world.session.run()
     assert [result.seq for result in world.results] == [second, first, third]
     assert world.result(second).code == "expired"
@@ -348,10 +351,36 @@ async def test_deliveries_of_requests_that_were_answered_already_are_settled(wor
     world.crash()
     third = world.publish(Append(id="c", text="three"))
     for seq in (second, first):
-        world.session.ring(seq)
+        world.session.ring(seq, b"")
     await world.session.run()
     assert sorted(world.settled) == [first, second, third]
     assert not world.session.has_work
+
+
+@pytest.mark.parametrize(("fresh_s", "looks"), [(60.0, ["begun"]), (0.0, ["begun", "begun"])])
+async def test_tokens_that_were_published_are_looked_for_beside_reading_the_log(
+    world, monkeypatch, fresh_s, looks
+) -> None:
+    """Once, unless the log took so long that another worker may have published more."""
+    monkeypatch.setattr(session, "_FRESH_S", fresh_s)
+    whole = await world.ask(Generate(id="whole", text="up", max_tokens=6))
+    await world.ask(Rewind(id="back", position=0))
+    begun = world.publish(Generate(id="begun", text="up", max_tokens=6))
+    world.log.chunks = [Chunk(0, whole.tokens[:3], whole.text[:3])]
+    world.log.looks.clear()
+    await world.session.run()
+    assert world.result(begun).tokens == whole.tokens
+    assert world.log.looks == looks
+
+
+async def test_what_was_found_of_one_request_is_not_taken_for_another_one(world) -> None:
+    """The second is delivered first."""
+    first = world.log.add("in", encode(Generate(id="first", text="one", max_tokens=4)))
+    world.publish(Generate(id="second", text="two", max_tokens=4))
+    world.session.ring(first, b"")
+    await world.session.run()
+    assert [result.seq for result in world.results] == [1, 2]
+    assert world.log.looks == ["second", "first", "second"]
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])
@@ -366,7 +395,7 @@ async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_b
     said = len(result.text) // 2 if cancel_after else len(result.text)
     world.log.chunks = [Chunk(0, result.tokens, result.text[:said])]
     world.crash()
-    world.session.ring(seq)
+    world.session.ring(seq, b"")
     await world.session.run()
     assert world.outbox.ended == ["g"]
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])

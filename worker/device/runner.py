@@ -191,6 +191,7 @@ class Runner:
         if len(holding) < 2:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
+        self.cutting.cut(turn)  # what was to be cut later
         turn.caches = make_prompt_cache(self._model)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
         return True

@@ -145,7 +145,7 @@ class Execution:
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        reading = asyncio.create_task(self._journal.published(key, request.id))
+        reading = pending.published or asyncio.create_task(self._journal.published(key, request.id))
         try:
             extended = await self._extend(history, request)
             published = await reading

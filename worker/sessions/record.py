@@ -25,7 +25,7 @@ from .history import DivergedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.messages import Request, Result
+    from protocol.messages import Chunk, Request, Result
     from worker.wire.journal import Entry
 
     from .history import Folder, History
@@ -39,7 +39,7 @@ class Pending:
     """A request without a result. `request` is None where the body is no valid one; `error` says why.
 
     `stored_s` is when the log took it, in seconds since 1970. `held_text` is what an answer that was ended
-    early still had to say.
+    early still had to say; `published` are its chunks in the token stream, where they are being read already.
     """
 
     seq: int
@@ -50,6 +50,7 @@ class Pending:
     cancelled: bool = False
     expired: bool = False
     held_text: str = ""
+    published: asyncio.Task[list[Chunk]] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

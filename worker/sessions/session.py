@@ -7,9 +7,10 @@ result yet, one request at a time. The sequence of its last result fences it aga
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
@@ -35,7 +36,7 @@ from .history import RefusedError
 from .record import Record, request_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
     from protocol.messages import Request, Result
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from .record import Answered, Pending
 
 log = structlog.get_logger()
+
+#: What was read of the token stream counts for so long: less than any `ack_wait_s`.
+_FRESH_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Session:
         self._wake = wake
         self._record = Record(services.folder)
         self._rung: set[int] = set()  # deliveries that the record has not been asked about yet
+        self._delivered = b""  # the first of them
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.used_s = monotonic()
@@ -106,24 +111,53 @@ class Session:
         """Whether `run` has something to do."""
         return bool(self._record.pending or self._rung)
 
-    def ring(self, seq: int) -> None:
+    def ring(self, seq: int, body: bytes) -> None:
         """Take a delivery: the log has an entry at `seq`, which is to be settled once it has its result."""
         self._rung.add(seq)
+        self._delivered = self._delivered or body
         self._wake(self)
 
     async def run(self) -> None:
         """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
         while True:
             try:
-                await self.catch_up()
-                await self._settle_answered()
-                if self._record.pending:
-                    await self._answer(self._record.pending[0])
-                elif not self.has_work:
-                    return
+                with self._reading_ahead() as give:
+                    await self.catch_up()
+                    await self._settle_answered()
+                    if self._record.pending:
+                        give(self._record.pending[0])
+                        await self._answer(self._record.pending[0])
+                    elif not self.has_work:
+                        return
             except FencedError as error:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
+
+    @contextmanager
+    def _reading_ahead(self) -> Iterator[Callable[[Pending], None]]:
+        """Look for published tokens of the generate that was delivered, beside reading the log.
+
+        They are given to the request if that is the next one, and if the log did not take so long that
+        another worker may have gone on with it since.
+        """
+        body, self._delivered = self._delivered, b""
+        request = None
+        with suppress(InvalidMessageError):
+            request = decode_request(body) if body and not self._record.pending else None
+        if not isinstance(request, Generate) or self._bad_name is not None:
+            yield lambda _: None
+            return
+        begun_s, name = monotonic(), request.id
+        reading = asyncio.create_task(self._services.journal.published(self.key, name))
+
+        def give(pending: Pending) -> None:
+            if pending.id == name and monotonic() - begun_s < _FRESH_S:
+                pending.published = reading
+
+        try:
+            yield give
+        finally:
+            reading.cancel()
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
         """Read the log as far as deliveries have told of it; the first time, or if asked to, all of it.

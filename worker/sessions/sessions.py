@@ -79,7 +79,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def ring(self, subject: str, seq: int) -> None:
+    def ring(self, subject: str, seq: int, body: bytes) -> None:
         """Take a delivery to its session."""
         # Not `Subjects.parse`: a request under a bad name is in the log, so it gets its answer there.
         _, tenant, name, _ = subject.rsplit(".", 3)
@@ -87,7 +87,7 @@ class Sessions:
         if {tenant, name} & {"*", ">"}:
             self._aside(self._refuse_pattern(key, seq))
         else:
-            self._hold(key).ring(seq)
+            self._hold(key).ring(seq, body)
 
     async def control(self, subject: str, body: bytes) -> ControlReply:
         """Answer what came on a session's `ctl`."""

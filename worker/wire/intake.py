@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from .streams import Streams
 
+    Ring = Callable[[str, int, bytes], None]
+
 log = structlog.get_logger()
 
 _FETCH = 64
@@ -61,10 +63,10 @@ class Intake:
         """Requests that wait or run here."""
         return len(self._held)
 
-    async def pull(self, ring: Callable[[str, int], None]) -> None:
+    async def pull(self, ring: Ring) -> None:
         """Pull until cancelled. At `max_held` it pauses: what is not pulled waits in the stream.
 
-        `ring(subject, sequence)` is called for each delivery that is not held yet; it must not block.
+        `ring(subject, sequence, body)` is called for each delivery that is not held yet; it must not block.
         """
         while True:
             try:
@@ -99,7 +101,7 @@ class Intake:
         if self._fault:
             raise nats.errors.Error(self._fault)
 
-    def _arrival(self, ring: Callable[[str, int], None]) -> Callable[[Msg], Awaitable[None]]:
+    def _arrival(self, ring: Ring) -> Callable[[Msg], Awaitable[None]]:
         async def arrived(message: Msg) -> None:
             if message.subject.startswith("_INBOX."):  # a request comes under its own subject
                 if message.subject != self._inbox:
@@ -117,7 +119,7 @@ class Intake:
             known = seq in self._held
             self._held[seq] = message  # the newest delivery is the one whose ack counts
             if not known:
-                ring(message.subject, seq)
+                ring(message.subject, seq, message.data)
 
         return arrived
 
