@@ -143,11 +143,12 @@ class SnapshotsBench(Bench[SnapshotsReport]):
         table = Table(box=None, header_style="bold")
         table.add_column("batch", justify="right")
         table.add_column("side", no_wrap=True)
-        for name in ("decoding, of off", "prompts, of off"):
+        for name in ("decoding, of off", "fastest", "prompts, of off"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in report.summary.costs:
             if one.side != OFF:
-                table.add_row(f"{one.batch}", one.side, text_of(one.decode), text_of(one.prefill))
+                decoding, prompts = text_of(one.decode), text_of(one.prefill)
+                table.add_row(f"{one.batch}", one.side, decoding, f"{one.fastest:.3f}", prompts)
         console.print(table)
 
 

@@ -68,6 +68,7 @@ def test_what_is_promised_is_held_against_the_speed_without_snapshots_in_the_sam
     assert judged(made({ON: 0.97}))[FAST_ON] is False
     assert judged(made({ON: 0.985, SLOW: 0.96, FAILING: 0.94}))[FAST_ON:] == [True, True, False]
     (cost,) = [one for one in summarise(made({ON: 0.9})).costs if (one.batch, one.side) == (4, ON)]
+    assert cost.fastest == pytest.approx(0.9)
     assert cost.decode.median == pytest.approx(0.9)  # though every round is slower than the one before
     assert cost.prefill.median == 1
 
