@@ -223,19 +223,11 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
     snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
-    files = folder.names()
-    known: dict[bytes, Row] = {}
-    parents: set[bytes] = set()
-    wrong: list[Row] = []
-    for row in catalog.rows():
-        if _proven(row) in files:
-            known[row[0]] = row
-            if row[2]:
-                parents.add(row[1])
-        else:
-            wrong.append(row)
-    if len(known) == len(files) and not wrong and parents <= known.keys():
-        return list(known.values()), 0  # as a run in order leaves it
+    files, rows = folder.names(), catalog.rows()
+    if _in_order(rows, files):
+        return rows, 0
+    known = {row.digest: row for row in rows if _proven(row) in files}
+    wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
     doubtful = 0
@@ -270,6 +262,21 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful
+
+
+def _in_order(rows: list[Row], files: set[str]) -> bool:
+    """Say whether all is as a run in order leaves it: a file for each row, and nothing in doubt.
+
+    Goes through columns, not rows: a start looks at all of them. See `_proven` for what a row must prove.
+    """
+    digests, parents, starts, tokens, *_ = zip(*rows, strict=True) if rows else ((), (), (), ())
+    try:
+        if not all(tokens) or list(map(link, parents, tokens)) != list(digests):
+            return False
+    except (AttributeError, TypeError):  # not even of the right types
+        return False
+    continued = {parent for parent, start in zip(parents, starts, strict=True) if start}
+    return continued <= set(digests) and files == set(map(file_name, digests))
 
 
 def _proven(row: Row) -> str:
