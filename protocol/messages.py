@@ -54,9 +54,13 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which positions keep their KV. Version 1 knows `full`: all of them."""
+    """Which positions keep their KV, and how precisely. Version 1 knows the policy `full`: all of them.
+
+    With `kv_bits` the session insists on KV of so many bits: a worker that keeps another kind refuses it.
+    """
 
     policy: Literal["full"] = "full"
+    kv_bits: Literal[4, 8] | None = None
 
 
 class _Request(

@@ -245,6 +245,7 @@ class App:
             telemetry=telemetry,
             context_tokens=context_tokens,
             vocab_size=loaded.vocab_size,
+            kv_bits=settings.kv_bits,
         )
         intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
         self._intake = intake

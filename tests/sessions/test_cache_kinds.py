@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
+from protocol.errors import RequestFailedError
+from protocol.messages import CachePolicy
 from worker.models.model import ModelError
 
 if TYPE_CHECKING:
@@ -114,6 +116,20 @@ async def test_snapshots_of_other_bits_are_never_used(local_worker, make_folder)
         # 2 layers, 2 heads, keys and values: 32 numbers, or their codes with a scale and a bias.
         assert held == (len(text) + 11) * 8 * {None: 128, 8: 40, 4: 24}[kv_bits]
         await worker.stop()
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(None, 8), (8, 8), (8, 4), (8, None)])
+async def test_a_session_may_insist_on_how_its_kv_is_kept(local_worker, make_folder, kept, wanted) -> None:
+    worker = await local_worker(model=str(make_folder("llama")), kv_bits=kept)
+    session = worker.client.session("s")
+    opening = session.open(CachePolicy(kv_bits=wanted))
+    if wanted in {None, kept}:
+        await opening
+        return
+    own = "in 8 bits" if kept else "in full precision"
+    with pytest.raises(RequestFailedError, match=f"keeps KV {own}, not in {wanted} bits: leave cache.kv_bits"):
+        await opening
+    assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 
 
 async def test_a_session_goes_on_with_other_bits_from_its_log(local_worker, make_folder) -> None:

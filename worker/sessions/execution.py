@@ -18,6 +18,7 @@ from protocol.log import derived_seed
 from protocol.messages import (
     Append,
     Appended,
+    CachePolicy,
     Chunk,
     Close,
     Closed,
@@ -72,8 +73,12 @@ class Execution:
         telemetry: Telemetry,
         context_tokens: int,
         vocab_size: int,
+        kv_bits: int | None,
     ) -> None:
-        """`context_tokens` is the most that a session may hold; `vocab_size` bounds the model's token ids."""
+        """`context_tokens` is the most that a session may hold; `vocab_size` bounds the model's token ids.
+
+        `kv_bits` is what this worker keeps of each number of KV; None where it keeps all of it.
+        """
         self._journal = journal
         self._outbox = outbox
         self._engine = engine
@@ -82,6 +87,7 @@ class Execution:
         self._telemetry = telemetry
         self._context_tokens = context_tokens
         self._vocab_size = vocab_size
+        self._kv_bits = kv_bits
 
     async def carry_out(
         self, key: SessionKey, request: Request, pending: Pending, history: History
@@ -95,7 +101,8 @@ class Execution:
                 return await self._append(key, request, pending, history)
             case Generate():
                 return await self._generate(key, request, pending, history)
-            case Open():
+            case Open(cache=CachePolicy(kv_bits=kv_bits)):
+                self._check_precision(kv_bits)
                 return Opened(id=request.id, seq=pending.seq, position=0), self._folder.opened(history)
             case Rewind(position=position):
                 result = Rewound(id=request.id, seq=pending.seq, position=position)
@@ -254,6 +261,16 @@ class Execution:
             kv_live_bytes=outcome.live_bytes if outcome else self._engine.live_bytes(key, after.tokens),
             rewritten_from=extended.rewritten_from,
         )
+
+    def _check_precision(self, kv_bits: int | None) -> None:
+        """Refuse a session that insists on KV of another kind than this worker's."""
+        if kv_bits not in (None, self._kv_bits):
+            kept = f"in {self._kv_bits} bits" if self._kv_bits else "in full precision"
+            raise RefusedError(
+                "invalid_request",
+                f"this worker keeps KV {kept}, not in {kv_bits} bits: leave cache.kv_bits out, or open the"
+                f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
+            )
 
     def _check_size(self, num_prompt: int, *, room: int) -> None:
         """Refuse what can never run, before the device is touched. `room` is for the answer, in tokens."""
