@@ -127,7 +127,7 @@ async def test_a_session_may_insist_on_how_its_kv_is_kept(local_worker, make_fol
         await opening
         return
     own = "in 8 bits" if kept else "in full precision"
-    with pytest.raises(RequestFailedError, match=f"keeps KV {own}, not in {wanted} bits: leave cache.kv_bits"):
+    with pytest.raises(RequestFailedError, match=f"keeps KV {own}, not in {wanted} bits: leave cache.kv_b"):
         await opening
     assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 

@@ -159,7 +159,8 @@ class World:
             "folder": self.folder,
         }
         parts["engine"] = self.engine
-        execution = Execution(tokenizer=self._tokenizer, context_tokens=10_000, vocab_size=2**20, kv_bits=None, **parts)  # type: ignore[arg-type]
+        limits: Any = {"context_tokens": 10_000, "vocab_size": 2**20, "kv_bits": None}
+        execution = Execution(tokenizer=self._tokenizer, **limits, **parts)
         services = Services(execution=execution, settle=self._settle, model="tiny", **parts)
         self.session = Session(KEY, services, lambda _: None)
 
