@@ -292,7 +292,7 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> Ratio | None:
 
 
 class Middle(Struct, frozen=True):
-    """A median with its 95% interval."""
+    """A median, or another middle of a sample, with its 95% interval."""
 
     median: float
     low: float
@@ -306,3 +306,22 @@ def middle(values: Sequence[float], *, resamples: int = 2000, seed: int = 0) -> 
     drawn = np.random.default_rng(seed).choice(np.asarray(values, dtype=float), (resamples, len(values)))
     medians = np.median(drawn, axis=1).tolist()
     return Middle(statistics.median(values), percentile(medians, 0.025), percentile(medians, 0.975))
+
+
+def mean_difference(
+    base: Sequence[float], other: Sequence[float], *, resamples: int = 2000, seed: int = 0
+) -> Middle | None:
+    """Return `mean(other) - mean(base)`, with the interval of a percentile bootstrap; None below two values.
+
+    For costs, which add up: what comes seldom and is large counts, as it does not in a median.
+    """
+    if min(len(base), len(other)) < 2:
+        return None
+    draw = np.random.default_rng(seed)
+    first, second = (
+        draw.choice(np.asarray(values, dtype=float), (resamples, len(values))).mean(axis=1)
+        for values in (base, other)
+    )
+    found = (second - first).tolist()
+    centre = statistics.fmean(other) - statistics.fmean(base)
+    return Middle(centre, percentile(found, 0.025), percentile(found, 0.975))

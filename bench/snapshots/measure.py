@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
+from bench.report import BenchError
 from bench.run import Bench
 
-from .page import page_of, text_of
+from .page import beside_of, page_of
 from .sides import Side
-from .summary import SnapshotsReport, checks, series, summarise
-from .takes import FAILING, OFF, SIDES, SLOW, Take, agreeing, decoding
+from .summary import SnapshotsReport, checks, series, summarise, text_of
+from .takes import FAILING, OFF, SIDES, SLOW, Take, agreeing, beside_blocks, decoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 MIN_BATCH: Final = 16
 #: Of an answer that only warms up.
 WARM_TOKENS: Final = 4
+#: How often other prompts are asked before it is said that answers are too short.
+MAX_TRIES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +110,38 @@ class SnapshotsBench(Bench[SnapshotsReport]):
         with run.bar((plan.rounds + 1) * len(plan.batches) * len(sides)) as step:
             for number in range(plan.rounds + 1):
                 for batch in order.sample(plan.batches, len(plan.batches)):
-                    asked = list(islice(prompts, batch))
-                    measured: dict[str, Measured] = {}
-                    for side in order.sample(list(sides), len(sides)):
-                        what = f"round {number}, batch {batch}, {side.name}" if number else "warming up"
-                        step(done, what)
-                        max_tokens = plan.max_tokens if number else min(WARM_TOKENS, plan.max_tokens)
+                    first, *others = order.sample(list(sides), len(sides))
+                    what = f"round {number}, batch {batch}" if number else "warming up"
+                    max_tokens = plan.max_tokens if number else min(WARM_TOKENS, plan.max_tokens)
+                    step(done, f"{what}, {first.name}")
+                    asked, found = await self._long(first, prompts, batch, max_tokens)
+                    measured = {first.name: found}
+                    for side in others:
+                        step(done := done + 1, f"{what}, {side.name}")
                         measured[side.name] = await side.take(asked, max_tokens)
-                        step(done := done + 1, what)
+                    step(done := done + 1, what)
                     if number:
-                        self._takes += taken(number, batch, measured)
+                        self._takes += taken(number, batch, measured, plan.block_tokens)
+
+    async def _long(
+        self, side: Side, prompts: Iterator[str], batch: int, max_tokens: int
+    ) -> tuple[list[str], Measured]:
+        """Find prompts whose answers are long, on average half of what they may be, and measure them.
+
+        Raises `BenchError` where there are none.
+        """
+        for _ in range(MAX_TRIES):
+            asked = list(islice(prompts, batch))
+            found = await side.take(asked, max_tokens)
+            num_tokens = sum(len(answer.tokens) for answer in found.answers)
+            if 2 * num_tokens >= batch * max_tokens and decoding(found.answers)[0]:
+                return asked, found
+        raise BenchError(f"answers end before half of {max_tokens} tokens: use fewer --max-tokens")
 
     def report(self, facts: Facts) -> SnapshotsReport:
         """Make the report of the rounds so far."""
         takes = tuple(self._takes)
-        summary = summarise(takes)
+        summary = summarise(takes, self._plan.block_tokens)
         return SnapshotsReport(
             **facts,
             target=self._where.target,
@@ -143,12 +163,12 @@ class SnapshotsBench(Bench[SnapshotsReport]):
         table = Table(box=None, header_style="bold")
         table.add_column("batch", justify="right")
         table.add_column("side", no_wrap=True)
-        for name in ("decoding, of off", "fastest", "prompts, of off"):
+        for name in ("decoding, of off", "a block leaves", "prompts, of off"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in report.summary.costs:
             if one.side != OFF:
-                decoding, prompts = text_of(one.decode), text_of(one.prefill)
-                table.add_row(f"{one.batch}", one.side, decoding, f"{one.fastest:.3f}", prompts)
+                _, left = beside_of(one)
+                table.add_row(f"{one.batch}", one.side, text_of(one.decode), left, text_of(one.prefill))
         console.print(table)
 
 
@@ -161,7 +181,7 @@ def prompts_of(texts: Iterator[str], num_chars: int) -> Iterator[str]:
         yield prompt[:num_chars]
 
 
-def taken(number: int, batch: int, measured: dict[str, Measured]) -> list[Take]:
+def taken(number: int, batch: int, measured: dict[str, Measured], block_tokens: int) -> list[Take]:
     """Hold every side's answers against those without snapshots."""
     reference = measured[OFF].answers
     takes = []
@@ -178,6 +198,9 @@ def taken(number: int, batch: int, measured: dict[str, Measured]) -> list[Take]:
                 agreeing=agreeing(one.answers, reference),
                 decoded=decoded,
                 decode_s=decode_s,
+                beside_s=tuple(
+                    added for answer in one.answers for added in beside_blocks(answer, block_tokens)
+                ),
                 snapshots=one.snapshots,
             )
         )

@@ -8,12 +8,15 @@ from bench.about import about, endings, subject
 from bench.figures import BLUE, GREEN, GREY, ORANGE, legend
 from bench.page import Page, Plot, Rows
 
+from .summary import text_of
 from .takes import FAILING, OFF, ON, SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .summary import Cost, Range, SnapshotsReport
+    from bench.stats import Middle
+
+    from .summary import Cost, SnapshotsReport
 
 COLOURS: Final = {OFF: GREY, ON: BLUE, SLOW: ORANGE, FAILING: GREEN}
 
@@ -32,18 +35,13 @@ def page_of(report: SnapshotsReport) -> Page:
     )
 
 
-def text_of(values: Range) -> str:
-    """Write a ratio with its least and its largest value."""
-    return f"{values.median:.3f} ({values.least:.3f} - {values.largest:.3f})"
-
-
 def _sides(report: SnapshotsReport) -> Rows:
     rows = [
         (
             f"{side.side}, batch {side.batch}",
             f"{side.decode_rate.median:.1f}",
             text_of(side.decode),
-            f"{side.fastest:.3f}",
+            *beside_of(side),
             f"{side.prefill_rate.median:.0f}",
             text_of(side.prefill),
             f"{side.durable}",
@@ -53,10 +51,11 @@ def _sides(report: SnapshotsReport) -> Rows:
         for side in report.summary.costs
     ]
     head = (
-        "median, least and largest",
+        "medians and 95% intervals",
         "decoding, tokens/s",
         "of off",
-        "fastest, of off's",
+        "a block adds",
+        "which leaves",
         "prompts, tokens/s",
         "of off",
         "written",
@@ -66,24 +65,33 @@ def _sides(report: SnapshotsReport) -> Rows:
     return Rows("The sides", head, rows)
 
 
+def beside_of(cost: Cost) -> tuple[str, str]:
+    """Write what a block adds to the steps beside it, and the speed that this leaves."""
+    if cost.beside is None:
+        return ("", "")
+    added = cost.beside.added_s
+    milliseconds = f"{1000 * added.median:.1f} ms ({1000 * added.low:.1f} - {1000 * added.high:.1f})"
+    return milliseconds, text_of(cost.beside.speed)
+
+
 def _plots(sides: Sequence[Cost]) -> tuple[Plot, ...]:
     if not sides:
         return ()
     return (
         Plot(
             "Decoding",
-            "Tokens per second by those without snapshots in the same round: medians, least and largest.",
+            "Tokens per second by those without snapshots in the same round: medians, 95% intervals.",
             lambda axes: _ratios(axes, sides, lambda side: side.decode),
         ),
         Plot(
             "Reading prompts",
-            "Tokens per second by those without snapshots in the same round: medians, least and largest.",
+            "Tokens per second by those without snapshots in the same round: medians, 95% intervals.",
             lambda axes: _ratios(axes, sides, lambda side: side.prefill),
         ),
     )
 
 
-def _ratios(axes: Any, sides: Sequence[Cost], pick: Callable[[Cost], Range]) -> None:
+def _ratios(axes: Any, sides: Sequence[Cost], pick: Callable[[Cost], Middle]) -> None:
     for name in (ON, SLOW, FAILING):
         some = [(side.batch, pick(side)) for side in sides if side.side == name]
         if some:
@@ -91,8 +99,8 @@ def _ratios(axes: Any, sides: Sequence[Cost], pick: Callable[[Cost], Range]) -> 
                 [batch for batch, _ in some],
                 [values.median for _, values in some],
                 yerr=[
-                    [values.median - values.least for _, values in some],
-                    [values.largest - values.median for _, values in some],
+                    [values.median - values.low for _, values in some],
+                    [values.high - values.median for _, values in some],
                 ],
                 color=COLOURS[name],
                 marker="o",

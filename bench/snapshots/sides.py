@@ -66,20 +66,23 @@ class Side:
         )
         prefill_s = time.monotonic() - started_s
         await self._settle()
-        answers = await _all(self._answer(session, max_tokens) for session in sessions)
+        answers = await _all(
+            self._answer(session, one.position, max_tokens)
+            for session, one in zip(sessions, appended, strict=True)
+        )
         await self._settle()
         after = (await self._look()).snapshots
         # Also gives up what waits for the disk: the next side has the machine to itself.
         await _all(session.close(forget=True, timeout_s=self._timeout_s) for session in sessions)
         return Measured(sum(one.tokens for one in appended), prefill_s, answers, became(before, after))
 
-    async def _answer(self, session: Session, max_tokens: int) -> Heard:
+    async def _answer(self, session: Session, position: int, max_tokens: int) -> Heard:
         times_s, counts = [], []
         generation = session.generate(max_tokens=max_tokens, timeout_s=self._timeout_s)
         async for chunk in generation:
             times_s.append(time.monotonic())
             counts.append(len(chunk.tokens))
-        return Heard(tuple(generation.result.tokens), tuple(times_s), tuple(counts))
+        return Heard(position, tuple(generation.result.tokens), tuple(times_s), tuple(counts))
 
     async def _settle(self) -> None:
         """Wait until its snapshots are settled. Raises `BenchError`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -15,6 +17,10 @@ ON: Final = "on"
 SLOW: Final = "slow disk"
 FAILING: Final = "failing disk"
 SIDES: Final = (OFF, ON, SLOW, FAILING)
+
+#: The steps that a block's copying and writing can hold up, and how many on each side of them it cannot.
+WINDOW: Final = 4
+NEIGHBOURS: Final = 12
 
 
 class Snapshots(Struct, frozen=True, kw_only=True):
@@ -31,7 +37,8 @@ class Take(Struct, frozen=True, kw_only=True):
 
     `prefill_s` is from sending all prompts to the last result, `decode_s` from the moment when every answer
     has its first token to the last token of all; `decoded` are the tokens that came in it. `agreeing` are the
-    answers' tokens up to the first that differs from the side without snapshots, of `tokens`.
+    answers' tokens up to the first that differs from the side without snapshots, of `tokens`. `beside_s` is
+    what `beside_blocks` tells of them all.
     """
 
     round: int
@@ -43,6 +50,7 @@ class Take(Struct, frozen=True, kw_only=True):
     agreeing: int
     decoded: int
     decode_s: float
+    beside_s: tuple[float, ...]
     snapshots: Snapshots
 
     @property
@@ -62,11 +70,18 @@ class Take(Struct, frozen=True, kw_only=True):
 
 
 class Heard(Struct, frozen=True):
-    """One answer as it came: when, and how many tokens."""
+    """One answer as it came, behind `position` tokens: when, and how many tokens."""
 
+    position: int
     tokens: tuple[int, ...]
     times_s: tuple[float, ...]
     counts: tuple[int, ...]
+
+    @property
+    def steps_s(self) -> list[float]:
+        """The time from each token to the next."""
+        pairs = zip(self.times_s, self.counts, strict=True)
+        return [b - a for a, b in pairwise(time_s for time_s, count in pairs for _ in range(count))]
 
 
 def decoding(answers: list[Heard]) -> tuple[int, float]:
@@ -80,6 +95,24 @@ def decoding(answers: list[Heard]) -> tuple[int, float]:
         if time_s > begun_s
     )
     return decoded, ended_s - begun_s
+
+
+def beside_blocks(answer: Heard, block_tokens: int) -> list[float]:
+    """Tell what `WINDOW` steps took above the median of their neighbours, for each block that was completed.
+
+    A block is full with the KV of the token that was drawn last, so the steps behind that token are those
+    that its copying and writing can hold up; as many neighbours as there are, on both sides, say what steps
+    take at that moment. This tells a cost of milliseconds where whole answers scatter by seconds.
+    """
+    steps = answer.steps_s
+    found = []
+    first = block_tokens - answer.position % block_tokens
+    for drawn in range(first, len(steps) - WINDOW + 1, block_tokens):
+        end = drawn + WINDOW
+        around = steps[max(0, drawn - NEIGHBOURS) : drawn] + steps[end : end + NEIGHBOURS]
+        if len(around) >= NEIGHBOURS:
+            found.append(sum(steps[drawn:end]) - WINDOW * statistics.median(around))
+    return found
 
 
 def agreeing(answers: list[Heard], reference: list[Heard]) -> int:
