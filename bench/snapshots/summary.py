@@ -222,4 +222,4 @@ def _beside(pairs: Sequence[tuple[Take, Take]], block_tokens: int) -> Beside | N
 
 def text_of(middle: Middle) -> str:
     """Write a ratio with its interval."""
-    return f"{middle.median:.3f} ({middle.low:.3f} - {middle.high:.3f})"
+    return f"{middle.median:.3f} ({middle.low:.3f}-{middle.high:.3f})"
