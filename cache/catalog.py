@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing, suppress
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -23,8 +22,9 @@ from .pins import Pin
 from .snapshot import DoubtfulSnapshotError, Name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from .entries import Fields
     from .folder import Folder
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -46,8 +46,6 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-#: `Row._make` of tuples of the right length, without a Python call for each of what may be very many.
-_AS_ROW: Final = partial(tuple.__new__, Row)
 _READABLE: Final = (1, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
@@ -137,9 +135,9 @@ class Catalog:
             db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Fields]:
         """Read everything."""
-        return list(map(_AS_ROW, self._db.execute("SELECT * FROM snapshot")))
+        return self._db.execute("SELECT * FROM snapshot").fetchall()
 
     def pins(self) -> list[Pin]:
         """Read the pinned prefixes."""
@@ -214,18 +212,19 @@ class _Transaction:
                 self._db.execute("ROLLBACK")
 
 
-def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
+def reconcile(folder: Folder, catalog: Catalog, files: set[str]) -> tuple[Sequence[Fields], int]:
     """Bring catalog and files together at a start; announce what was adopted, lost or given up.
 
-    Returns the snapshots, and how many files were doubtful.
+    `files` are the folder's names. Returns the snapshots, and how many files were doubtful.
 
     A file without a row is adopted by its header, with its mtime as its last use; one of another format
     version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
     snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
-    files, rows = folder.names(), catalog.rows()
-    if _in_order(rows, files):
-        return rows, 0
+    stored = catalog.rows()
+    if _in_order(stored, files):
+        return stored, 0
+    rows = [Row(*fields) for fields in stored]
     known = {row.digest: row for row in rows if _proven(row) in files}
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
@@ -264,7 +263,7 @@ def reconcile(folder: Folder, catalog: Catalog) -> tuple[list[Row], int]:
     return list(kept.values()), doubtful
 
 
-def _in_order(rows: list[Row], files: set[str]) -> bool:
+def _in_order(rows: list[Fields], files: set[str]) -> bool:
     """Say whether all is as a run in order leaves it: a file for each row, and nothing in doubt.
 
     Goes through columns, not rows: a start looks at all of them. See `_proven` for what a row must prove.

@@ -7,7 +7,7 @@ takes five times as much: ten thousand idle sessions cost little but this.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from .blocks import DIGEST_BYTES, TOKEN_BYTES
 from .numbers import NONE, Numbers
@@ -45,12 +45,16 @@ class Row(NamedTuple):
         return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
 
+#: A `Row` or its plain fields: of very many, making rows takes as long as a fifth of a start.
+Fields: TypeAlias = "tuple[bytes, bytes, int, bytes, int, int, bool]"
+
+
 class Facts:
     """The columns, by the digests' numbers."""
 
     __slots__ = ("born", "kept", "numbers", "parents", "pins", "sizes", "starts", "states", "tokens", "used")
 
-    def __init__(self, rows: Sequence[Row] = ()) -> None:
+    def __init__(self, rows: Sequence[Fields] = ()) -> None:
         """Take in what is stored: row number n gets number n, the roots of tenants those behind."""
         columns = tuple(zip(*rows, strict=True)) or ((),) * len(Row._fields)
         digests, parents, starts, tokens, sizes, used, resumable = columns

@@ -17,7 +17,7 @@ from .recency import Recency
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .entries import Row
+    from .entries import Fields
     from .snapshot import Name
 
 #: In the column of only children: there are more, and they are in a list.
@@ -34,14 +34,14 @@ class Index:
     load that began while it was there still needs it.
     """
 
-    def __init__(self, clock: Callable[[], float], rows: Iterable[Row] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], rows: Iterable[Fields] = ()) -> None:
         self._clock = clock
         self._now = 0
         #: Hears of every entry that has come or gone.
         self.changed: Callable[[Entry], None] = lambda _: None
         self._fill(list(rows))
 
-    def _fill(self, rows: list[Row]) -> None:
+    def _fill(self, rows: list[Fields]) -> None:
         """Take in what is stored: all at once, since there may be very many."""
         import numpy as np  # here, because a command line that is asked for help has no time for it
 
@@ -349,11 +349,13 @@ def _inherit_uses(facts: Facts, num: int) -> list[int]:
 
     Returns them in that order, children before their parents.
     """
+    import numpy as np  # here, because a command line that is asked for help has no time for it
+
     # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
-    order = sorted(range(num), key=facts.starts.__getitem__, reverse=True)
+    order = np.argsort(-np.array(facts.starts[:num]), kind="stable")
     used, parents = facts.used, facts.parents
-    for number in order:
+    for number in order.tolist():
         if used[number] > used[parent := parents[number]]:
             used[parent] = used[number]
-    order.sort(key=used.__getitem__)
-    return order
+    found: list[int] = order[np.argsort(np.array(used)[order], kind="stable")].tolist()
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -47,9 +48,11 @@ def open_directory(directory: Path, identity: bytes, model: str, clock: Callable
         leftovers = folder.clear_tmp()
         if leftovers:
             _log.info("unfinished_snapshots_removed", files=leftovers)
-        catalog = Catalog(folder)
         with _rarely_collecting():
-            rows, rejected = reconcile(folder, catalog)
+            with ThreadPoolExecutor(1) as beside:  # SQLite looks through its file without the GIL
+                names = beside.submit(folder.names)
+                catalog = Catalog(folder)
+            rows, rejected = reconcile(folder, catalog, names.result())
             index = Index(clock, rows)
             if len(rows) > _MANY_ROWS:
                 gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s

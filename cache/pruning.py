@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .catalog import Catalog, reconcile
 from .claims import read_claim
+from .entries import Row
 from .folder import Folder
 from .index import Index
 from .pins import Pin, Pins
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .entries import Entry, Row
+    from .entries import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, list[Row]]]:
     try:
         folder.clear_tmp()
         with closing(Catalog(folder)) as catalog:
-            rows, _ = reconcile(folder, catalog)
-            yield folder, catalog, rows
+            found, _ = reconcile(folder, catalog, folder.names())
+            yield folder, catalog, [Row(*fields) for fields in found]
     finally:
         folder.close()
 
