@@ -74,7 +74,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                 if kind == "llama":
                     assert caches[0].offset == row.num_cached == len(tokens) - 1 + len(drawn)
                     mine, theirs = codes(caches, row.num_cached), codes(reference, row.num_cached)
-                    # What rounds otherwise beside others may get the next code, and what follows it sees that.
+                    # What rounds otherwise beside others may get the next code, and what follows sees it.
                     assert mx.abs(mine - theirs).max().item() <= 0.5 * 2.0 ** (8 - kv_bits)
                     differences += [mx.mean(mx.abs(mine - theirs)).item()]
                 num_left += 1
