@@ -164,7 +164,7 @@ async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, 
 RERUN = pytest.mark.xfail(
     strict=False,
     reason="on a block's end an append's last token is run again, and the disk keeps the first result: bits"
-    " that differ where the BLAS rounds by the number of rows (OpenBLAS without AVX-512)",
+    " that differ where the BLAS rounds by the number of rows (OpenBLAS's kernels for Zen)",
 )
 BESIDE = [position for position in POSITIONS[1:] if position % BLOCK]
 ENDS = [position for position in POSITIONS[1:] if position % BLOCK == 0]
