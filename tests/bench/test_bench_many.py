@@ -108,7 +108,7 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
 
     monkeypatch.setattr(runner.Runner, "_begin", lie)
     worker = await local_worker()
-    found = await measure(worker, plan(sessions=8, turns=120, history=16))
+    found = await measure(worker, plan(sessions=8, turns=300, history=16))
     assert found.checks[5].passed is False, found.checks[5].detail
 
 
