@@ -161,33 +161,13 @@ async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, 
     assert capacities == [{256 if num_new == 4 else 512}]
 
 
-RERUN = pytest.mark.xfail(
-    strict=False,
-    reason="on a block's end an append's last token is run again, and the disk keeps the first result: bits"
-    " that differ where the BLAS rounds by the number of rows (OpenBLAS's kernels for Zen)",
-)
-BESIDE = [position for position in POSITIONS[1:] if position % BLOCK]
-ENDS = [position for position in POSITIONS[1:] if position % BLOCK == 0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "kv_bits", "positions"),
-    [
-        ("llama", 8, BESIDE),
-        ("llama", 4, BESIDE),
-        pytest.param("llama", 8, ENDS, marks=RERUN),
-        pytest.param("llama", 4, ENDS, marks=RERUN),
-        ("exaone4", 8, POSITIONS[1:]),
-        ("qwen3_next", 4, POSITIONS[1:]),
-    ],
-)
-async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(
-    open_process, kind, kv_bits, positions
-) -> None:
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4)])
+async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_process, kind, kv_bits) -> None:
     """On, before and after boundaries; also with layers beside it that cannot be quantised."""
     added = prompt(5, salt=40)
-    prompts = {f"s{position}": prompt(position, salt=position) for position in positions}
-    expected = {}
+    prompts = {f"s{position}": prompt(position, salt=position) for position in POSITIONS[1:]}
+    expected: dict[str, Any] = {}
+    differing = []
     async with open_process(folder="whole", kind=kind, kv_bits=kv_bits) as whole:
         for name, tokens in prompts.items():
             await whole.append(tokens, name=name)
@@ -205,9 +185,18 @@ async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(
     async with open_process(kind=kind, kv_bits=kv_bits) as after:
         for name, tokens in prompts.items():
             outcome, *got = await after.generate(tokens + expected[name][0][0] + added, 12, name=name)
-            assert got == expected[name][1]
+            answered, bits = expected[name][1]
+            assert got[0] == answered
             assert len(set(got[1])) == 12
             assert outcome.num_prefilled == len(added) + 1
+            if got[1] != bits:
+                differing.append(len(tokens))
+    if kind == "llama" and differing and not any(position % BLOCK for position in differing):
+        pytest.xfail(
+            "on a block's end an append's last token is run again, and the disk keeps the first result: other"
+            " bits where the BLAS rounds by the number of rows (OpenBLAS's kernels for Zen)"
+        )
+    assert not differing
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
