@@ -169,8 +169,9 @@ class Closed(_Result, frozen=True, tag="closed"):
 
 
 class Appended(_Result, frozen=True, tag="appended"):
-    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`.
+    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`, all of the session's but the last.
 
+    That one is run by the generate that follows, whose answer is drawn from it. An empty append has zeros.
     `rewritten_from` is set where the chat template changed what was already in the session: the tokens
     from that position on were replaced and prefilled again.
     """

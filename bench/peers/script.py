@@ -22,7 +22,7 @@ async def chars_per_token(client: Client, corpus: Corpus) -> float:
     session = client.session(f"bench-{uuid4().hex[:12]}")
     appended = await session.append(text=sample, timeout_s=SAMPLE_TIMEOUT_S)
     await session.close(timeout_s=SAMPLE_TIMEOUT_S)
-    return len(sample) / appended.tokens
+    return len(sample) / appended.position
 
 
 class Script:

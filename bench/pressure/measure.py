@@ -173,10 +173,10 @@ async def _size(client: Client) -> Sizes:
         for number in PROBES:
             session = client.session(f"probe-{number}")
             done = await session.append(tokens=[number] * number, timeout_s=PROBE_TIMEOUT_S)
-            found.append((done.position, done.kv_live_bytes))
+            found.append((done.tokens, done.kv_live_bytes))
             await session.close(timeout_s=PROBE_TIMEOUT_S)
         # What is allocated is told after a step: this one's session is next to nothing.
-        await last.append(tokens=[1], timeout_s=PROBE_TIMEOUT_S)
+        await last.append(tokens=[1, 1], timeout_s=PROBE_TIMEOUT_S)
         worker = (await last.info()).worker
     except TurnkeepError as error:
         raise BenchError(f"the sessions cannot be sized: {error}") from None

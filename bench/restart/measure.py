@@ -116,7 +116,7 @@ class RestartBench(Bench[RestartReport]):
         await session.close(timeout_s=self._plan.timeout_s)
         if not probe.kv_live_bytes:
             raise BenchError("the worker reports no KV: what leaves its memory cannot be told")
-        per_token = math.ceil(probe.kv_live_bytes / PROBE_TOKENS)
+        per_token = math.ceil(probe.kv_live_bytes / probe.tokens)
         context = max(self._plan.context_tokens, MIN_MEMORY_BYTES // per_token)
         self._memory_bytes = max(context * per_token, MIN_MEMORY_BYTES)
         options = ("--max-memory", f"{self._memory_bytes}", "--max-context", f"{context}")

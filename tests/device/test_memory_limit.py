@@ -180,7 +180,7 @@ def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
     assert rig.peak <= limit
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns:
-        assert turn.num_reused + turn.num_prefilled == turn.num_prompt
+        assert turn.num_reused + turn.num_prefilled == turn.num_prompt - (num_new == 0)
     if num_new:
         for turn in turns[::7]:
             assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]

@@ -167,7 +167,6 @@ async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_proces
     added = prompt(5, salt=40)
     prompts = {f"s{position}": prompt(position, salt=position) for position in POSITIONS[1:]}
     expected: dict[str, Any] = {}
-    differing = []
     async with open_process(folder="whole", kind=kind, kv_bits=kv_bits) as whole:
         for name, tokens in prompts.items():
             await whole.append(tokens, name=name)
@@ -185,18 +184,9 @@ async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_proces
     async with open_process(kind=kind, kv_bits=kv_bits) as after:
         for name, tokens in prompts.items():
             outcome, *got = await after.generate(tokens + expected[name][0][0] + added, 12, name=name)
-            answered, bits = expected[name][1]
-            assert got[0] == answered
+            assert got == expected[name][1]
             assert len(set(got[1])) == 12
             assert outcome.num_prefilled == len(added) + 1
-            if got[1] != bits:
-                differing.append(len(tokens))
-    if kind == "llama" and differing and not any(position % BLOCK for position in differing):
-        pytest.xfail(
-            "on a block's end an append's last token is run again, and the disk keeps the first result: other"
-            " bits where the BLAS rounds by the number of rows (OpenBLAS's kernels for Zen)"
-        )
-    assert not differing
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
@@ -271,7 +261,7 @@ async def test_a_tail_in_pieces_is_restored_bit_by_bit_and_costs_the_new_tokens_
 async def test_a_shared_prefix_is_run_once_for_all_sessions_of_a_tenant(open_process) -> None:
     shared = prompt(4 * BLOCK)
     async with open_process() as process:
-        await process.append(shared, name="first")
+        await process.append(shared + prompt(1, salt=5), name="first")
         await process.store.barrier(10)
         context = shared + prompt(6, salt=9)
         outcome, tokens, _ = await process.generate(context, 8, name="second")
@@ -353,7 +343,7 @@ async def test_nothing_is_shared_between_tenants(open_process) -> None:
         await process.append(shared)
         other = SessionKey("other", "s")
         outcome = await process.engine.run(other, as_tokens(shared), lambda: False)
-        assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared))
+        assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 
 #: Recurrent layers with attention in one list, windows with attention, and recurrent layers alone.

@@ -42,14 +42,15 @@ def model(make_model):
     return Wrapped(make_model("llama"))
 
 
-def test_an_append_leaves_all_of_its_kv_and_a_generate_all_but_the_last_tokens(make_rig, model) -> None:
+def test_every_turn_leaves_its_last_token_to_the_next_one(make_rig, model) -> None:
+    """An answer is drawn from that token's logits, so it is run then, and only then."""
     rig = make_rig(model)
     added = append(prompt(19))
     rig.run(added)
-    assert (added.num_cached, added.num_prefilled, added.num_reused) == (19, 19, 0)
+    assert (added.num_cached, added.num_prefilled, added.num_reused) == (18, 18, 0)
     per_token = 2 * 2 * 8 * 4 * 2  # layers, KV heads, head_dim, bytes, keys and values
-    assert rig.end(added) == Finished(added, 19, 19 * per_token)
-    turn = generate(prompt(19), 6, num_kept=19)
+    assert rig.end(added) == Finished(added, 18, 18 * per_token)
+    turn = generate(prompt(19), 6, num_kept=18)
     rig.run(turn)
     assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
     assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
@@ -72,12 +73,12 @@ def test_prefill_chunks_end_on_the_grid_wherever_they_start(make_rig, model, num
     rig = make_rig(model)
     tokens = prompt(3 * BLOCK + 2)
     if num_kept:
-        rig.run(append(tokens[:num_kept]))
+        rig.run(append(tokens[: num_kept + 1]))
     turn = append(tokens, num_kept=num_kept)
     rig.run(turn)
-    first = num_kept // BLOCK + 1
-    assert rig.chunk_ends(turn) == [*range(first * BLOCK, len(tokens), BLOCK), len(tokens)]
-    assert turn.num_prefilled == len(tokens) - num_kept
+    first, end = num_kept // BLOCK + 1, len(tokens) - 1
+    assert rig.chunk_ends(turn) == [*range(first * BLOCK, end, BLOCK), end]
+    assert turn.num_prefilled == end - num_kept
 
 
 @pytest.mark.parametrize("num_kept", [1, 7, 8, 20, 39])
@@ -108,15 +109,15 @@ def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
     """Of the prompt what was asked for; of an answer its full blocks and its tail."""
     rig = make_rig(model, room=lambda: 2**30)
     wanted = [Span(8, 16), Span(24, 30)]
-    turn = append(prompt(30), spans=list(wanted))
+    turn = append(prompt(31), spans=list(wanted))
     rig.run(turn)
     assert rig.cuts(turn) == [(8, 16), (24, 30)]
     kinds = [type(event) for event in rig.of(turn) if isinstance(event, Prefilled | Cut)]
     assert kinds == [Prefilled, Prefilled, Cut, Prefilled, Prefilled, Cut], "each as soon as it is there"
-    after = generate(prompt(30), 14, num_kept=30)
+    after = generate(prompt(31), 13, num_kept=30)
     rig.run(after)
     assert rig.cuts(after) == [(24, 32), (32, 40), (40, 43)]
-    exact = generate(prompt(30), 3, num_kept=30)
+    exact = generate(prompt(31), 2, num_kept=30)
     rig.run(exact)
     assert rig.cuts(exact) == [(24, 32)], "an answer that ends on the grid has no tail"
 
@@ -147,7 +148,7 @@ def test_an_answer_cuts_only_what_its_tail_has_grown_by(make_rig, model, edges, 
     """The pieces that are there stay, but for those that are not longer than the new one."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
-    turn = generate(prompt(27), 5, num_kept=27, edges=edges)
+    turn = generate(prompt(27), 5, num_kept=26, edges=edges)
     rig.run(turn)
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
@@ -176,8 +177,8 @@ def test_tokens_are_reported_before_what_they_complete_is_cut(make_rig, model, m
 def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> None:
     """A block that was dropped under load is made good by the next turn."""
     rig = make_rig(model, room=lambda: 2**30)
-    rig.run(append(prompt(20)))
-    turn = append(prompt(20), num_kept=20, spans=spans(0, 20, BLOCK))
+    rig.run(append(prompt(21)))
+    turn = append(prompt(21), num_kept=20, spans=spans(0, 20, BLOCK))
     rig.run(turn)
     assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 20)]
     assert turn.num_prefilled == 0
@@ -275,7 +276,7 @@ def test_a_model_that_raises_costs_the_turns_it_runs_and_nothing_else(make_rig, 
         assert str(end.error) == "the device is on fire"
         assert rig.of(turn)[-1] is end
     again = [generate(turn.context, 30, name=turn.key.session) for turn in victims]
-    kept = generate(prompt(15, salt=2), 10, name="idle", num_kept=15)
+    kept = generate(prompt(15, salt=2), 10, name="idle", num_kept=14)
     for turn in (*again, kept):
         rig.device.submit(turn)
     rig.finish(bystander, kept, *again)
@@ -305,8 +306,8 @@ def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> N
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
     rig.run(turn)
     assert isinstance(rig.end(turn), Finished)
-    assert (turn.num_reused, turn.num_prefilled) == (0, 20)
-    again = generate(prompt(20), 4, num_kept=20)
+    assert (turn.num_reused, turn.num_prefilled) == (0, 19)
+    again = generate(prompt(20), 4, num_kept=19)
     rig.run(again)
     assert rig.tokens(again) == alone(model, prompt(20), 4)[0]
 
@@ -319,11 +320,11 @@ def test_idle_sessions_hold_little_more_than_what_they_are_counted_with(make_rig
     before = mx.get_active_memory()
     names = [f"s{i}" for i in range(20)]
     rig.run(*(append(prompt(num_before), name=name) for name in names))
-    turns = [append(prompt(5), name=name, num_kept=5) for name in names]
+    turns = [append(prompt(5), name=name, num_kept=4) for name in names]
     rig.run(*turns)
     live_bytes = sum(rig.end(turn).live_bytes for turn in turns)
     assert mx.get_active_memory() - before < 4 * live_bytes
-    after = generate(prompt(5), 300, name="s3", num_kept=5)
+    after = generate(prompt(5), 300, name="s3", num_kept=4)
     rig.run(after)
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
@@ -332,7 +333,7 @@ def test_dropped_kv_is_run_again(make_rig, model) -> None:
     rig = make_rig(model)
     rig.run(append(prompt(20)))
     rig.device.drop(key())
-    turn = generate(prompt(20), 4, num_kept=20)
+    turn = generate(prompt(20), 4, num_kept=19)
     rig.run(turn)
     assert (turn.num_reused, turn.num_prefilled) == (0, 20)
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]

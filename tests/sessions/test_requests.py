@@ -108,7 +108,7 @@ async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
     assert (result["type"], result["code"], result["position"]) == ("failed", "expired", 0)
     assert await w.position("s") == 0
     again = await w.send("s", {"type": "append", "id": "b", "tokens": tokens})
-    assert again["position"] == again["cached_tokens"] + again["prefilled_tokens"] == 2000
+    assert again["position"] == again["cached_tokens"] + again["prefilled_tokens"] + 1 == 2000
     assert 0 < again["cached_tokens"] < 2000
 
 
@@ -212,7 +212,7 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
 
 
 async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
-    """`tokens = cached + prefilled`; the KV held is that of all tokens, but for the last one of an answer."""
+    """`tokens = cached + prefilled`; the KV held is that of all tokens but the last."""
     session = client.session("s")
     position, token_bytes = 0, TINY_KV_BYTES
     for turn in range(6):
@@ -220,10 +220,10 @@ async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
         if turn % 2:
             result: Appended | Generated = await session.append(text=text)
             assert isinstance(result, Appended)
-            assert result.tokens == result.cached_tokens + result.prefilled_tokens == result.position
+            assert result.tokens == result.cached_tokens + result.prefilled_tokens == result.position - 1
             new = len(text)
-            assert result.kv_live_bytes == result.position * token_bytes
-            assert result.prefilled_tokens <= new + 1
+            assert result.kv_live_bytes == result.tokens * token_bytes
+            assert result.prefilled_tokens <= new
         else:
             result = await session.generate(text=text, max_tokens=6 + turn)
             usage = result.usage
@@ -248,7 +248,7 @@ async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(c
     assert (await session.info()).kv_live_bytes == 0
     assert not (await session.info()).resident
     assert (await session.append(text="")).kv_live_bytes == 0
-    assert (await session.append(text="abc")).kv_live_bytes == 3 * TINY_KV_BYTES
+    assert (await session.append(text="abc")).kv_live_bytes == 2 * TINY_KV_BYTES
     assert (await session.info()).resident
     await session.close()
     metrics = await seen(client, lambda m: m.requests.get("close", {}).get("ok", 0) == 1)
@@ -442,7 +442,7 @@ async def test_tenants_are_apart(wire: Start) -> None:
         await quiet(w.worker.client)
         theirs = await other.session("s").append(text=text)
         assert mine.position == theirs.position == len(text)
-        assert (theirs.cached_tokens, theirs.prefilled_tokens) == (0, len(text))
+        assert (theirs.cached_tokens, theirs.prefilled_tokens) == (0, len(text) - 1)
         await other.session("s").rewind(1)
         assert (await w.worker.client.session("s").info()).position == len(text)
         assert (await other.session("s").info()).tenant == "other"
@@ -456,7 +456,7 @@ async def test_a_prefix_that_two_sessions_of_a_tenant_share_is_computed_once(cli
     await quiet(client)
     second = await client.session("second").append(text=shared + "And this is the second one!")
     assert len(shared) // BLOCK * BLOCK <= second.cached_tokens <= len(shared)
-    assert second.prefilled_tokens == second.position - second.cached_tokens
+    assert second.prefilled_tokens == second.tokens - second.cached_tokens
     expected = await client.session("alone").generate(
         text=shared + "And this is the second one!", max_tokens=12
     )

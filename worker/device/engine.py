@@ -369,8 +369,8 @@ class Engine:
         # Held until the turn is over: what it cuts continues what is there now.
         running.held = self._store.hold(turn.key.tenant, turn.context)
         turn.edges = running.held.edges
-        # An append of such a model ends, and cuts its tail, before the last token.
-        end = len(turn.context) if turn.answer is not None else num_usable
+        # An append ends, and cuts its tail, before the last token.
+        end = len(turn.context) - (turn.answer is None)
         # What is held is there; but of layers with states, the end of an append is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.key.tenant, turn.context, start, end)

@@ -247,8 +247,9 @@ class Runner:
 
     def _begin(self, turn: Turn) -> None:
         """Take up a turn, unless another one is about to read the tokens that both begin with."""
-        # An append leaves its last token out only where KV cannot be trimmed: it could not be run again.
-        turn.target = max(len(turn.context) - (turn.answer is None and not self.trimmable), 0)
+        # An append leaves its last token to the answer that is drawn from its logits: run twice, it could
+        # have other bits in memory than on disk.
+        turn.target = max(len(turn.context) - (turn.answer is None), 0)
         if not self.trimmable:
             turn.source = None
         if not self._sharing.begin(turn):
@@ -264,7 +265,7 @@ class Runner:
         """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled."""
         # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
         num_context, draws = len(turn.context), turn.answer is not None
-        most_reused = max(num_context - (draws or not self.trimmable), 0)
+        most_reused = max(num_context - 1, 0)
         held = self.resident.take(turn.key)
         usable = turn.num_kept
         restored = self._rebuilt(turn)
