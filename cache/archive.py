@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from .catalog import Catalog
     from .folder import Folder
+    from .index import Index
     from .snapshot import Name
 
 _MEMBER: Final = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
@@ -79,8 +80,8 @@ def restore(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: in
     What is there already, is doubtful, lacks its prefix, or exceeds a limit is skipped with the reason.
     Raises `CacheError` where the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with opened(directory) as (folder, catalog, rows):
-        intake = _Intake(folder, catalog, rows, max_bytes, min_free_bytes)
+    with opened(directory) as (folder, catalog, index):
+        intake = _Intake(folder, catalog, index, max_bytes, min_free_bytes)
         try:
             with tarfile.open(source, "r:*") as tar:
                 for member in tar:
@@ -97,13 +98,13 @@ class _Intake:
     """Takes one member after the other into an open cache."""
 
     def __init__(
-        self, folder: Folder, catalog: Catalog, rows: list[Row], max_bytes: int, min_free_bytes: int
+        self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
     ) -> None:
         self.carried = Carried()
         self._folder = folder
         self._catalog = catalog
-        self._names = {row.digest: row.name for row in rows}
-        self._used_bytes = sum(row.size_bytes for row in rows) + folder.quarantined_bytes()
+        self._names = {entry.digest: entry.name for entry in index}
+        self._used_bytes = index.stored_bytes + folder.quarantined_bytes()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
 

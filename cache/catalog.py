@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing, suppress
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .blocks import DIGEST_BYTES, link
-from .claims import read_claim
-from .entries import Row
-from .folder import digest_of, file_name
-from .format import read_name
+from .entries import Columns
 from .pins import Pin
-from .snapshot import DoubtfulSnapshotError, Name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .entries import Fields
+    from .entries import Row
     from .folder import Folder
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 has brought the pins, and states. What version 1 holds is taken over as it is.
-_SCHEMA_VERSION: Final = 2
-#: What a file of another format version stands for in the index: nothing that could be matched.
-_NO_NAME: Final = Name(b"", 0, b"")
+#: Version 2 has brought the pins, and states; version 3 the rows' proofs. What older ones hold is taken over.
+_SCHEMA_VERSION: Final = 3
 #: Errors that say nothing of the file's contents: it is left alone.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -46,18 +38,20 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-_READABLE: Final = (1, _SCHEMA_VERSION)
+_READABLE: Final = (1, 2, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
         digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
-        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL
+        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, proof BLOB
     ) WITHOUT ROWID
     """,
     "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
 )
-_RESUMABLE: Final = "ALTER TABLE snapshot ADD COLUMN resumable INTEGER NOT NULL DEFAULT 1"
+#: What older versions lack, in the order of the columns. A row without a proof is proved by its tokens.
+_ADDED: Final = {"resumable": "INTEGER NOT NULL DEFAULT 1", "proof": "BLOB"}
+_PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
@@ -107,8 +101,8 @@ class Catalog:
             db.execute(table)
         uri = self._path.absolute().as_uri()
         with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?immutable=1", uri=True)) as source:
-            rows = [Row(*row) for row in source.execute("SELECT * FROM snapshot")]  # of either version
-            db.executemany("INSERT INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            rows = source.execute("SELECT * FROM snapshot").fetchall()
+            db.executemany(_PUT, [(*row, *(1, None)[len(row) - 6 :]) for row in rows])  # of any version
             db.executemany("INSERT INTO pin VALUES (?, ?, ?)", source.execute("SELECT * FROM pin"))
         return db
 
@@ -130,14 +124,18 @@ class Catalog:
         if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
-            if "resumable" not in {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}:
-                db.execute(_RESUMABLE)
+            there = {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}
+            for name, kind in _ADDED.items():
+                if name not in there:
+                    db.execute(f"ALTER TABLE snapshot ADD COLUMN {name} {kind}")
             db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def rows(self) -> list[Fields]:
-        """Read everything."""
-        return self._db.execute("SELECT * FROM snapshot").fetchall()
+    def read(self) -> tuple[Columns, Sequence[bytes | None]]:
+        """Read all rows, and their proofs: None where a row has come from an older version."""
+        rows = self._db.execute("SELECT * FROM snapshot").fetchall()
+        *fields, proofs = zip(*rows, strict=True) if rows else ((),) * 8
+        return Columns(*fields), proofs
 
     def pins(self) -> list[Pin]:
         """Read the pinned prefixes."""
@@ -169,8 +167,9 @@ class Catalog:
 
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
+        columns = Columns.of(list(rows))
         with self._transaction() as db:
-            db.executemany("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            db.executemany(_PUT, zip(*columns, columns.proofs(), strict=True))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""
@@ -210,83 +209,3 @@ class _Transaction:
             # A full disk has mostly rolled it back already; one that was left open would fail every next one.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-
-
-def reconcile(folder: Folder, catalog: Catalog, files: set[str]) -> tuple[Sequence[Fields], int]:
-    """Bring catalog and files together at a start; announce what was adopted, lost or given up.
-
-    `files` are the folder's names. Returns the snapshots, and how many files were doubtful.
-
-    A file without a row is adopted by its header, with its mtime as its last use; one of another format
-    version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
-    snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
-    """
-    stored = catalog.rows()
-    if _in_order(stored, files):
-        return stored, 0
-    rows = [Row(*fields) for fields in stored]
-    known = {row.digest: row for row in rows if _proven(row) in files}
-    wrong = [row for row in rows if row.digest not in known]
-    strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
-    adopted: dict[bytes, Row] = {}
-    doubtful = 0
-    for digest in strays:
-        try:
-            path = folder.path(digest)
-            stat = path.stat()
-            foreign = read_claim(path).is_foreign
-            name = _NO_NAME if foreign else read_name(path)
-        except (DoubtfulSnapshotError, OSError) as error:
-            folder.quarantine(digest)
-            doubtful += 1
-            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
-            continue
-        used = stat.st_mtime_ns // 1000
-        adopted[digest] = Row(
-            digest, name.parent, name.start, name.tokens, stat.st_size, used, name.resumable
-        )
-    kept: dict[bytes, Row] = {}
-    orphans = []
-    for row in sorted((known | adopted).values(), key=attrgetter("start")):
-        if row.start == 0 or row.parent in kept:
-            kept[row.digest] = row
-        else:
-            orphans.append(row)
-            folder.remove(row.digest)
-    catalog.remove([*wrong, *orphans])
-    catalog.put(row for row in adopted.values() if row.digest in kept)
-    lost = sum(row.digest not in strays for row in wrong)
-    if adopted or doubtful or orphans or lost:
-        # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.
-        say = _log.warning if doubtful or orphans else _log.info
-        say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
-    return list(kept.values()), doubtful
-
-
-def _in_order(rows: list[Fields], files: set[str]) -> bool:
-    """Say whether all is as a run in order leaves it: a file for each row, and nothing in doubt.
-
-    Goes through columns, not rows: a start looks at all of them. See `_proven` for what a row must prove.
-    """
-    digests, parents, starts, tokens, *_ = zip(*rows, strict=True) if rows else ((), (), (), ())
-    try:
-        if not all(tokens) or list(map(link, parents, tokens)) != list(digests):
-            return False
-    except (AttributeError, TypeError):  # not even of the right types
-        return False
-    continued = {parent for parent, start in zip(parents, starts, strict=True) if start}
-    return continued <= set(digests) and files == set(map(file_name, digests))
-
-
-def _proven(row: Row) -> str:
-    """Name the file of a row; nothing where the row cannot be right.
-
-    SQLite has no checksums of its own: a row must prove its name as a file does. The file's length is looked
-    at when it is read. One of another format version has no tokens that could be told.
-    """
-    digest, parent, _, tokens, *_ = row
-    try:
-        proven = link(parent, tokens) == digest if tokens else len(digest) == DIGEST_BYTES
-        return file_name(digest) if proven else ""
-    except (AttributeError, TypeError):  # not even of the right types
-        return ""

@@ -7,14 +7,17 @@ takes five times as much: ten thousand idle sessions cost little but this.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from operator import xor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import xxhash
 
 from .blocks import DIGEST_BYTES, TOKEN_BYTES
 from .numbers import NONE, Numbers
 from .snapshot import Name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 #: The number is a snapshot's, stored or on its way; else it is only a prefix that others continue, or one
 #: that is gone and still being loaded.
@@ -23,6 +26,9 @@ RESUMABLE: Final = 2
 DURABLE: Final = 4
 #: To be removed once nobody loads it.
 DOOMED: Final = 8
+
+#: What is stored, by whether a session can go on at its end.
+_STATES: Final = bytes((PRESENT | DURABLE, PRESENT | DURABLE | RESUMABLE)).ljust(256)
 
 #: What a file of another format version continues, since that cannot be told.
 _NOWHERE: Final = bytes(DIGEST_BYTES)
@@ -45,41 +51,84 @@ class Row(NamedTuple):
         return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
 
-#: A `Row` or its plain fields: of very many, making rows takes as long as a fifth of a start.
-Fields: TypeAlias = "tuple[bytes, bytes, int, bytes, int, int, bool]"
+class Columns(NamedTuple):
+    """Very many rows, a sequence for each field: making a `Row` of each would take a fifth of a start."""
+
+    digests: Sequence[bytes] = ()
+    parents: Sequence[bytes] = ()
+    starts: Sequence[int] = ()
+    tokens: Sequence[bytes] = ()
+    sizes: Sequence[int] = ()
+    used: Sequence[int] = ()
+    resumable: Sequence[bool] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row | tuple[Any, ...]]) -> Columns:
+        """Turn rows, or their plain fields."""
+        return cls(*zip(*rows, strict=True)) if rows else cls()
+
+    def rows(self) -> list[Row]:
+        """Turn them back."""
+        return list(map(Row, *self))
+
+    def proofs(self) -> Iterator[bytes]:
+        """Make a checksum of each row, of all but its last use, which changes too often.
+
+        Raises `TypeError` or `ValueError` on the way where a field is not of its type.
+        """
+        seeds = map(xxhash.xxh3_64_intdigest, self.digests, self.starts)
+        seeds = map(xxhash.xxh3_64_intdigest, self.parents, map(xor, seeds, self.sizes))
+        return map(xxhash.xxh3_64_digest, self.tokens, map(xor, seeds, self.resumable))
 
 
 class Facts:
     """The columns, by the digests' numbers."""
 
-    __slots__ = ("born", "kept", "numbers", "parents", "pins", "sizes", "starts", "states", "tokens", "used")
+    __slots__ = (
+        "born",
+        "is_whole",
+        "kept",
+        "numbers",
+        "parents",
+        "pins",
+        "sizes",
+        "starts",
+        "states",
+        "tokens",
+        "used",
+    )
 
-    def __init__(self, rows: Sequence[Fields] = ()) -> None:
+    def __init__(self, stored: Columns) -> None:
         """Take in what is stored: row number n gets number n, the roots of tenants those behind."""
-        columns = tuple(zip(*rows, strict=True)) or ((),) * len(Row._fields)
-        digests, parents, starts, tokens, sizes, used, resumable = columns
-        self.numbers = Numbers(digests)
-        self.starts: array[int] = array("q", starts)
+        num, parents, tokens = len(stored.digests), stored.parents, stored.tokens
+        self.numbers = Numbers(stored.digests)
+        self.starts: array[int] = array("q", stored.starts)
         self.tokens: list[bytes] = list(tokens)
-        self.sizes: array[int] = array("q", sizes)
-        self.used: array[int] = array("q", used)
-        self.states = array("B", [PRESENT | DURABLE | (RESUMABLE if whole else 0) for whole in resumable])
+        self.sizes: array[int] = array("q", stored.sizes)
+        self.used: array[int] = array("q", stored.used)
+        self.states = array("B", bytes(map(bool, stored.resumable)).translate(_STATES))
         #: Loads that need the file.
-        self.pins = array("I", bytes(4 * len(rows)))
+        self.pins = array("I", bytes(4 * num))
         #: How often the number has been given to a snapshot.
-        self.born = array("I", bytes(4 * len(rows)))
+        self.born = array("I", bytes(4 * num))
         #: Pinned prefixes that it is a part of, where there are any.
         self.kept: dict[int, int] = {}
+        if not all(tokens):
+            parents = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
+        found = self.numbers.find_all(parents)
         #: The number of the prefix that it continues.
-        self.parents: array[int] = array("i", [NONE]) * len(rows)
-        names = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
-        found = self.numbers.find_all(names)
-        roots = {names[i]: NONE for i, number in enumerate(found) if number == NONE}
-        for root in roots:
-            roots[root] = self.add(root)
-        self.parents[: len(rows)] = array(
-            "i", [roots[names[i]] if number == NONE else number for i, number in enumerate(found)]
-        )
+        self.parents: array[int] = array("i", found)
+        #: Whether what does not begin at a root had its parent among what was stored.
+        self.is_whole = True
+        roots: dict[bytes, int] = {}
+        at = -1
+        for _ in range(found.count(NONE)):
+            at = found.index(NONE, at + 1)
+            root = parents[at]
+            if root not in roots:
+                roots[root] = self.add(root)
+            self.parents[at] = roots[root]
+            self.is_whole = self.is_whole and self.starts[at] == 0
 
     def add(self, digest: bytes) -> int:
         """Number a digest, of which nothing is known yet."""

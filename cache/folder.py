@@ -100,9 +100,8 @@ class Folder:
         return self.snapshots / file_name(digest)
 
     def names(self) -> set[str]:
-        """List what lies among the snapshots. Only the names: a `stat` each would take half of a start."""
-        with os.scandir(self.snapshots) as entries:
-            return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        """List what lies among the snapshots. Only the names: a look at each would take half of a start."""
+        return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:
         """Remove what a process that died was writing; count it."""

@@ -10,18 +10,18 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
 from .blocks import TOKEN_BYTES, num_common
-from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
+from .entries import DOOMED, DURABLE, PRESENT, Columns, Entry, Facts
 from .numbers import NONE
 from .recency import Recency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .entries import Fields
     from .snapshot import Name
 
 #: In the column of only children: there are more, and they are in a list.
 _MANY: Final = -2
+_NOTHING: Final = Columns()
 
 
 class Index:
@@ -34,22 +34,23 @@ class Index:
     load that began while it was there still needs it.
     """
 
-    def __init__(self, clock: Callable[[], float], rows: Iterable[Fields] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Columns = _NOTHING) -> None:
         self._clock = clock
         self._now = 0
         #: Hears of every entry that has come or gone.
         self.changed: Callable[[Entry], None] = lambda _: None
-        self._fill(list(rows))
+        self._fill(stored)
 
-    def _fill(self, rows: list[Fields]) -> None:
+    def _fill(self, stored: Columns) -> None:
         """Take in what is stored: all at once, since there may be very many."""
         import numpy as np  # here, because a command line that is asked for help has no time for it
 
-        self._facts = facts = Facts(rows)
-        parents = np.array(facts.parents[: len(rows)])
+        num = len(stored.digests)
+        self._facts = facts = Facts(stored)
+        parents = np.array(facts.parents[:num])
         num_children = np.bincount(parents, minlength=len(facts.parents))
         only_children = np.full(len(facts.parents), NONE, np.int32)
-        only_children[parents] = np.arange(len(rows))
+        only_children[parents] = np.arange(num)
         only_children[num_children > 1] = _MANY
         self._only_child = array("i", only_children.tobytes())
         #: The children of those that have several, in the order of their tokens.
@@ -58,11 +59,13 @@ class Index:
             self._families.setdefault(facts.parents[number], []).append(number)
         for siblings in self._families.values():
             siblings.sort(key=self._place)
-        self._recency = Recency(_inherit_uses(facts, len(rows)))
+        self._recency = Recency(_inherit_uses(facts, num))
         self._now = max(self._now, max(facts.used, default=0))
         #: Entries that are being loaded, or are on their way.
         self._held: set[int] = set()
-        self.stored = len(rows)
+        #: Whether every snapshot that was stored had its parent beside it.
+        self.is_whole = facts.is_whole
+        self.stored = num
         self.stored_bytes = sum(facts.sizes)
         #: Of entries that are not stored yet.
         self.on_its_way_bytes = 0
@@ -196,7 +199,7 @@ class Index:
     def clear(self) -> None:
         """Forget all entries. Those that are being loaded are on their own."""
         self._facts.forget()
-        self._fill([])
+        self._fill(_NOTHING)
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""

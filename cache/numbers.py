@@ -49,7 +49,7 @@ class Numbers:
         return NONE
 
     def find_all(self, digests: Sequence[bytes]) -> list[int]:
-        """`find` for many: those that stand where they point to are found all at once."""
+        """`find` for many, all a step further at once."""
         if len(digests) < _MANY or not len(self):
             return [self.find(digest) for digest in digests]
         import numpy as np  # here, because a command line that is asked for help has no time for it
@@ -57,12 +57,15 @@ class Numbers:
         wanted = np.frombuffer(b"".join(digests), np.dtype("<u8")).reshape(-1, DIGEST_BYTES // 8)
         known = np.frombuffer(self._digests, np.dtype("<u8")).reshape(-1, DIGEST_BYTES // 8)
         places = np.frombuffer(self._places, np.int32)
-        homes = (wanted[:, 0] & np.uint64(len(places) - 1)).astype(np.int64)
-        numbers = places[homes]
-        found: list[int] = numbers.tolist()
-        for i in np.flatnonzero((numbers == NONE) | (known[numbers] != wanted).any(axis=1)).tolist():
-            found[i] = self.find(digests[i])
-        return found
+        mask = len(places) - 1
+        at = (wanted[:, 0] & np.uint64(mask)).astype(np.int64)
+        found = np.empty(len(wanted), np.int32)
+        left = np.arange(len(wanted))
+        while left.size:
+            found[left] = numbers = places[at[left]]
+            left = left[(numbers != NONE) & (known[numbers] != wanted[left]).any(axis=1)]
+            at[left] = (at[left] + 1) & mask
+        return list(found.tolist())
 
     def digest(self, number: int) -> bytes:
         """Return the digest that has a number."""

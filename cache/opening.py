@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .catalog import Catalog, reconcile
+from .catalog import Catalog
 from .folder import Folder
-from .index import Index
+from .reconciling import reconcile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from .index import Index
     from .pins import Pin
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -52,9 +53,8 @@ def open_directory(directory: Path, identity: bytes, model: str, clock: Callable
             with ThreadPoolExecutor(1) as beside:  # SQLite looks through its file without the GIL
                 names = beside.submit(folder.names)
                 catalog = Catalog(folder)
-            rows, rejected = reconcile(folder, catalog, names.result())
-            index = Index(clock, rows)
-            if len(rows) > _MANY_ROWS:
+            index, rejected = reconcile(folder, catalog, names.result(), clock)
+            if index.stored > _MANY_ROWS:
                 gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
         if model:
             with suppress(sqlite3.Error):  # a name for lists only

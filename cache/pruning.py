@@ -7,12 +7,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .catalog import Catalog, reconcile
+from .catalog import Catalog
 from .claims import read_claim
-from .entries import Row
 from .folder import Folder
-from .index import Index
 from .pins import Pin, Pins
+from .reconciling import reconcile
 from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .entries import Entry
+    from .index import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Pruned:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, list[Row]]]:
+def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, Index]]:
     """Hold a directory's lock, with its index brought together with its files.
 
     Raises `NotACacheError`, `DirectoryLockedError`, `OSError`.
@@ -44,8 +44,8 @@ def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, list[Row]]]:
     try:
         folder.clear_tmp()
         with closing(Catalog(folder)) as catalog:
-            found, _ = reconcile(folder, catalog, folder.names())
-            yield folder, catalog, [Row(*fields) for fields in found]
+            index, _ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
+            yield folder, catalog, index
     finally:
         folder.close()
 
@@ -58,8 +58,7 @@ def prune(
     Each is a condition where it is given. `model` is the beginning of an identity's digest. Leaves go first,
     least recently used first; pinned prefixes stay.
     """
-    with opened(directory) as (folder, catalog, rows):
-        index = Index(lambda: 0.0, rows)
+    with opened(directory) as (folder, catalog, index):
         Pins(index, catalog.pins())
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
@@ -87,12 +86,12 @@ def prune(
 
 def prune_all(directory: Path) -> Pruned:
     """Remove everything: snapshots, quarantine, pins. Raises `CacheError` where files cannot be removed."""
-    with opened(directory) as (folder, catalog, rows):
+    with opened(directory) as (folder, catalog, index):
         left = folder.clear()
         catalog.clear()
     if left:
         raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
-    return Pruned(len(rows), sum(row.size_bytes for row in rows), 0, 0)
+    return Pruned(index.stored, index.stored_bytes, 0, 0)
 
 
 def unpin(directory: Path, names: list[str]) -> list[Pin]:

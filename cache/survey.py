@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import format as snapshot_format
 from .claims import read_claim
-from .entries import Row
+from .entries import Columns, Row
 from .folder import scan
 from .format import SUFFIX
 from .index import Index
@@ -103,7 +103,7 @@ def look(directory: Path) -> Survey:
     """List what is there. Reads one header for each chain. Raises `NotACacheError`, `OSError`."""
     check(directory)
     rows, survey, names = _read(directory)
-    index = Index(lambda: 0.0, rows)
+    index = Index(lambda: 0.0, Columns.of(rows))
     Pins(index, survey.pins)
     models: dict[str, Model] = {}
     usage: dict[str, list[int]] = {}
@@ -179,7 +179,8 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        known = {row[0]: Row(*row) for row in db.execute("SELECT * FROM snapshot")}
+        # Of any version: what is said twice, by a proof, is compared with the file here.
+        known = {row[0]: Row(*row[: len(Row._fields)]) for row in db.execute("SELECT * FROM snapshot")}
         survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []

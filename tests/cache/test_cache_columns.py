@@ -75,6 +75,18 @@ def test_numbers_come_in_the_order_of_their_use(first, changes) -> None:
         assert list(recency) == order
 
 
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 60), st.booleans()), max_size=20))
+def test_long_runs_that_were_used_together_are_moved_as_one(uses) -> None:
+    recency, order = Recency(range(100)), list(range(100))
+    for start, num, swapped in uses:
+        used = order[start : start + num]
+        if swapped:
+            used[1:3] = used[2:0:-1]
+        recency.use(used)
+        order = [number for number in order if number not in used] + used
+        assert list(recency) == order
+
+
 def saved(index: Index, chance: Random) -> None:
     """Enter what a session leaves after a turn or two: a block, and a tail of 20 tokens."""
     packed = blocks.pack(chance.choices(range(49_152), k=148))

@@ -11,7 +11,7 @@ from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
 from cache import blocks
-from cache.entries import Row
+from cache.entries import Columns, Row
 from cache.index import Index
 from cache.snapshot import Name
 
@@ -95,7 +95,7 @@ def test_rows_in_any_order_become_the_same_order_of_use(shape, chance) -> None:
         depth = rows[parent].start + 1 if parent >= 0 else 0  # which the start stands for
         rows.append(Row(new.digest, new.parent, depth, new.tokens, 1, used))
     chance.shuffle(rows)
-    order = [e.digest for e in Index(lambda: 0.0, rows)]
+    order = [e.digest for e in Index(lambda: 0.0, Columns.of(rows))]
     assert sorted(order) == sorted(row.digest for row in rows)
     assert all(order.index(row.digest) < order.index(row.parent) for row in rows if row.parent in order)
 
@@ -143,16 +143,72 @@ async def test_without_its_catalog_the_store_finds_everything_by_the_files(
     assert logs == [], "and the next start has nothing to mend"
 
 
-async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp_path) -> None:
+@pytest.mark.parametrize("has_proof", [True, False], ids=["proof", "older version"])
+async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp_path, has_proof) -> None:
     """A wrong row could match tokens that the file does not hold."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
         db.execute("UPDATE snapshot SET tokens = ? WHERE start = 8", (blocks.pack([8, 7]),))
+        if not has_proof:
+            db.execute("UPDATE snapshot SET proof = NULL")
     db.close()
     store = await open_store()
     assert store.match("a", [*TOKENS[:8], 8, 7]).num_tokens == 9
     assert store.match("a", TOKENS).num_tokens == 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "start = 4",
+        "start = 'eight'",
+        "parent = digest",
+        "parent = 7",
+        "tokens = 'text'",
+        "tokens = 8",
+        "size_bytes = size_bytes + 4096",
+        "resumable = 0",
+        "resumable = 1.5",
+        "proof = x'00'",
+        "proof = 'text'",
+        "digest = zeroblob(32)",
+        "digest = 'text'",
+    ],
+)
+async def test_a_row_that_was_changed_is_made_anew_from_its_file(open_store, tmp_path, change) -> None:
+    """SQLite has no checksums of its own."""
+    await stored_once(open_store)
+    db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
+    before = set(
+        db.execute("SELECT digest, parent, start, tokens, size_bytes, resumable, proof FROM snapshot")
+    )
+    with db:
+        db.execute(f"UPDATE snapshot SET {change} WHERE start = 8")
+    db.close()
+    with capture_logs() as logs:
+        await assert_finds_everything(open_store)
+    assert [(log["event"], log["adopted"]) for log in logs] == [("index_reconciled", 1)]
+    db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
+    after = set(
+        db.execute("SELECT digest, parent, start, tokens, size_bytes, resumable, proof FROM snapshot")
+    )
+    db.close()
+    assert after == before
+
+
+async def test_a_row_whose_parent_has_gone_is_found_by_a_start(open_store, tmp_path) -> None:
+    """Row and file of a block went together; what continues them is of no use."""
+    await stored_once(open_store)
+    db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
+    with db:
+        ((digest,),) = db.execute("DELETE FROM snapshot WHERE start = 4 RETURNING digest")
+    db.close()
+    (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
+    with capture_logs() as logs:
+        store = await open_store()
+    assert [(log["orphans"], log["log_level"]) for log in logs] == [(1, "warning")]
+    assert store.stats().stored == 1
 
 
 async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used(

@@ -217,7 +217,8 @@ async def test_what_is_held_counts_as_used(open_store) -> None:
     assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
 
 
-async def test_a_catalog_of_version_1_keeps_its_recency(open_store, tmp_path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_catalog_of_an_older_version_keeps_its_recency(open_store, tmp_path, version) -> None:
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
@@ -226,15 +227,22 @@ async def test_a_catalog_of_version_1_keeps_its_recency(open_store, tmp_path) ->
     size = store.stats().stored_bytes // 3
     await store.close()
     with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
-        db.execute("DROP TABLE pin")
-        db.execute("DROP TABLE model")
-        db.execute("PRAGMA user_version = 1")
+        db.execute("ALTER TABLE snapshot DROP COLUMN proof")
+        if version == 1:
+            db.execute("ALTER TABLE snapshot DROP COLUMN resumable")
+            db.execute("DROP TABLE pin")
+            db.execute("DROP TABLE model")
+        db.execute(f"PRAGMA user_version = {version}")
     db.close()
     with capture_logs() as logs:
         store = await open_store(max_bytes=2 * size + size // 2)
     assert [log["event"] for log in logs] == ["cache_shrunk"]
     assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
     assert (await store.pin("a", [0, 1])).noted
+    await store.close()
+    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
+        assert db.execute("SELECT count(*), count(proof) FROM snapshot").fetchone() == (2, 2)
+    db.close()
 
 
 async def test_a_lowered_limit_is_made_good_in_small_steps(open_store, tmp_path) -> None:
