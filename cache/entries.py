@@ -165,20 +165,21 @@ class Entry:
     the digest may be asked for, unless it was held (`Index.hold`) all the time.
     """
 
-    __slots__ = ("_born", "_facts", "_number", "digest")
+    __slots__ = ("_born", "digest", "facts", "number")
 
     def __init__(self, facts: Facts, number: int, digest: bytes) -> None:
-        self._facts = facts
-        self._number = number
-        self._born = facts.born[number]
+        """`number` is its place in the columns."""
+        self.facts = facts
+        self.number = number
         self.digest = digest
+        self._born = facts.born[number]
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Entry)
-            and self._number == other._number
+            and self.number == other.number
             and self._born == other._born
-            and self._facts is other._facts
+            and self.facts is other.facts
         )
 
     def __hash__(self) -> int:
@@ -188,64 +189,54 @@ class Entry:
         return f"Entry({self.digest.hex()})"
 
     @property
-    def number(self) -> int:
-        """Its place in the columns."""
-        return self._number
-
-    @property
-    def facts(self) -> Facts:
-        """The columns."""
-        return self._facts
-
-    @property
     def parent(self) -> bytes:
         """The name of the prefix that it continues."""
-        return self._facts.numbers.digest(self._facts.parents[self._number])
+        return self.facts.numbers.digest(self.facts.parents[self.number])
 
     @property
     def start(self) -> int:
         """The position of its first token."""
-        return self._facts.starts[self._number]
+        return self.facts.starts[self.number]
 
     @property
     def tokens(self) -> bytes:
         """Its tokens, packed."""
-        return self._facts.tokens[self._number]
+        return self.facts.tokens[self.number]
 
     @property
     def size_bytes(self) -> int:
         """What its file takes."""
-        return self._facts.sizes[self._number]
+        return self.facts.sizes[self.number]
 
     @property
     def used(self) -> int:
         """When it was used last, in microseconds since 1970."""
-        return self._facts.used[self._number]
+        return self.facts.used[self.number]
 
     @property
     def resumable(self) -> bool:
         """Whether a session can go on at its end."""
-        return bool(self._facts.states[self._number] & RESUMABLE)
+        return bool(self.facts.states[self.number] & RESUMABLE)
 
     @property
     def durable(self) -> bool:
         """Whether its file is in place."""
-        return bool(self._facts.states[self._number] & DURABLE)
+        return bool(self.facts.states[self.number] & DURABLE)
 
     @property
     def doomed(self) -> bool:
         """Whether it goes once nobody loads it."""
-        return bool(self._facts.states[self._number] & DOOMED)
+        return bool(self.facts.states[self.number] & DOOMED)
 
     @property
     def pins(self) -> int:
         """Count the loads that need the file. It is not evicted meanwhile."""
-        return self._facts.pins[self._number]
+        return self.facts.pins[self.number]
 
     @property
     def kept(self) -> int:
         """Count the pinned prefixes that it is a part of."""
-        return self._facts.kept.get(self._number, 0)
+        return self.facts.kept.get(self.number, 0)
 
     @property
     def name(self) -> Name:
@@ -265,7 +256,7 @@ class Entry:
     @property
     def usable(self) -> bool:
         """Whether a match may count on it."""
-        return self._facts.states[self._number] & (PRESENT | DURABLE | DOOMED) == PRESENT | DURABLE
+        return self.facts.states[self.number] & (PRESENT | DURABLE | DOOMED) == PRESENT | DURABLE
 
     @property
     def held(self) -> bool:
