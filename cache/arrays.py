@@ -1,4 +1,4 @@
-"""MLX arrays as plain memory: made without contents, filled by whoever reads a file, then handed over.
+"""MLX arrays as plain memory: made first, filled by whoever reads a file, then handed over.
 
 Runs on an I/O thread; only evaluated arrays leave it. Every call names the CPU stream, so that no other
 thread than the device thread gives the device work. Knows nothing of files or names.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -18,8 +20,7 @@ import numpy as np
 from .snapshot import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Sequence
 
     from .snapshot import Layout, States
 
@@ -28,9 +29,6 @@ Arrays: TypeAlias = "dict[str, mx.array]"
 
 #: A tensor's name, type and shape.
 Spec: TypeAlias = "tuple[str, str, tuple[int, ...]]"
-
-#: Hands work to another I/O thread; cancelled where that has not begun with it.
-Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 #: A plain cache of mlx-lm grows by so many tokens: with room up to the next multiple, the first append after
 #: a restore copies nothing.
@@ -56,17 +54,14 @@ class Blank:
     longer than what was written to them: whoever takes them must know how many tokens count.
     """
 
-    def __init__(
-        self, layout: Layout, num_tokens: int, states: States = (), help_out: Help | None = None
-    ) -> None:
-        """`help_out` hands work to another I/O thread, which makes half of the arrays where it is free."""
+    def __init__(self, layout: Layout, num_tokens: int, states: States = ()) -> None:
         capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
         kv = [(name, dtype, (1, heads, capacity, dim)) for name, dtype, (heads, dim) in layout]
         self._specs: list[Spec] = [*kv, *states]
         # An evaluated array's buffer is what the CPU sees of it, and MLX documents writing to a view of it;
         # with unified memory the GPU sees the same. CUDA may keep another copy: there, memory of our own.
         self._in_place = not mx.cuda.is_available()
-        self._owners: dict[str, Any] = self._blank(help_out) if self._in_place else self._plain()
+        self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
             _place(_memory(self._owners[name]), heads, capacity, dim * np.dtype(_TYPES[dtype][1]).itemsize)
             for name, dtype, (heads, dim) in layout
@@ -89,26 +84,37 @@ class Blank:
     def _plain(self) -> dict[str, Any]:
         return {name: np.empty(shape, _TYPES[dtype][1]) for name, dtype, shape in self._specs}
 
-    def _blank(self, help_out: Help | None) -> dict[str, Any]:
-        """Make evaluated arrays without writing to them: `mx.zeros` takes as long as reading the KV does."""
-        # MLX evaluates them one by one, each time waiting for its own thread: two can wait at once.
-        half = len(self._specs) // 2
-        theirs: dict[str, Any] = {}
-        helper = None
-        if help_out is not None:
-            with suppress(RuntimeError):  # the threads are ending: this one makes all
-                helper = help_out(lambda: theirs.update(_made(self._specs[half:])))
-        ours = _made(self._specs[:half])
-        if helper is None or helper.cancel():
-            return ours | _made(self._specs[half:])
-        helper.result()
-        return ours | theirs
 
-
-def _made(specs: Sequence[Spec]) -> dict[str, Any]:
-    file: Any = _BlankFile(specs)
-    arrays: Any = mx.load(file, format="safetensors", stream=mx.cpu)
+def _blank(specs: Sequence[Spec]) -> Arrays:
+    """Make evaluated arrays whose contents do not matter, with the least work there is."""
+    if sys.platform == "linux":
+        with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
+            return _read_from_nothing(specs)
+    arrays = {name: mx.zeros(shape, _TYPES[dtype][0], stream=mx.cpu) for name, dtype, shape in specs}
     mx.eval(arrays)
+    return arrays
+
+
+def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
+    """Let MLX read a file in memory that is nothing but a header and a hole.
+
+    Its readers work side by side, and so do the faults of fresh memory; `mx.zeros` writes on one thread.
+    """
+    header = {}
+    at = 0
+    for name, dtype, shape in specs:
+        size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
+        at += size_bytes
+    text = json.dumps(header).encode()
+    file = os.memfd_create("turnkeep")
+    try:
+        os.write(file, struct.pack("<Q", len(text)) + text)
+        os.ftruncate(file, 8 + len(text) + at)
+        arrays: Any = mx.load(f"/proc/self/fd/{file}", format="safetensors", stream=mx.cpu)
+        mx.eval(arrays)
+    finally:
+        os.close(file)
     return dict(arrays)
 
 
@@ -127,34 +133,3 @@ def leave_thread() -> None:
     Streams that outlive their thread now and then abort the process at its exit.
     """
     mx.clear_streams()
-
-
-class _BlankFile:
-    """A safetensors file, as MLX reads it, that leaves the tensors' memory as it is."""
-
-    closed = False
-
-    def __init__(self, specs: Sequence[Spec]) -> None:
-        header = {}
-        at = 0
-        for name, dtype, shape in specs:
-            size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
-            at += size_bytes
-        text = json.dumps(header).encode()
-        self._head = struct.pack("<Q", len(text)) + text
-        self._size_bytes = len(self._head) + at
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size_bytes)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, memory: memoryview) -> int:
-        if self._at < len(self._head):
-            memory[:] = self._head[self._at : self._at + len(memory)]
-        self._at += len(memory)
-        return len(memory)

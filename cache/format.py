@@ -60,7 +60,7 @@ _DECODER: Final = json.JSONDecoder()
 _MAX_HEADER_BYTES: Final = 64 << 20
 #: What is read by a system call: enough that waiting for the GIL after each costs little, and no more than
 #: the processor's cache keeps until it is hashed.
-_READ_BYTES: Final = 4 << 20
+_READ_BYTES: Final = 1 << 20
 #: The most buffers that a system call takes (IOV_MAX).
 _MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
 

@@ -10,17 +10,21 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import format as snapshot_format
 from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
-    from .arrays import Arrays, Blank, Help
+    from .arrays import Arrays, Blank
     from .folder import Folder
     from .snapshot import Layout, States
+
+#: Hands work to another I/O thread; cancelled where that has not begun with it.
+Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def restore(
             num_read = len(pieces) - 1  # that is the one in doubt, if any
             _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
         num_tokens = sum(piece.num_tokens for piece in pieces)
-        blank = arrays.Blank(layout, max(num_tokens, room_tokens), states, help_out)
+        blank = arrays.Blank(layout, max(num_tokens, room_tokens), states)
         reading = _Reading(folder, pieces, identity, layout, blank)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
