@@ -145,9 +145,12 @@ class _Reading:
         helper = None
         if len(self._pieces) > 1:
             with suppress(RuntimeError):  # the threads are ending: this one reads alone
-                helper = help_out(lambda: self._work(1))
+                helper = help_out(lambda: self._work_on_half(1))
         try:
-            self._work(0)
+            if helper is None:
+                self._work()
+            else:
+                self._work_on_half(0)
         finally:
             # It may be at its last piece, or still wait for a thread: then nobody needs it any more.
             self._todo.clear()
@@ -157,18 +160,21 @@ class _Reading:
         num_read = min(self._doubts, default=len(self._pieces))
         return num_read, self._doubts.get(num_read)
 
-    def _work(self, share: int) -> None:
-        with _on_processors_of(share):
-            while True:
-                try:
-                    i = self._todo.popleft()
-                except IndexError:
-                    return
-                try:
-                    self.sizes[i] = self._read(self._pieces[i])
-                except DoubtfulSnapshotError as error:
-                    self._doubts[i] = str(error)
-                    self._todo.clear()  # whatever comes after it continues what is in doubt
+    def _work_on_half(self, half: int) -> None:
+        with _on_half_of_processors(half):
+            self._work()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                i = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self.sizes[i] = self._read(self._pieces[i])
+            except DoubtfulSnapshotError as error:
+                self._doubts[i] = str(error)
+                self._todo.clear()  # whatever comes after it continues what is in doubt
 
     def _read(self, piece: Piece) -> int:
         return snapshot_format.read(
@@ -184,7 +190,7 @@ class _Reading:
 
 
 @contextmanager
-def _on_processors_of(share: int) -> Iterator[None]:
+def _on_half_of_processors(half: int) -> Iterator[None]:
     """Keep the calling thread to one half (0 or 1) of the processors, as far as the system lets it.
 
     Linux was seen to wake the second of two threads on the processor of the first, and to leave both there
@@ -195,7 +201,7 @@ def _on_processors_of(share: int) -> Iterator[None]:
         return
     allowed = os.sched_getaffinity(0)
     with suppress(OSError, ValueError):  # there is only one
-        os.sched_setaffinity(0, sorted(allowed)[share::2])
+        os.sched_setaffinity(0, sorted(allowed)[half::2])
     try:
         yield
     finally:

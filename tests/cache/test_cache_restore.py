@@ -1,0 +1,103 @@
+"""How a restore gets memory and processors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from made_kv import assert_is_kv_of, save_all
+
+from cache import arrays, restore
+from cache.arrays import Blank
+
+TOKENS = list(range(200))
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is one way only")
+
+
+@pytest.fixture(params=["a hole", "zeros"])
+def way(request, monkeypatch):
+    """Both ways to make arrays; the second one is that of other systems, and where the first is forbidden."""
+    if request.param == "zeros":
+
+        def forbidden(name: str) -> int:
+            raise PermissionError(name)
+
+        monkeypatch.setattr(arrays.os, "memfd_create", forbidden)
+    elif sys.platform != "linux":
+        pytest.skip("there is no memfd here")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", sorted(arrays._TYPES))
+def test_what_is_written_to_a_place_is_in_the_array(dtype) -> None:
+    mlx_type, numpy_type = arrays._TYPES[dtype]
+    blank = Blank((("0.keys", dtype, (2, 3)), ("0.values", dtype, (2, 0))), 5, (("state.1", dtype, (7,)),))
+    keys, values = blank.places
+    item = np.dtype(numpy_type).itemsize
+    assert (keys.num_rows, keys.row_bytes, keys.token_bytes) == (2, 256 * 3 * item, 3 * item)
+    assert (values.num_rows, values.memory.nbytes) == (2, 0)
+    written = np.random.default_rng(0).integers(0, 2, keys.memory.nbytes // item).astype(numpy_type)
+    keys.memory[:] = written.tobytes()
+    blank.state[0][:] = written[:7].tobytes()
+    del keys, values
+    found = blank.arrays()
+    assert {name: array.dtype for name, array in found.items()} == dict.fromkeys(found, mlx_type)
+    assert found["0.keys"].shape == (1, 2, 256, 3)
+    assert found["0.values"].shape == (1, 2, 256, 0)
+    for name, expected in (("0.keys", written), ("state.1", written[:7])):
+        assert bytes(memoryview(found[name])) == expected.tobytes()
+
+
+@pytest.mark.usefixtures("way")
+async def test_every_way_restores_the_same(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(10)
+    restored = await store.load(store.match("a", TOKENS))
+    assert_is_kv_of(restored.tensors, TOKENS)
+    grown = mx.concatenate([restored.tensors["0.keys"], mx.ones((1, 2, 1, 3))], axis=2)
+    assert mx.array_equal(grown[..., -1:, :], mx.ones((1, 2, 1, 3))), "they are arrays like any other"
+
+
+@linux
+async def test_two_threads_read_on_processors_of_their_own_and_get_theirs_back(
+    open_store, monkeypatch
+) -> None:
+    seen: dict[int, set[int]] = {}
+    both = threading.Barrier(2)
+    read = restore._Reading._read
+
+    def watched(reading, piece):
+        if threading.get_native_id() not in seen:
+            seen[threading.get_native_id()] = os.sched_getaffinity(0)
+            both.wait(timeout=10)
+        return read(reading, piece)
+
+    monkeypatch.setattr(restore._Reading, "_read", watched)
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(10)
+    assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
+    one, other = seen.values()
+    allowed = os.sched_getaffinity(0)
+    assert one | other == allowed
+    assert not one & other or len(allowed) == 1
+    for thread in seen:
+        assert os.sched_getaffinity(thread) == allowed
+
+
+@linux
+async def test_where_processors_cannot_be_chosen_all_is_read_nevertheless(open_store, monkeypatch) -> None:
+    def forbidden(thread: int, mask: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(restore.os, "sched_setaffinity", forbidden)
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(10)
+    assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
