@@ -56,7 +56,7 @@ def _is_in_order(stored: Columns, proofs: Sequence[bytes | None], files: set[str
     column without Python's code.
     """
     try:
-        if list(stored.proofs()) != list(proofs):
+        if list(stored.proofs()) != list(proofs) or not set(map(type, stored.used)) <= {int}:
             return False
     except (TypeError, ValueError):  # not even of the right types
         return False
@@ -117,6 +117,8 @@ def _is_right(row: Row, proof: bytes | None) -> bool:
     A file's length is looked at when it is read. One of another format version has no tokens to be told.
     """
     try:
+        if not all(isinstance(number, int) for number in (row.start, row.size_bytes, row.used)):
+            return False
         if proof is not None:
             return next(Columns.of([row]).proofs()) == proof
         named = link(row.parent, row.tokens) == row.digest if row.tokens else len(row.digest) == DIGEST_BYTES
