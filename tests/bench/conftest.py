@@ -1,9 +1,13 @@
 """What every test of a bench needs."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from bench_runs import end_all
+
+from worker.batch import batch
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,19 @@ def nothing_goes_on() -> Iterator[None]:
     """A bench that a failed test left running is ended."""
     yield
     end_all()
+
+
+@pytest.fixture
+def let_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let reading a token take so many seconds: a tiny model is so fast that a busy machine hides it."""
+
+    def let(seconds: float) -> None:
+        step = batch.Batch.step
+
+        def slow(self: batch.Batch, pieces: Any, **more: Any) -> None:
+            time.sleep(seconds * sum(len(piece.tokens) for piece in pieces))
+            step(self, pieces, **more)
+
+        monkeypatch.setattr(batch.Batch, "step", slow)
+
+    return let

@@ -98,7 +98,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
     assert stats.median_ratio(base.series[name].values, other.series[name].values).high < 1
 
 
-async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
+async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch, let_tokens_cost):
     """It prefills the whole session every turn, and reports what an honest one would."""
     begin = runner.Runner._begin
 
@@ -109,6 +109,7 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
         turn.num_prefilled -= kept
 
     monkeypatch.setattr(runner.Runner, "_begin", lie)
+    let_tokens_cost(3e-4)
     worker = await local_worker()
     found = await measure(worker, plan(sessions=8, turns=4, history=14))
     assert [check.passed for check in found.checks if check.exact] == [True] * 3

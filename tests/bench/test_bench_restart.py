@@ -24,11 +24,11 @@ from bench.restart.measure import Plan, shuffled
 from bench.restart.page import page_of
 from bench.restart.summary import RestartReport, series, summarise
 from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
-from worker.batch import batch
 from worker.device import runner
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
     from pathlib import Path
 
 MIB = 2**20
@@ -122,7 +122,7 @@ def test_a_worker_that_lies_about_what_it_restored_is_caught_by_the_time_it_take
 
 
 async def test_a_real_worker_that_lies_about_what_it_restored_is_caught(
-    local_worker: Any, monkeypatch: pytest.MonkeyPatch
+    local_worker: Any, monkeypatch: pytest.MonkeyPatch, let_tokens_cost: Callable[[float], None]
 ) -> None:
     """After its restart it gives away what it has restored, and reports it as cached."""
     begin = runner.Runner._begin
@@ -133,14 +133,7 @@ async def test_a_real_worker_that_lies_about_what_it_restored_is_caught(
         one.num_reused = kept
         one.num_prefilled -= kept
 
-    step = batch.Batch.step
-
-    def slow(self: batch.Batch, pieces: Any, **more: Any) -> None:
-        """A tiny model reads 1,900 tokens in no time: on a busy machine nobody could tell by the clock."""
-        time.sleep(1e-4 * sum(len(piece.tokens) for piece in pieces))
-        step(self, pieces, **more)
-
-    monkeypatch.setattr(batch.Batch, "step", slow)
+    let_tokens_cost(3e-4)
     base, own = tuple(random.Random(1).choices(range(10, 200), k=1900)), tuple(range(50, 66))
     worker = await local_worker()
     turns = []

@@ -113,7 +113,7 @@ async def test_a_worker_that_was_slowed_down_is_seen_as_slower(local_worker, mon
         assert ratio.low > 1, name
 
 
-async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch):
+async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkeypatch, let_tokens_cost):
     """It prefills the whole session every turn, and reports what an honest one would.
 
     That an honest one passes is tested on made turns: here it depends on what else the machine does.
@@ -127,6 +127,7 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
         turn.num_prefilled -= kept
 
     monkeypatch.setattr(runner.Runner, "_begin", lie)
+    let_tokens_cost(3e-4)
     worker = await local_worker()
     # Turns of some length: the cost of a few tokens is lost in what every turn costs.
     texts = chain(["x" * 300], repeat("y" * 60))
