@@ -59,6 +59,9 @@ async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> N
 
     again = await w.send("other", generate("g", text=text("p"), max_tokens=2))
     assert again["usage"]["cached_tokens"] == 3 * BLOCK - 1
+    await settled(w)
+    kept = max(entry.end for entry in w.worker.app._store._index if entry.kept)
+    assert kept == 3 * BLOCK, "the prompt's last token is pinned as well, since an answer has run it"
     unpinned = await w.worker.client.session("other").unpin()
     assert (unpinned.prefixes, unpinned.pinned_bytes) == ((3 * BLOCK,), 0)
 
