@@ -124,7 +124,9 @@ def _memory(owner: Any) -> memoryview:
 
 
 def _place(memory: memoryview, heads: int, capacity: int, token_bytes: int) -> Place:
-    return Place(memory, heads, capacity * token_bytes, token_bytes)
+    row_bytes = capacity * token_bytes
+    rows = tuple(memory[head * row_bytes : (head + 1) * row_bytes] for head in range(heads))
+    return Place(rows, token_bytes)
 
 
 def leave_thread() -> None:

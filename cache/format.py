@@ -199,19 +199,18 @@ def read(
             raise DoubtfulSnapshotError("no state to resume from")
         if found.layout != layout:
             raise DoubtfulSnapshotError("layers unlike those before it")
-        runs = (
-            (place.memory[at : at + num_tokens * place.token_bytes], place.token_bytes)
+        runs = [
+            row[start * place.token_bytes : (start + num_tokens) * place.token_bytes]
             for place in places
             if place.token_bytes
-            for row in range(place.num_rows)
-            for at in (row * place.row_bytes + start * place.token_bytes,)
-        )
+            for row in place.rows
+        ]
         unused = found.num_tokens - num_tokens
         if unused:
             scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
-            found.read([run, scratch[: unused * token_bytes]] for run, token_bytes in runs)
+            found.read([run, scratch[: run.nbytes // num_tokens * unused]] for run in runs)
         else:
-            found.read(_batches(run for run, _ in runs))
+            found.read(_batches(runs))
         if state is None:
             return found.size_bytes - found.state_bytes
         found.read_state(_batches(buffer for buffer in state if buffer.nbytes))

@@ -82,9 +82,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory of one tensor: rows, one per head, of `row_bytes`, for tokens of `token_bytes` each."""
+    """The memory of one tensor: a row for each head, in bytes, with room for tokens of `token_bytes` each."""
 
-    memory: memoryview
-    num_rows: int
-    row_bytes: int
+    rows: tuple[memoryview, ...]
     token_bytes: int

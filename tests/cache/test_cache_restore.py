@@ -39,17 +39,18 @@ def test_what_is_written_to_a_place_is_in_the_array(dtype) -> None:
     blank = Blank((("0.keys", dtype, (2, 3)), ("0.values", dtype, (2, 0))), 5, (("state.1", dtype, (7,)),))
     keys, values = blank.places
     item = np.dtype(numpy_type).itemsize
-    assert (keys.num_rows, keys.row_bytes, keys.token_bytes) == (2, 256 * 3 * item, 3 * item)
-    assert (values.num_rows, values.memory.nbytes) == (2, 0)
-    written = np.random.default_rng(0).integers(0, 2, keys.memory.nbytes // item).astype(numpy_type)
-    keys.memory[:] = written.tobytes()
-    blank.state[0][:] = written[:7].tobytes()
-    del keys, values
+    assert ([row.nbytes for row in keys.rows], keys.token_bytes) == ([256 * 3 * item] * 2, 3 * item)
+    assert ([row.nbytes for row in values.rows], values.token_bytes) == ([0, 0], 0)
+    written = np.random.default_rng(0).integers(0, 2, (2, 256 * 3)).astype(numpy_type)
+    for row, numbers in zip(keys.rows, written, strict=True):
+        row[:] = numbers.tobytes()
+    blank.state[0][:] = written[0, :7].tobytes()
+    del keys, values, row
     found = blank.arrays()
     assert {name: array.dtype for name, array in found.items()} == dict.fromkeys(found, mlx_type)
     assert found["0.keys"].shape == (1, 2, 256, 3)
     assert found["0.values"].shape == (1, 2, 256, 0)
-    for name, expected in (("0.keys", written), ("state.1", written[:7])):
+    for name, expected in (("0.keys", written), ("state.1", written[0, :7])):
         assert bytes(memoryview(found[name])) == expected.tobytes()
 
 
