@@ -11,6 +11,7 @@ state, which has its own: of a chain, only the last file's state is ever read.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -57,6 +58,8 @@ _STATE_SUM_END: Final = _STATE_AT + _CHECKSUM_CHARS
 _STATE_END: Final = _STATE_SUM_END + 16
 
 _DECODER: Final = json.JSONDecoder()
+#: The process or the machine has no more of something: open files, memory.
+_LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MAX_HEADER_BYTES: Final = 64 << 20
 #: What is read by a system call: enough that waiting for the GIL after each costs little, and no more than
 #: the processor's cache keeps until it is hashed.
@@ -151,10 +154,16 @@ def read_name(path: Path) -> Name:
     return name
 
 
+def is_lack(error: Exception) -> bool:
+    """Say whether a file could not be read for want of open files or memory: it is as good as it was."""
+    return isinstance(error, OSError) and error.errno in _LACKS
+
+
 def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
     """Prove that a file is the snapshot `digest` from position `start` under `identity` (a digest).
 
-    Reads the whole file, blocking: call it on an I/O thread. Raises `DoubtfulSnapshotError`.
+    Reads the whole file, blocking: call it on an I/O thread. Raises `DoubtfulSnapshotError`, and `OSError`
+    where that says nothing of the file (`is_lack`).
     """
     with _opened(path, digest, start, identity) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
@@ -166,7 +175,7 @@ def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
 def look(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
     """Read what tensors the snapshot `digest` has, from a header that nothing has verified yet.
 
-    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot.
+    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot, `OSError` as `verify` does.
     """
     with _opened(path, digest, start, identity) as found:
         return found.layout, found.states
@@ -192,7 +201,8 @@ def read(
     `state` is the memory of the state's tensors, in the order of `look`, for the last snapshot of a chain
     whose model has such layers; None leaves a state unread.
 
-    Returns the bytes of the file that were read. Safe on any thread: it waits for the disk without the GIL.
+    Returns the bytes of the file that were read; raises `OSError` as `verify` does. Safe on any thread: it
+    waits for the disk without the GIL.
     """
     with _opened(path, digest, start, identity) as found:
         if state is not None and not found.name.resumable:
@@ -257,7 +267,7 @@ class _Found:
 
 @contextmanager
 def _opened(path: Path, digest: bytes, start: int, identity: bytes) -> Iterator[_Found]:
-    """Open a file that says it is a snapshot. All that may go wrong is a `DoubtfulSnapshotError`."""
+    """Open a file that says it is a snapshot. What is wrong with it is a `DoubtfulSnapshotError`."""
     try:
         with path.open("rb", buffering=0) as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -270,6 +280,8 @@ def _opened(path: Path, digest: bytes, start: int, identity: bytes) -> Iterator[
                 raise DoubtfulSnapshotError("holds other tokens than asked for")
             yield found
     except OSError as error:
+        if is_lack(error):
+            raise
         raise DoubtfulSnapshotError(f"unreadable: {error.strerror}") from error
 
 

@@ -15,7 +15,7 @@ from .blocks import DIGEST_BYTES, link
 from .claims import read_claim
 from .entries import Columns, Row
 from .folder import digest_of, file_name
-from .format import read_name
+from .format import is_lack, read_name
 from .index import Index
 from .snapshot import DoubtfulSnapshotError, Name
 
@@ -84,6 +84,8 @@ def _mended(
             foreign = read_claim(path).is_foreign
             name = _NO_NAME if foreign else read_name(path)
         except (DoubtfulSnapshotError, OSError) as error:
+            if is_lack(error):
+                raise
             folder.quarantine(digest)
             doubtful += 1
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))

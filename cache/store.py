@@ -201,7 +201,7 @@ class Store:
             outcome = await asyncio.get_running_loop().run_in_executor(
                 self._io, restore, self._folder, pieces, self._identity_digest, room_tokens, self._io.submit
             )
-        except RuntimeError as error:  # MLX's, which has no memory, say: a miss, and no fault of the files
+        except (RuntimeError, OSError) as error:  # no memory, or no file may be opened: the files are good
             _log.error("restore_failed", error=str(error))
             return None
         finally:

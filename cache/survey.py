@@ -133,7 +133,8 @@ def look(directory: Path) -> Survey:
 def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
     """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of the bytes read.
 
-    Returns a survey with what is doubtful; files of other versions are counted, and not judged.
+    Returns a survey with what is doubtful; files of other versions are counted, and not judged. Raises
+    `NotACacheError`, and `OSError` where the process can open no more files, which says nothing of them.
     """
     check(directory)
     files = sorted(path for path in (directory / "snapshots").iterdir())
@@ -158,6 +159,8 @@ def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
         except FileNotFoundError:
             pass  # a worker has evicted it
         except OSError as error:
+            if snapshot_format.is_lack(error):
+                raise
             survey.doubtful.append((path.name, f"unreadable: {error.strerror}"))
     progress(total, total)
     return survey
@@ -199,6 +202,8 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:
+            if snapshot_format.is_lack(error):
+                raise
             survey.doubtful.append((file.name, str(error)))
             continue
         rows.append(row)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import shutil
 import sqlite3
 import stat
+import sys
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
@@ -258,6 +262,43 @@ async def test_a_doubtful_file_ends_the_prefix_before_it(open_store, tmp_path, d
     await store.barrier(5)
     assert await restored(store, "a", TOKENS) == 10
     assert_sum_rule(store)
+
+
+@pytest.fixture
+def no_files_left():
+    """Lets the process open no file more, for as long as it is entered."""
+
+    @contextmanager
+    def lacking():
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
+        highest = max(int(file.name) for file in files.iterdir())
+        fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]  # no gap is left below it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(fillers) + 1, before[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.open(os.devnull, os.O_RDONLY)
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for file in fillers:
+                os.close(file)
+
+    return lacking
+
+
+async def test_a_process_that_may_open_no_file_more_doubts_none(open_store, tmp_path, no_files_left) -> None:
+    """It is a miss. The files are as good as they were: moved away, they would cost the whole session."""
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    assert await restored(store, "a", TOKENS) == len(TOKENS), "and all that it takes has been imported"
+    with capture_logs() as logs, no_files_left():
+        assert await restored(store, "a", TOKENS) == 0
+    assert [log["event"] for log in logs] == ["restore_failed"]
+    assert store.stats().rejected == 0
+    assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
+    assert await restored(store, "a", TOKENS) == len(TOKENS)
 
 
 async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_path) -> None:

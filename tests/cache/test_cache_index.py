@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
-from cache import blocks
+from cache import blocks, reconciling
 from cache.entries import Columns, Row
 from cache.index import Index
 from cache.snapshot import Name
@@ -254,6 +256,20 @@ async def test_what_is_no_snapshot_is_quarantined_at_the_start(open_store, tmp_p
         f"{'ab' * 32}.safetensors"
     ]
     assert (folder / "notes.txt").exists()
+
+
+async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_path, monkeypatch) -> None:
+    await stored_once(open_store)
+    (tmp_path / "cache" / "index.sqlite").unlink()
+
+    def lacking(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reconciling, "read_claim", lacking)
+        with pytest.raises(OSError, match="Too many open files"):
+            await open_store()
+    await assert_finds_everything(open_store)
 
 
 async def test_unfinished_files_of_an_earlier_process_are_removed_and_announced(open_store, tmp_path) -> None:

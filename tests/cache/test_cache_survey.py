@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
+
+import pytest
+from made_kv import save_all
 
 from cache import survey
 from cache.catalog import Catalog
@@ -59,3 +64,16 @@ def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path,
     assert copied == ["index.sqlite", "index.sqlite-wal"] * 2
     catalog.close()
     folder.close()
+
+
+async def test_no_file_is_in_doubt_because_none_can_be_opened(open_store, tmp_path, monkeypatch) -> None:
+    store = await open_store()
+    save_all(store, "a", range(10))
+    assert await store.barrier(5)
+
+    def lacking(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(survey, "read_claim", lacking)
+    with pytest.raises(OSError, match="Too many open files"):
+        survey.verify(tmp_path / "cache", lambda done, total: None)
