@@ -118,6 +118,11 @@ def test_what_a_block_adds_to_the_steps_beside_it_is_a_share_of_the_time_of_its_
     assert beside.speed.median == pytest.approx(1 / (1 + 0.05 * rate / BLOCK))
     assert beside.speed.low < beside.speed.median < beside.speed.high
     assert judged(made(beside_s={ON: 0.05, SLOW: 0.001}))[LIGHT_ON : LIGHT_SLOW + 1] == [False, True]
+    at_the_bound_s = (1 / 0.98 - 1) * BLOCK / rate
+    assert judged(made(beside_s={ON: at_the_bound_s}))[LIGHT_ON] is None
+    one_batch = [take for take in made(beside_s={ON: 0.05}) if take.batch == 4]
+    both = [take for take in made(beside_s={ON: at_the_bound_s}) if take.batch == 1] + one_batch
+    assert judged(both)[LIGHT_ON] is False, "one that tells is enough"
 
 
 def test_a_block_is_held_against_the_steps_around_it() -> None:
