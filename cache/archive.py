@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from .entries import Row
 from .folder import scan
-from .format import SUFFIX, read_name
+from .format import SUFFIX, is_lack, read_name
 from .pruning import opened
 from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check, prove
@@ -164,7 +164,7 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
             try:
                 name = read_name(path)
             except (DoubtfulSnapshotError, OSError) as error:
-                if digests is None:
+                if digests is None and not is_lack(error):
                     break  # everything means: all that is sound
                 raise CacheError(f"{path.name} cannot be exported: {error}") from None
             starts[digest] = name.start

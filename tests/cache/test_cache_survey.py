@@ -10,10 +10,11 @@ import threading
 import pytest
 from made_kv import save_all
 
-from cache import survey
+from cache import archive, survey
 from cache.catalog import Catalog
 from cache.folder import Folder
 from cache.pins import Pin
+from cache.snapshot import CacheError
 
 PINS = 300
 
@@ -66,14 +67,32 @@ def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path,
     folder.close()
 
 
-async def test_no_file_is_in_doubt_because_none_can_be_opened(open_store, tmp_path, monkeypatch) -> None:
+@pytest.fixture
+async def without_files(open_store, tmp_path, monkeypatch):
+    """A closed cache whose index is lost, in a process that can open none of its files."""
     store = await open_store()
     save_all(store, "a", range(10))
-    assert await store.barrier(5)
+    assert await store.close()
+    (tmp_path / "cache" / "index.sqlite").unlink()
 
     def lacking(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     monkeypatch.setattr(survey, "read_claim", lacking)
+    monkeypatch.setattr(archive, "read_name", lacking)
+    return tmp_path / "cache"
+
+
+async def test_no_file_is_in_doubt_because_none_can_be_opened(without_files) -> None:
     with pytest.raises(OSError, match="Too many open files"):
-        survey.verify(tmp_path / "cache", lambda done, total: None)
+        survey.verify(without_files, lambda done, total: None)
+    with pytest.raises(OSError, match="Too many open files"):
+        survey.look(without_files)
+
+
+async def test_an_export_of_all_leaves_nothing_out_because_it_cannot_be_opened(
+    without_files, tmp_path
+) -> None:
+    with pytest.raises(CacheError, match=r"cannot be exported: .*Too many open files"):
+        archive.export(without_files, None, tmp_path / "all.tar")
+    assert not (tmp_path / "all.tar").exists()
