@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
 
 if TYPE_CHECKING:
-    from protocol.messages import Generated
-    from protocol.session import Session
+    from turnkeep_client.messages import Generated
+    from turnkeep_client.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .local import LocalWorker
 
 if TYPE_CHECKING:
-    from protocol.generation import Generation
-    from protocol.messages import Generated
-    from protocol.session import Session
+    from turnkeep_client.generation import Generation
+    from turnkeep_client.messages import Generated
+    from turnkeep_client.session import Session
 
 DATA_DIR: Final = Path(".demo")
 KILL_AFTER_TOKENS: Final = 25

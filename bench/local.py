@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from protocol.client import connect
-from protocol.errors import NoWorkerError, RequestFailedError
+from turnkeep_client.client import connect
+from turnkeep_client.errors import NoWorkerError, RequestFailedError
 
 from .report import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0

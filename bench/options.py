@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from protocol.subjects import DEFAULT_PREFIX
+from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from .corpus import CORPORA, load
 from .report import CHECKPOINT_S, BenchError, ReportError

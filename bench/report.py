@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from protocol.messages import Metrics  # noqa: TC001  # msgspec reads the annotations
+from turnkeep_client.messages import Metrics  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

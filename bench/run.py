@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypedDict, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protocol.client import connect
-from protocol.errors import RequestFailedError
-from protocol.subjects import DEFAULT_PREFIX
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from . import environment
 from .local import LocalWorker
@@ -29,7 +29,7 @@ from .report import CHECKPOINT_S, BenchError, Environment, Recorder, Report, now
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     from .page import Page
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from protocol.messages import Histogram  # noqa: TC001  # msgspec reads the annotations
+from turnkeep_client.messages import Histogram  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.client import Client
-    from protocol.messages import Metrics
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
 
 class Reading(Struct, frozen=True, kw_only=True):

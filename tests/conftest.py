@@ -21,7 +21,7 @@ from worker.models.blas import preload
 
 preload()  # as a worker does, before anything imports MLX
 
-from protocol.client import Client, connect  # noqa: E402
+from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
 

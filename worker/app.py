@@ -20,9 +20,9 @@ import structlog
 from cache.identity import folder_identity
 from cache.snapshot import CacheError
 from cache.store import Store
-from protocol.errors import TurnkeepError
-from protocol.messages import Metrics, SnapshotCounters
-from protocol.subjects import Subjects
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Metrics, SnapshotCounters
+from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine

@@ -11,7 +11,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Final, Self
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
     from pathlib import Path

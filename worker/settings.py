@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import platformdirs
 
-from protocol.errors import InvalidMessageError, TurnkeepError
-from protocol.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 
-from protocol.messages import Histogram
+from turnkeep_client.messages import Histogram
 
 #: Upper bounds in seconds, from OpenTelemetry's advice for gen_ai.server.* metrics.
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bench.corpus import Corpus
     from bench.watch import Watch
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     from .plan import Level, Plan
     from .turns import Turn

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bench.corpus import Corpus
     from bench.page import Page
     from bench.run import Facts, Run, Where
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     from .plan import Plan
     from .turns import Span, Stall, Turn

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from bench.report import BenchError
 from bench.together import together
-from protocol.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 
 from .turns import Stall, gaps
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from bench.corpus import Corpus
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 #: Text from which the length of a token is told, in characters.
 SAMPLE_CHARS: Final = 1000

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from bench.ask import ask
 from bench.session.turns import answer_of
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .turns import Turn, gaps
 
 if TYPE_CHECKING:
     from bench.script import Messages, Script
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 CLOSE_TIMEOUT_S: Final = 5.0
 #: An opening is there for its prompt; its answer is as short as templates allow.

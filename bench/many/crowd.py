@@ -14,7 +14,7 @@ from bench.ask import ask
 from bench.script import scripts
 from bench.session.conversation import FULL
 from bench.together import together
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .plan import KEPT_TURNS, order
 from .turns import Account, Built, Turn
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from bench.corpus import Corpus
     from bench.script import Script
     from bench.watch import Watch
-    from protocol.client import Client
-    from protocol.messages import Metrics
-    from protocol.session import Session
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
 
     from .plan import Plan
 

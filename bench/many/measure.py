@@ -13,7 +13,7 @@ from bench.report import BenchError
 from bench.run import Bench
 from bench.together import beside
 from bench.watch import Watch
-from protocol.errors import RequestFailedError
+from turnkeep_client.errors import RequestFailedError
 
 from .checks import checks
 from .crowd import Crowd, Probe, probe
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bench.corpus import Corpus
     from bench.page import Page
     from bench.run import Facts, Run, Where
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     from .plan import Plan
 

@@ -16,9 +16,9 @@ from uuid import uuid4
 from bench.baseline.messages import Batch, Done, Forget, Ran, Stream
 from bench.report import BenchError
 from bench.run import closing
-from protocol.client import connect
-from protocol.errors import TurnkeepError
-from protocol.subjects import DEFAULT_PREFIX
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from .cpu import of_process, of_worker
 from .turns import ALONE, WITHOUT_SNAPSHOTS, WORKER
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from bench.baseline.process import Baseline
     from bench.local import LocalWorker
-    from protocol.client import Client
-    from protocol.messages import Metrics
-    from protocol.session import Session
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
 
     from .cpu import Processes
 

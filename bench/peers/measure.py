@@ -12,7 +12,7 @@ from rich.table import Table
 from bench import blas
 from bench.report import BenchError, Check
 from bench.run import OWN_WORKER, Bench, Where
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .checks import checks
 from .openai import Address, Server, parse

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.corpus import Corpus
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 SAMPLE_CHARS: Final = 600
 SAMPLE_TIMEOUT_S: Final = 120.0

@@ -14,14 +14,14 @@ import psutil
 from bench import blas
 from bench.ask import ask
 from bench.report import BenchError
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .turns import Side, Turn
 
 if TYPE_CHECKING:
     from bench.local import LocalWorker
-    from protocol.client import Client
-    from protocol.messages import Metrics
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .openai import Message, Server
     from .server import MlxServer

@@ -13,8 +13,8 @@ import msgspec
 
 from bench.ask import error_class
 from bench.together import beside, together
-from protocol.errors import InvalidMessageError, TurnkeepError
-from protocol.messages import (
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.messages import (
     Append,
     Appended,
     Close,
@@ -34,7 +34,7 @@ from .turns import Answers, Replayed, Sent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     from .plan import Plan, Wanted
 

@@ -14,7 +14,7 @@ from bench.figures import MIB
 from bench.report import BenchError
 from bench.run import Bench, closing
 from bench.together import beside
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .checks import checks
 from .drive import Load
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from bench.local import LocalWorker
     from bench.page import Page
     from bench.run import Facts, Run, Where
-    from protocol.client import Client
-    from protocol.messages import Metrics
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .plan import Plan
     from .turns import Answers, Replayed

@@ -8,7 +8,7 @@ from pathlib import Path  # noqa: TC003  # click shows no annotation, but reader
 import click
 
 from bench.options import COUNT, NOT_NEGATIVE, conduct, corpus_of, reporting, saying, turn_timeout
-from protocol.subjects import DEFAULT_PREFIX, DEFAULT_TENANT
+from turnkeep_client.subjects import DEFAULT_PREFIX, DEFAULT_TENANT
 
 SESSIONS = 8
 TURNS = 6

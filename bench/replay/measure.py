@@ -12,8 +12,8 @@ from rich.table import Table
 
 from bench.report import BenchError
 from bench.run import Bench, Where, closing
-from protocol.client import connect
-from protocol.errors import TurnkeepError
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
 
 from .page import interval, page_of
 from .player import PREFIX, Player
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from bench.page import Page
     from bench.report import Setting
     from bench.run import Facts, Run
-    from protocol.client import Client
-    from protocol.messages import Metrics
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .player import How
     from .record import Record

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.ask import error_class
-from protocol.errors import RequestFailedError, TurnkeepError
-from protocol.messages import Append, Close, Failed, Generate, Generated, Rewind
-from protocol.session import build
-from protocol.subjects import SessionKey
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.messages import Append, Close, Failed, Generate, Generated, Rewind
+from turnkeep_client.session import build
+from turnkeep_client.subjects import SessionKey
 
 from .standing import Following
 from .turns import Played, Times, first_difference, times
@@ -26,10 +26,10 @@ from .turns import Played, Times, first_difference, times
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocol.calls import Pending
-    from protocol.client import Client
-    from protocol.log import Entry
-    from protocol.messages import Message, Request, Result
+    from turnkeep_client.calls import Pending
+    from turnkeep_client.client import Client
+    from turnkeep_client.log import Entry
+    from turnkeep_client.messages import Message, Request, Result
 
     from .record import Record, Recorded, Step
     from .turns import Standing

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protocol.errors import InvalidMessageError
-from protocol.log import derived_seed
-from protocol.messages import Append, Failed, Generate, Generated, decode_request, decode_result
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import derived_seed
+from turnkeep_client.messages import Append, Failed, Generate, Generated, decode_request, decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from protocol.log import Entry
-    from protocol.messages import Request, Result
+    from turnkeep_client.log import Entry
+    from turnkeep_client.messages import Request, Result
 
 
 @dataclass(frozen=True, slots=True)

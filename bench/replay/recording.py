@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.corpus import Corpus
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 #: A pause between an answer and the next question, so that there is a pace to keep.
 PAUSE_S: Final = 0.2

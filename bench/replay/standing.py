@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.messages import Close, Generated, Rewind
+from turnkeep_client.messages import Close, Generated, Rewind
 
 from .turns import first_difference
 
 if TYPE_CHECKING:
-    from protocol.messages import Result
+    from turnkeep_client.messages import Result
 
     from .record import Step
     from .turns import Standing

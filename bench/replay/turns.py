@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
-from protocol.messages import Appended, Generated
+from turnkeep_client.messages import Appended, Generated
 
 if TYPE_CHECKING:
-    from protocol.messages import Result
+    from turnkeep_client.messages import Result
 
 #: Whether the tokens of an answer can be held against the record's, or why not.
 Standing = Literal["comparable", "after a difference", "other context", "no answer"]

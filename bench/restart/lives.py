@@ -17,8 +17,8 @@ from bench.ask import ask
 from bench.baseline.messages import Load, Loaded
 from bench.report import BenchError
 from bench.run import closing
-from protocol.client import connect
-from protocol.errors import TurnkeepError
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
 
 from .files import Files, leave_memory
 from .turns import COLD, KILL, LASTING, RESTARTED, RESTORED, SPILLED, WARM, Limit, Measured
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from bench.ask import Asked
     from bench.baseline.process import Baseline
     from bench.local import LocalWorker
-    from protocol.client import Client
-    from protocol.messages import Metrics
-    from protocol.session import Session
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
 
 SETTLE_TIMEOUT_S: Final = 120.0
 SETTLE_PAUSE_S: Final = 0.02

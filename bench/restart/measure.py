@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bench.local import LocalWorker
     from bench.page import Page
     from bench.run import Facts, Run, Where
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 #: The worker's block: what a kill may cost is counted in it.
 BLOCK_TOKENS: Final = 128

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
 from bench.ask import ask
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 from .turns import Memory, Rewind, Turn, answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from protocol.client import Client
-    from protocol.messages import Metrics
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .turns import Answer
 

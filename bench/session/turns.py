@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from protocol.messages import Generated
+    from turnkeep_client.messages import Generated
 
 
 class Answer(Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bench.corpus import Corpus
     from bench.page import Page
     from bench.run import Facts, Run, Where
-    from protocol.messages import Metrics
+    from turnkeep_client.messages import Metrics
 
     from .sides import Measured
 

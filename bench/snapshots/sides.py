@@ -14,9 +14,9 @@ from .takes import Heard, became
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.client import Client
-    from protocol.messages import Metrics
-    from protocol.session import Session
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
 
     from .takes import Snapshots
 

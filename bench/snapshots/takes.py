@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from protocol.messages import SnapshotCounters
+    from turnkeep_client.messages import SnapshotCounters
 
 #: The sides: one worker each.
 OFF: Final = "off"

@@ -21,7 +21,7 @@ from bench.load.turns import Span, first_chunk_s, gaps, lateness_s, whole_s
 from bench.report import BenchError
 from bench.script import scripts
 from bench.watch import Reading, lag
-from protocol.messages import Histogram
+from turnkeep_client.messages import Histogram
 
 ANSWERED, USAGE, JOINED, WAIT = range(4)
 RATES = st.lists(st.floats(0.01, 1e6), min_size=2, max_size=30)

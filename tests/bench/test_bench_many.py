@@ -21,7 +21,7 @@ from worker.sessions import history
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
 
 ANSWERED, STILL, REMEMBERED, LIMIT = range(4)
 MIB = 2**20

@@ -14,7 +14,7 @@ from bench.many.plan import order
 from bench.many.summary import ManySummary, per_session, summarise
 from bench.many.turns import Account, forgotten, found
 from bench.watch import Reading
-from protocol.messages import Histogram
+from turnkeep_client.messages import Histogram
 
 ANSWERED, STILL, REMEMBERED, LIMIT, ACCOUNT = range(5)
 SESSIONS = 20

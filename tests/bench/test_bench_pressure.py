@@ -18,7 +18,7 @@ from bench.pressure.plan import Dice, Plan, Wanted, kind_of
 from bench.pressure.summary import PressureReport, Sizes, summarise
 from bench.pressure.turns import Answers, Reading, Replayed, Sent
 from bench.run import Run, Where
-from protocol.client import connect
+from turnkeep_client.client import connect
 from worker.device import resident, runner
 from worker.device.admission import Ledger
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from protocol.client import Client
-    from protocol.subjects import SessionKey
+    from turnkeep_client.client import Client
+    from turnkeep_client.subjects import SessionKey
 
 ROOM = 640
 MIB = 2**20

@@ -27,10 +27,10 @@ from bench.replay.summary import ReplayReport, checks, summarise
 from bench.replay.turns import first_difference
 from bench.report import BenchError
 from bench.run import Run, Where
-from protocol.client import connect
-from protocol.log import Entry, derived_seed
-from protocol.messages import Generate, encode
-from protocol.subjects import SessionKey
+from turnkeep_client.client import connect
+from turnkeep_client.log import Entry, derived_seed
+from turnkeep_client.messages import Generate, encode
+from turnkeep_client.subjects import SessionKey
 from worker.batch import batch
 from worker.commands.cli import main
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 KEY = SessionKey("default", "s")
 NOBODY = "nats://127.0.0.1:1"

@@ -18,7 +18,7 @@ from bench.run import Run, Where
 from bench.session.checks import checks
 from bench.session.conversation import Conversation, Plan
 from bench.session.summary import SessionReport, series, summarise
-from protocol.errors import NoWorkerError
+from turnkeep_client.errors import NoWorkerError
 from worker.batch import batch
 from worker.device import runner
 from worker.sessions import execution
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
 TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 NOBODY = "nats://127.0.0.1:1"

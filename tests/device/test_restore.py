@@ -17,7 +17,7 @@ from cache import layers
 from cache.blocks import as_tokens
 from cache.identity import Identity
 from cache.store import Store
-from protocol.subjects import SessionKey
+from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
 from worker.device.admission import Ledger
 from worker.device.device import Device

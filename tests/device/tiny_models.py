@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.blocks import as_tokens
-from protocol.subjects import SessionKey
+from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling, draw
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes

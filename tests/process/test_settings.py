@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.subjects import check_id
+from turnkeep_client.subjects import check_id
 from worker import settings as module
 from worker.settings import Settings, SettingsError, describe, load
 

@@ -7,7 +7,7 @@ import nats.errors
 import pytest
 from nats.js.errors import APIError
 
-from protocol.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire.connection import BrokerError, connect
 from worker.wire.streams import CONSUMER, ensure
 

@@ -8,7 +8,7 @@ import nats
 import pytest
 from scripted_worker import FakeWorker, NatsServer
 
-from protocol.client import Client, connect
+from turnkeep_client.client import Client, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ from typing import Any
 import nats
 from nats.js.api import StreamConfig
 
-from protocol.messages import (
+from turnkeep_client.messages import (
     Append,
     Appended,
     Chunk,
@@ -38,7 +38,7 @@ from protocol.messages import (
     decode_request,
     encode,
 )
-from protocol.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import SessionKey, Subjects
 
 SUBJECTS = Subjects()
 KEY = SessionKey("default", "s1")

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from scripted_worker import generated, metrics, plain_result, session_info
 
-from protocol import asyncapi
-from protocol.messages import (
+from turnkeep_client import asyncapi
+from turnkeep_client.messages import (
     Append,
     Cancelled,
     CancelRequest,

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_worker import generated
 
-from protocol.chunks import Assembly
-from protocol.errors import StreamBrokenError
-from protocol.messages import Chunk, Generate
+from turnkeep_client.chunks import Assembly
+from turnkeep_client.errors import StreamBrokenError
+from turnkeep_client.messages import Chunk, Generate
 
 answers = st.lists(st.tuples(st.integers(0, 9), st.text("aäb\U0001f600", max_size=3)), max_size=12)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
 
-import protocol.calls
-import protocol.client
-import protocol.generation
-from protocol.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, StreamBrokenError
-from protocol.messages import (
+import turnkeep_client.calls
+import turnkeep_client.client
+import turnkeep_client.generation
+from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, StreamBrokenError
+from turnkeep_client.messages import (
     Cancelled,
     CancelRequest,
     Chunk,
@@ -30,8 +30,8 @@ from protocol.messages import (
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
-    from protocol.client import Client
-    from protocol.generation import Generation
+    from turnkeep_client.client import Client
+    from turnkeep_client.generation import Generation
 
 TEXT = "".join(TEXTS)
 
@@ -39,8 +39,8 @@ TEXT = "".join(TEXTS)
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for what is missing after a tenth of a second instead of two."""
-    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 0.1)
-    monkeypatch.setattr(protocol.client, "FIRST_ACK_S", 0.3)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 0.1)
+    monkeypatch.setattr(turnkeep_client.client, "FIRST_ACK_S", 0.3)
 
 
 async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -323,7 +323,7 @@ async def test_chunks_that_contradict_the_record_raise(client: Client, worker: F
 async def test_a_slow_reader_misses_nothing(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol.generation, "MAX_WAITING_CHUNKS", 2)
+    monkeypatch.setattr(turnkeep_client.generation, "MAX_WAITING_CHUNKS", 2)
     published = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -358,7 +358,7 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading back goes on over as many batches as it takes."""
-    monkeypatch.setattr(protocol.client, "READ_BATCH", 3)
+    monkeypatch.setattr(turnkeep_client.client, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)
@@ -380,7 +380,7 @@ async def test_an_answer_outlives_kill_9_of_the_server(
 
     The client comes back after the last chunk, so it hears of none of them, and the result waits for it.
     """
-    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 60)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
     two_seen, is_back, all_seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -487,7 +487,7 @@ async def test_a_result_may_overtake_the_acknowledgement(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept until it is known whose it is; the result of another request is not mistaken for it."""
-    monkeypatch.setattr(protocol.calls, "FIRST_LOOK_S", 60)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
         for i, text in enumerate(TEXTS):

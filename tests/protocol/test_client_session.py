@@ -26,14 +26,14 @@ from scripted_worker import (
     session_info,
 )
 
-from protocol.client import Client, connect
-from protocol.errors import (
+from turnkeep_client.client import Client, connect
+from turnkeep_client.errors import (
     InvalidMessageError,
     NotPermittedError,
     NoWorkerError,
     RequestFailedError,
 )
-from protocol.messages import (
+from turnkeep_client.messages import (
     Append,
     Cancelled,
     Close,
@@ -48,7 +48,7 @@ from protocol.messages import (
     decode_control,
     encode,
 )
-from protocol.session import Sampling, Session
+from turnkeep_client.session import Sampling, Session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -309,7 +309,7 @@ async def test_a_full_log_is_an_overload_worth_a_retry(client: Client, worker: F
 async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocol.client.FIRST_ACK_S", 0.2)
+    monkeypatch.setattr("turnkeep_client.client.FIRST_ACK_S", 0.2)
     config = tmp_path / "permissions.conf"
     config.write_text(
         """

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from protocol.client import connect
-from protocol.errors import NoWorkerError
+from turnkeep_client.client import connect
+from turnkeep_client.errors import NoWorkerError
 
 
 async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_worker import generated, metrics, session_info
 
-from protocol.errors import ERROR_CODES, InvalidMessageError
-from protocol.messages import (
+from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
+from turnkeep_client.messages import (
     Append,
     Appended,
     CachePolicy,

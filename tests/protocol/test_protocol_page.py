@@ -9,8 +9,8 @@ from pathlib import Path
 
 from scripted_worker import KEY, TEXTS, FakeWorker, NatsServer
 
-from protocol.errors import ERROR_CODES, RETRYABLE
-from protocol.messages import Append, Close, Generate, Message, Open, Rewind
+from turnkeep_client.errors import ERROR_CODES, RETRYABLE
+from turnkeep_client.messages import Append, Close, Generate, Message, Open, Rewind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 

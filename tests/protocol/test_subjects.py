@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidMessageError
-from protocol.subjects import Subjects, check_id, session_key
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.subjects import Subjects, check_id, session_key
 
 ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True)
 prefixes = st.sampled_from(["turnkeep", "a.b", "x-1._y"])

@@ -16,7 +16,7 @@ import nats
 import nats.errors
 import pytest
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

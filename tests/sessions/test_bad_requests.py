@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from raw_wire import LONG, Wire, append, generate
 
-from protocol.client import connect
-from protocol.errors import InvalidMessageError
+from turnkeep_client.client import connect
+from turnkeep_client.errors import InvalidMessageError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

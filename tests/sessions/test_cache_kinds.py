@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from protocol.errors import RequestFailedError
-from protocol.messages import CachePolicy
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import CachePolicy
 from worker.models.model import ModelError
 
 if TYPE_CHECKING:

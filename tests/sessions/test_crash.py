@@ -17,8 +17,8 @@ import nats
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protocol.errors import NoWorkerError, RequestFailedError
-from protocol.messages import (
+from turnkeep_client.errors import NoWorkerError, RequestFailedError
+from turnkeep_client.messages import (
     Append,
     Failed,
     Generate,
@@ -28,7 +28,7 @@ from protocol.messages import (
     decode_request,
     decode_result,
 )
-from protocol.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.execution import _sampling
 from worker.sessions.history import Folder
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from protocol.client import Client
-    from protocol.messages import Chunk, Request, Result
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk, Request, Result
 
 pytestmark = pytest.mark.process
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from protocol.errors import RequestFailedError
-from protocol.messages import Append, Failed, Generate, Generated
-from protocol.subjects import SessionKey
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Append, Failed, Generate, Generated
+from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
     from pathlib import Path

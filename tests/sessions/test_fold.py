@@ -17,8 +17,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from protocol.log import HISTORY_HEADER, MODEL_HEADER
-from protocol.messages import (
+from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.messages import (
     Append,
     Chunk,
     Close,
@@ -30,7 +30,7 @@ from protocol.messages import (
     decode_result,
     encode,
 )
-from protocol.subjects import SessionKey
+from turnkeep_client.subjects import SessionKey
 from worker.device.engine import Outcome
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
@@ -44,7 +44,7 @@ from worker.wire.journal import Entry, FencedError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from protocol.messages import Request, Result
+    from turnkeep_client.messages import Request, Result
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"

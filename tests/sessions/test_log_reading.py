@@ -10,7 +10,7 @@ import nats
 import pytest
 from nats.js.api import StreamConfig
 
-from protocol.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire.connection import heard
 from worker.wire.journal import Journal
 

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from raw_wire import append, generate
 
 from cache import format as snapshot_format
-from protocol.errors import RequestFailedError
 from tests.conftest import BLOCK
+from turnkeep_client.errors import RequestFailedError
 from worker.commands.cli import main
 
 if TYPE_CHECKING:

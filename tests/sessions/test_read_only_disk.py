@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from protocol.client import Client
-    from protocol.messages import SnapshotCounters
     from tests.conftest import WorkerProcess
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import SnapshotCounters
 
 
 async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:

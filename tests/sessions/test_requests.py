@@ -10,17 +10,17 @@ import pytest
 import structlog
 from raw_wire import LONG, Wire, append, generate
 
-from protocol.client import connect
-from protocol.errors import RequestFailedError
-from protocol.messages import Appended, Generated, Metrics
 from tests.conftest import BLOCK, TINY_KV_BYTES
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Appended, Generated, Metrics
 from worker.sessions import sessions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
 
     Start = Callable[..., Awaitable[Wire]]
 

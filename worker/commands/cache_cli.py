@@ -21,7 +21,7 @@ from cache import archive, pruning, survey
 from cache.folder import DirectoryLockedError, Folder
 from cache.format import SUFFIX
 from cache.snapshot import CacheError
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size, size_text
 
 from .flags import read, with_settings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bench.cli import bench
-from protocol.errors import NoWorkerError, TurnkeepError
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from worker.settings import SettingsError
 
 from .cache_cli import cache
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from protocol.client import Client
+    from turnkeep_client.client import Client
     from worker.settings import Settings
 
 _CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
@@ -224,7 +224,7 @@ main.add_command(cache)
 
 
 def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
-    from protocol.client import connect
+    from turnkeep_client.client import connect
 
     async def run() -> None:
         url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from protocol.errors import NoWorkerError, RequestFailedError
-from protocol.messages import encode
+from turnkeep_client.errors import NoWorkerError, RequestFailedError
+from turnkeep_client.messages import encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from protocol.client import Client
-    from protocol.generation import Generation
-    from protocol.messages import Metrics
-    from protocol.session import Session
+    from turnkeep_client.client import Client
+    from turnkeep_client.generation import Generation
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
 
 _POLL_S = 0.3
 

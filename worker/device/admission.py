@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
 
 #: A request counts as if it had come so many seconds earlier for each step of its priority.
 PRIORITY_S: Final = 10.0

@@ -22,7 +22,7 @@ from .turn import Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
     from .memory import Estimator

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from cache.blocks import Tokens
     from cache.store import Forgotten, Held, Store
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import psutil
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 #: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. A CPU's step
 #: took the same time with none at all.

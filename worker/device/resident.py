@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cache.blocks import Tokens
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
 
     from .memory import Estimator
 

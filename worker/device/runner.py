@@ -41,7 +41,7 @@ from .turn import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .turn import num_common
 
 if TYPE_CHECKING:
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
 
     from .turn import Turn
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cache.blocks import Span, Tokens
     from cache.snapshot import Tensor
-    from protocol.subjects import SessionKey
+    from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
     from pathlib import Path

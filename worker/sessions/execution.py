@@ -14,8 +14,8 @@ import structlog
 from msgspec import structs
 
 from cache.blocks import as_tokens
-from protocol.log import derived_seed
-from protocol.messages import (
+from turnkeep_client.log import derived_seed
+from turnkeep_client.messages import (
     Append,
     Appended,
     CachePolicy,
@@ -41,9 +41,9 @@ from .history import RefusedError
 
 if TYPE_CHECKING:
     from cache.blocks import Tokens
-    from protocol.errors import ErrorCode
-    from protocol.messages import Request, Result
-    from protocol.subjects import SessionKey
+    from turnkeep_client.errors import ErrorCode
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine, Outcome
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry

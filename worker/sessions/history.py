@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cache.blocks import as_tokens, pack
-from protocol.messages import (
+from turnkeep_client.messages import (
     Append,
     Appended,
     Close,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cache.blocks import Tokens
-    from protocol.errors import ErrorCode
-    from protocol.messages import Request, Result
+    from turnkeep_client.errors import ErrorCode
+    from turnkeep_client.messages import Request, Result
     from worker.text.templates import Addition, Tokenizer
 
     Step: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cache.room import PinRefusedError
-from protocol.messages import Failed, Pinned, PinRequest, Unpinned, UnpinRequest, failure
+from turnkeep_client.messages import Failed, Pinned, PinRequest, Unpinned, UnpinRequest, failure
 
 if TYPE_CHECKING:
     from cache.blocks import Tokens

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from protocol.errors import InvalidMessageError
-from protocol.log import HISTORY_HEADER, MODEL_HEADER
-from protocol.messages import Append, Failed, Generate, decode_request, decode_result, encode
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.messages import Append, Failed, Generate, decode_request, decode_result, encode
 from worker.wire.journal import FencedError
 
 from .history import DivergedError
@@ -25,7 +25,7 @@ from .history import DivergedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.messages import Chunk, Request, Result
+    from turnkeep_client.messages import Chunk, Request, Result
     from worker.wire.journal import Entry
 
     from .history import Folder, History

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from protocol.errors import InvalidMessageError
-from protocol.log import HISTORY_HEADER, MODEL_HEADER
-from protocol.messages import (
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.messages import (
     Cancelled,
     Chunk,
     Failed,
@@ -27,7 +27,7 @@ from protocol.messages import (
     decode_result,
     failure,
 )
-from protocol.subjects import session_key
+from turnkeep_client.subjects import session_key
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.wire.journal import FencedError, TooLargeError
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
-    from protocol.messages import Request, Result
-    from protocol.subjects import SessionKey
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine
     from worker.telemetry import Telemetry
     from worker.wire.journal import Journal

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from protocol.errors import InvalidMessageError
-from protocol.messages import (
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import (
     CancelRequest,
     InfoRequest,
     Progress,
@@ -22,7 +22,7 @@ from protocol.messages import (
     decode_control,
     failure,
 )
-from protocol.subjects import ID_RULE, SessionKey
+from turnkeep_client.subjects import ID_RULE, SessionKey
 from worker.device.engine import StoppingError
 from worker.tasks import end
 from worker.wire.journal import FencedError
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from cache.store import Store
-    from protocol.messages import ControlReply, Metrics
-    from protocol.subjects import Subjects
+    from turnkeep_client.messages import ControlReply, Metrics
+    from turnkeep_client.subjects import Subjects
     from worker.device.engine import Engine
 
     from .session import Services

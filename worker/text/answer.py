@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from protocol.messages import FinishReason
+    from turnkeep_client.messages import FinishReason
 
 
 class TextSink(Protocol):

@@ -14,7 +14,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 
-from protocol.errors import TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,8 +11,8 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
-from protocol.errors import InvalidMessageError
-from protocol.messages import Failed, decode_ask, decode_result, encode, failure
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.tasks import end
 
 from .connection import heard
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from protocol.messages import Generate, Result
-    from protocol.subjects import SessionKey, Subjects
+    from turnkeep_client.messages import Generate, Result
+    from turnkeep_client.subjects import SessionKey, Subjects
     from worker.sessions.sessions import Sessions
 
     from .outbox import Outbox

@@ -18,8 +18,8 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, NotFoundError
 
-from protocol.errors import InvalidMessageError
-from protocol.messages import Chunk, Result, decode_chunk, encode
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Chunk, Result, decode_chunk, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from protocol.subjects import SessionKey, Subjects
+    from turnkeep_client.subjects import SessionKey, Subjects
 
 log = structlog.get_logger()
 

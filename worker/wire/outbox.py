@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import nats.errors
 import structlog
 
-from protocol.messages import Chunk, encode
+from turnkeep_client.messages import Chunk, encode
 
 if TYPE_CHECKING:
     from msgspec import Struct
     from nats.aio.client import Client
 
-    from protocol.messages import Metrics
-    from protocol.subjects import SessionKey, Subjects
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.subjects import SessionKey, Subjects
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from .connection import BrokerError
 if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
-    from protocol.subjects import Subjects
+    from turnkeep_client.subjects import Subjects
     from worker.settings import Settings
 
 #: The durable pull consumer of the log stream; every worker pulls from it.

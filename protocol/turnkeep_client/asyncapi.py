@@ -1,6 +1,6 @@
 """The AsyncAPI 3 document of the protocol, built from the message types and the subject grammar.
 
-Seen from the worker: it receives requests and sends results. `python -m protocol.asyncapi` prints the
+Seen from the worker: it receives requests and sends results. `python -m turnkeep_client.asyncapi` prints the
 document; `--check FILE` compares a written one with it.
 """
 
@@ -123,13 +123,15 @@ def render() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the document, or with `--check FILE` say whether the file is the document."""
-    parser = argparse.ArgumentParser(prog="python -m protocol.asyncapi", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m turnkeep_client.asyncapi", description=main.__doc__)
     parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is not the document")
     checked: Path | None = parser.parse_args(arguments).check
     if checked is None:
         sys.stdout.write(render())
     elif not checked.is_file() or checked.read_text(encoding="utf-8") != render():
-        sys.stderr.write(f"{checked} is not current: write it with python -m protocol.asyncapi > {checked}\n")
+        sys.stderr.write(
+            f"{checked} is not current: write it with python -m turnkeep_client.asyncapi > {checked}\n"
+        )
         return 1
     return 0
 
