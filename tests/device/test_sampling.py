@@ -112,6 +112,33 @@ def test_min_p_1_and_a_tiny_top_p_leave_the_most_likely_token() -> None:
         assert set(draws(values, sampling, 50).tolist()) == {int(values.argmax())}
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-40, 1e-38, 1e-30])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
+def test_a_temperature_that_float32_cannot_divide_by_takes_the_most_likely_token(
+    temperature: float, filters: dict[str, float]
+) -> None:
+    """Also where logits are as large as half precision has them, and some are no tokens at all."""
+    for values in (logits(4), logits(4) * 30_000, np.where(logits(4) < 0, -np.inf, logits(4))):
+        drawn = draws(values, Sampling(temperature, **filters), 5)
+        assert drawn.tolist() == [values.argmax()] * 5
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-46, 1e-40])
+def test_a_top_p_that_float32_does_not_have_leaves_the_most_likely_token(share: float) -> None:
+    values = logits(5)
+    for top_k in (0, 4):
+        drawn = draws(values, Sampling(1.0, top_p=share, top_k=top_k), 5)
+        assert drawn.tolist() == [values.argmax()] * 5
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-40])
+def test_a_penalty_that_float32_does_not_have_keeps_the_order_of_what_it_favours(penalty: float) -> None:
+    values, sampling = logits(6), Sampling(1e-3, repetition_penalty=penalty)
+    favoured = np.argsort(values)[-3:]
+    assert draws(values, sampling, 5, set(favoured.tolist())).tolist() == [favoured[-1]] * 5
+    assert draws(values, Sampling(0.0, repetition_penalty=penalty), 1, set(favoured.tolist())) == favoured[-1]
+
+
 def test_a_draw_depends_on_the_seed_and_the_tokens_index_alone() -> None:
     """Not on what was drawn before, nor on MLX's own generator."""
     values, sampling = mx.array(logits(1)), Sampling(1.5, seed=42)

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     Draw: TypeAlias = tuple["Sampling", int, Collection[int]]
 
 
+#: Float32 has no number for what a request may name: divided by less, logits of 1e5 overflow, and the least
+#: share that a sum can reach is not 0. Lower temperatures are 0; what else is lower is taken for these.
+_LEAST_TEMPERATURE: Final = 1e-20
+_LEAST_PENALTY: Final = 1e-10
+_LEAST_SHARE: Final = 1e-37
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request samples. `temperature` 0 takes the most likely token; `top_k` 0 and 1.0s are off."""
@@ -33,9 +40,14 @@ class Sampling:
     seed: int = 0
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the choice is the token with the highest logit once the seen ones are penalised."""
+        return self.temperature < _LEAST_TEMPERATURE
+
+    @property
     def takes_likeliest(self) -> bool:
         """Whether the choice is the likeliest token, whatever came before."""
-        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+        return self.is_greedy and self.repetition_penalty == 1.0
 
 
 #: Candidates among which top_p mostly finds its end, where a sort of the whole vocabulary is slow.
@@ -55,7 +67,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
         return likeliest
     # float32 whatever the model computes in: a cumulative sum over a whole vocabulary loses bf16's few bits.
     some = _penalised(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
-    hot = [i for i, at in enumerate(others) if draws[at][0].temperature > 0.0]
+    hot = [i for i, at in enumerate(others) if not draws[at][0].is_greedy]
     drawn = mx.argmax(some, axis=-1)
     if hot:
         drawn[mx.array(hot)] = _sampled(_rows(some, hot), [draws[others[i]] for i in hot])
@@ -84,9 +96,8 @@ def _penalised(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     vocabulary, lengths = logits.shape[-1], [len(draws[i][2]) for i in rows]
     starts = np.repeat(np.array(rows, np.uint32) * np.uint32(vocabulary), lengths)
     seen = np.fromiter((token for i in rows for token in draws[i][2]), np.uint32, len(starts))
-    penalties = mx.array(
-        np.repeat(np.array([draws[i][0].repetition_penalty for i in rows], np.float32), lengths)
-    )
+    factors = [max(draws[i][0].repetition_penalty, _LEAST_PENALTY) for i in rows]
+    penalties = mx.array(np.repeat(np.array(factors, np.float32), lengths))
     at = mx.array(starts + seen)
     flat = logits.reshape(-1) * 1  # a copy: item assignment writes into the array that it is given
     chosen = flat[at]
@@ -157,7 +168,7 @@ def _cut(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequenc
     probabilities = mx.exp(ranked - total)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
     # With top_p off nothing but the end counts: rounding may bring a sum to 1 before it.
-    top_p = mx.array([[s.top_p if s.top_p < 1.0 else mx.inf] for s in samplings])
+    top_p = mx.array([[max(s.top_p, _LEAST_SHARE) if s.top_p < 1.0 else mx.inf] for s in samplings])
     num_kept = ((before < top_p) & (ranked > -mx.inf)).sum(axis=-1, keepdims=True)
     last = mx.take_along_axis(ranked, mx.maximum(num_kept, 1) - 1, axis=-1)
     equal = scaled == last
@@ -179,4 +190,4 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
 
 def _ends_anywhere(sampling: Sampling) -> bool:
     """Say whether any number of tokens may be left, and all have to be ranked to know which."""
-    return sampling.temperature > 0.0 and sampling.top_p < 1.0 and not sampling.top_k
+    return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k
