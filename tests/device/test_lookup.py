@@ -51,6 +51,31 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_make_pauses() -> None:
     assert pauses == [1, 3, 7, 15]
 
 
+class Counted(int):
+    """A token that counts how often a table was asked for it, or got it."""
+
+    num_hashed = 0
+
+    def __hash__(self) -> int:
+        Counted.num_hashed += 1
+        return int(self)
+
+
+def test_a_long_sessions_tokens_are_entered_a_few_with_each_token_of_the_answer() -> None:
+    """A step that entered all of them would keep every other answer waiting."""
+    tokens = [Counted(i % 50_000) for i in range(100_000)]
+    Counted.num_hashed = 0
+    lookup = Lookup(tokens, most=4)
+    most = Counted.num_hashed
+    for token in range(100):
+        Counted.num_hashed = 0
+        lookup.push(Counted(token))
+        lookup.propose(4)
+        most = max(most, Counted.num_hashed)
+    assert most < 10_000
+    assert lookup.propose(4) == [100, 101, 102], "what has long been entered is found all the same"
+
+
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 10))
 def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most: int) -> None:
     proposed = Lookup(tokens, most=most).propose(most)
