@@ -40,3 +40,19 @@ def test_a_device_that_becomes_slower_is_noticed() -> None:
     for _ in range(20):
         pace.learn(4, 128, 0.05 + 128 * 0.01)
     assert pace.budget(4) == LEAST
+
+
+@pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
+def test_pieces_grow_though_no_step_is_without_a_prompt(before_s: float | None) -> None:
+    """Prompts that keep coming leave no step of answers alone, from which to learn what these take."""
+    pace, row_s, token_s = Pace(0.25, 128), 0.05, 0.003
+    if before_s is not None:
+        pace.learn(4, 0, before_s)
+        pace.learn(4, LEAST, before_s + LEAST * token_s)
+    budgets = []
+    for _ in range(100):
+        budgets.append(pace.budget(4))
+        pace.learn(4, budgets[-1], row_s + budgets[-1] * token_s)
+    assert budgets[0] == LEAST
+    assert max(budgets) <= 80
+    assert set(budgets[30:]) == {64}, "what fits beside answers that take 50 ms"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from worker.device.scheduler import AGE_STEPS, Scheduler, Step
@@ -32,6 +33,7 @@ def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler[Turn]:
 def carry_out(scheduler: Scheduler[Turn], budget: int = BLOCK) -> Step[Turn]:
     """Do what the device does with a step."""
     step = scheduler.next(budget)
+    scheduler.taken(step)
     for turn, num in step.prefill:
         turn.num_cached += num
         turn.ran.append(num)
@@ -94,6 +96,18 @@ def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
     assert scheduler
     assert turn in scheduler
     assert scheduler.next(BLOCK)
+
+
+@pytest.mark.parametrize("num_refused", range(4))
+def test_a_choice_that_is_made_again_takes_nobodys_turn(num_refused: int) -> None:
+    """Where memory is short a step is chosen again with ever smaller pieces, of the same prompts."""
+    turns = [Turn(400, tenant) for tenant in ("a", "a", "b")]
+    scheduler = scheduler_of(*turns)
+    for _ in range(12):
+        for refused in range(num_refused):
+            scheduler.next(BLOCK >> refused)
+        carry_out(scheduler, 1)
+    assert [turn.num_cached for turn in turns] == [3, 3, 6]
 
 
 SCRIPT = st.lists(

@@ -21,23 +21,29 @@ class Pace:
     def __init__(self, stall_s: float, block: int) -> None:
         self._stall_s = stall_s
         self._block = block
-        self._row_s: float | None = None
+        self._row_s = 0.0
         self._token_s: float | None = None
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
-        """Take in a step over so many running answers and prompt tokens."""
+        """Take in a step over so many running answers and prompt tokens.
+
+        Where prompts keep coming no step is of answers alone: what these take is then what was last seen,
+        but never more than a whole step. What is not theirs is laid to the prompts until a step shows better.
+        """
         if num_tokens == 0:
             if num_rows:
-                self._row_s = _mixed(self._row_s, step_s)
+                self._row_s = _mixed(self._row_s or None, step_s)
             return
-        rest_s = step_s - (self._row_s or 0.0) if num_rows else step_s
-        self._token_s = _mixed(self._token_s, max(rest_s, 0.0) / num_tokens)
+        if num_rows:
+            self._row_s = min(self._row_s, step_s)
+        rest_s = step_s - self._row_s if num_rows else step_s
+        self._token_s = _mixed(self._token_s, rest_s / num_tokens)
 
     def budget(self, num_rows: int) -> int:
         """Return how many tokens of prompts the next step may run."""
         if not num_rows:
             return self._block
-        if self._token_s is None or self._row_s is None:
+        if self._token_s is None:
             return min(LEAST, self._block)
         left_s = max(self._stall_s - self._row_s, 0.0)
         fitting = left_s / self._token_s if self._token_s > 0 else self._block

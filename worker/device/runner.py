@@ -162,6 +162,7 @@ class Runner:
             )
             growth += self._batch.leaving_bytes + self.cutting.size_bytes(step)
             if self.resident.make_room(scratch + growth) or not step.prefill:
+                self._scheduler.taken(step)
                 return step, scratch
             if budget > LEAST:
                 budget = max(budget // 2, LEAST)

@@ -103,7 +103,7 @@ class Scheduler(Generic[T]):
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int) -> Step[T]:
-        """Choose a step with up to `budget` tokens of prompts (1 or more)."""
+        """Choose a step with up to `budget` tokens of prompts. Nothing changes until it is `taken`."""
         num_free = self._max_rows - len(self._decoding)
         pieces: list[tuple[T, int]] = []
         for turn in self._rotation():
@@ -119,10 +119,13 @@ class Scheduler(Generic[T]):
             if end > start:
                 pieces.append((turn, end - start))
                 budget -= end - start
-        for turn, _ in pieces:
-            self._to_the_end(turn)
-        self._age({turn.priority for turn, _ in pieces})
         return Step(tuple(self._decoding), tuple(pieces))
+
+    def taken(self, step: Step[T]) -> None:
+        """Give the others their turn before the prompts of a step that is going to run."""
+        for turn, _ in step.prefill:
+            self._to_the_end(turn)
+        self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[T]:
         """List the turns of the highest priority first; of each one, a turn of each tenant, then the next."""
