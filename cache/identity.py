@@ -29,16 +29,16 @@ _TOKENIZER_FILES: Final = (
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
     "vocab.json",
 )
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The contents that KV depends on. `weights`, `config` and `tokenizer` are hex digests.
+    """The contents that KV depends on. `weights`, `config`, `tokenizer` and `code` are hex digests.
 
-    `caches` are the classes that hold it, by `layers.describe`.
+    `code` is that of the program that computes it, `caches` the classes that hold it, by `layers.describe`.
     """
 
     weights: str
@@ -46,6 +46,7 @@ class Identity:
     tokenizer: str
     kv_dtype: str
     block_tokens: int
+    code: str = ""
     caches: str = ""
     policy: str = "full"
     format_version: int = FORMAT_VERSION
@@ -64,6 +65,7 @@ def folder_identity(
     *,
     kv_dtype: str,
     block_tokens: int,
+    code: str = "",
     caches: str = "",
     policy: str = "full",
     memo: Path | None = None,
@@ -76,13 +78,13 @@ def folder_identity(
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"no *.safetensors in {folder}")
-    tokenizer = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
     return Identity(
         weights=files_digest(weights, memo=memo),
         config=config_digest(json.loads((folder / "config.json").read_bytes())),
-        tokenizer=files_digest(tokenizer, memo=memo),
+        tokenizer=_tokenizer_digest(folder, memo),
         kv_dtype=kv_dtype,
         block_tokens=block_tokens,
+        code=code,
         caches=caches,
         policy=policy,
     )
@@ -92,6 +94,17 @@ def config_digest(config: dict[str, Any]) -> str:
     """Name a model's configuration by what it computes; where it was downloaded from is left out."""
     relevant = {name: value for name, value in config.items() if name not in _PROVENANCE}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
+    """Name what turns text into tokens; the chat template, which only chooses the text, is left out."""
+    files = files_digest([path for name in _TOKENIZER_FILES if (path := folder / name).is_file()], memo=memo)
+    path = folder / _TOKENIZER_CONFIG
+    said = path.read_bytes() if path.is_file() else b""
+    with suppress(ValueError, TypeError):  # else it counts by its bytes, whatever it is
+        config = json.loads(said)
+        said = json.dumps({**config, "chat_template": None}, sort_keys=True).encode()
+    return hashlib.sha256(files.encode() + said).hexdigest()
 
 
 def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:

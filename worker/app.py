@@ -28,6 +28,7 @@ from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
+from worker.models.code import code_digest
 from worker.sessions.execution import Execution
 from worker.sessions.history import Folder
 from worker.sessions.session import Services
@@ -46,7 +47,6 @@ from .telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from nats.aio.client import Client
     from nats.js import JetStreamContext
@@ -180,7 +180,7 @@ class App:
         if settings.snapshots == "off":
             log.info("snapshots are off")
         elif self._device.unsupported_cache is None:
-            await self._open_store(directory, folder, dtype, stack)
+            await self._open_store(directory, loaded, dtype, stack)
         else:
             log.warning(
                 "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
@@ -189,15 +189,16 @@ class App:
         return loaded
 
     async def _open_store(
-        self, directory: DataDir, folder: Path, dtype: str, stack: contextlib.AsyncExitStack
+        self, directory: DataDir, loaded: LoadedModel, dtype: str, stack: contextlib.AsyncExitStack
     ) -> None:
         """Open the snapshots; a worker serves without them rather than not at all."""
         settings = self._settings
         identity = await asyncio.to_thread(
             folder_identity,
-            folder,
+            loaded.folder,
             kv_dtype=dtype,
             block_tokens=settings.block_tokens,
+            code=await asyncio.to_thread(code_digest, loaded.model),
             caches=self._device.caches,
             memo=directory.models / "digests.json",
         )
@@ -209,7 +210,7 @@ class App:
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
-                model=folder.name,
+                model=loaded.folder.name,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400

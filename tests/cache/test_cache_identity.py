@@ -50,14 +50,34 @@ def test_any_other_content_is_another_identity(folder, name, text) -> None:
     assert take(folder).digest() != before
 
 
-def test_type_policy_and_block_size_are_part_of_it(folder) -> None:
+def test_a_chat_template_is_no_part_of_it_wherever_it_stands(folder) -> None:
+    """It chooses the tokens, which name their KV themselves; what else is said of the tokenizer counts."""
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "</s>"}))
+    before = take(folder)
+    config.write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ messages }}"}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert take(folder) == before
+    config.write_text(json.dumps({"eos_token": "<end>", "chat_template": "{{ messages }}"}))
+    assert take(folder) != before
+
+
+@pytest.mark.parametrize("content", [b"not JSON", b"[]", b"\xff"])
+def test_a_tokenizer_config_that_is_none_counts_by_its_bytes(folder, content) -> None:
+    before = take(folder)
+    (folder / "tokenizer_config.json").write_bytes(content)
+    assert take(folder) != before
+
+
+def test_code_type_policy_and_block_size_are_part_of_it(folder) -> None:
     variants = [
         take(folder),
+        take(folder, code="other"),
         take(folder, kv_dtype="bfloat16"),
         take(folder, block_tokens=128),
         take(folder, policy="sink_window"),
     ]
-    assert len({identity.digest() for identity in variants}) == 4
+    assert len({identity.digest() for identity in variants}) == 5
 
 
 def test_files_that_swap_their_contents_are_another_identity(folder) -> None:

@@ -97,6 +97,28 @@ async def test_after_a_restart_a_session_with_states_costs_what_is_new(
     assert (await session.generate(text=" and then", max_tokens=20)).tokens == second.tokens
 
 
+async def test_another_chat_template_keeps_the_snapshots_and_another_code_does_not(
+    local_worker, tiny_model, tmp_path, monkeypatch
+) -> None:
+    folder, text = tmp_path / "model", "Once upon a time " * 8
+    shutil.copytree(tiny_model, folder)
+
+    async def cached(session: str) -> int:
+        worker = await local_worker(model=str(folder))
+        appended = await worker.client.session(session).append(text=text)
+        await worker.stop()
+        return int(appended.cached_tokens)
+
+    assert await cached("a") == 0
+    assert await cached("b") == len(text) - 1
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    assert await cached("c") == len(text) - 1
+    monkeypatch.setattr("worker.app.code_digest", lambda _: "of another release")
+    assert await cached("d") == 0
+
+
 async def test_snapshots_of_other_bits_are_never_used(local_worker, make_folder) -> None:
     """Full precision, then 8 bits, then 4: each reads everything anew, and finds its own again later."""
     folder, text = str(make_folder("llama")), "Once upon a time " * 8

@@ -1,0 +1,41 @@
+"""Names the code that computes a model's KV: part of what a snapshot must match. Must not import MLX."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def code_digest(model: Any) -> str:
+    """Name the sources of the module that defines a model, of the caches, and of all that they build on.
+
+    A release of mlx-lm that leaves this model as it was keeps its KV, and a patched copy, or one installed
+    from a branch, has another name under the same version. How MLX rounds is no part of it. Reads some files.
+    """
+    module = type(model).__module__
+    caches = module.rpartition(".")[0] + ".cache"  # a model without a choice of its own gets mlx-lm's
+    whole = hashlib.sha256()
+    for name, used in sorted(_modules(module, caches).items()):
+        source = Path(used.__file__).read_bytes() if used.__file__ else b""
+        whole.update(f"{name}\0{hashlib.sha256(source).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _modules(*first: str) -> dict[str, ModuleType]:
+    """Find these modules and those of their package whose names they use, directly or not."""
+    package = first[0].partition(".")[0] + "."
+    found: dict[str, ModuleType] = {}
+    todo = list(first)
+    while todo:
+        name = todo.pop()
+        if name in found or name not in sys.modules:
+            continue
+        found[name] = sys.modules[name]
+        for value in list(vars(found[name]).values()):
+            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(used, str) and used.startswith(package):
+                todo.append(used)
+    return found
