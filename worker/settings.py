@@ -41,9 +41,13 @@ class SettingsError(TurnkeepError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a setting's value is read and shown. `wants` completes the sentence "it must be ..."."""
+    """How a setting's value is read and shown. `wants` completes the sentence "it must be ...".
+
+    `shape` stands for the value in the command line's help: the choices, or what kind of thing it is.
+    """
 
     wants: str
+    shape: str
     parse: Callable[[object], Any]  # raises ValueError
     show: Callable[[Any], str] = str
 
@@ -109,17 +113,17 @@ def _within(parse: Callable[[object], float], low: float, high: float) -> Callab
 
 
 def _count(low: int, high: int) -> Kind:
-    return Kind(f"a whole number from {low} to {high}", _within(_whole, low, high))
+    return Kind(f"a whole number from {low} to {high}", "N", _within(_whole, low, high))
 
 
 def _size(low: int, high: int = 1024 * _TIB) -> Kind:
     wants = f"a size from {size_text(low)} to {size_text(high)}, such as 8GiB, 500MB or a number of bytes"
-    return Kind(wants, _within(parse_size, low, high), size_text)
+    return Kind(wants, "SIZE", _within(parse_size, low, high), size_text)
 
 
 def _duration(low: float, high: float) -> Kind:
     wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
-    return Kind(wants, _within(parse_duration, low, high), lambda value: f"{value:g}")
+    return Kind(wants, "TIME", _within(parse_duration, low, high), lambda value: f"{value:g}")
 
 
 def _choice(*words: str) -> Kind:
@@ -128,26 +132,27 @@ def _choice(*words: str) -> Kind:
             raise ValueError(value)
         return str(value)
 
-    return Kind("one of " + ", ".join(words), parse)
+    return Kind("one of " + ", ".join(words), "|".join(words), parse)
 
 
 def _or(word: str, meaning: object, kind: Kind) -> Kind:
     """Let `word` stand for `meaning`, so that a nearer source can take back what a farther one set."""
     return Kind(
         f"{word!r} or {kind.wants}",
+        f"{word}|{kind.shape}",
         lambda value: meaning if value == word else kind.parse(value),
         lambda value: word if value == meaning else kind.show(value),
     )
 
 
-def _checked(wants: str, check: Callable[[str], str]) -> Kind:
+def _name(wants: str, check: Callable[[str], str]) -> Kind:
     def parse(value: object) -> str:
         try:
             return check(_text(value))
         except InvalidMessageError as error:
             raise ValueError(str(error)) from None
 
-    return Kind(wants, parse)
+    return Kind(wants, "NAME", parse)
 
 
 def _nats_url(value: object) -> str:
@@ -192,10 +197,10 @@ def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> 
     )
 
 
-_PATH = Kind("a path", lambda value: value if isinstance(value, Path) else Path(_text(value)))
-_TEXT = Kind("text", _text)
+_PATH = Kind("a path", "PATH", lambda value: value if isinstance(value, Path) else Path(_text(value)))
+_MODEL = Kind("text", "MODEL", _text)
 _SYNC = Kind(
-    "a duration from 0.001 to 3600 seconds", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
+    "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
 
 
@@ -213,23 +218,23 @@ class Settings:
         "where the worker keeps log, snapshots and models",
     )
     nats: str | None = _setting(
-        _or("embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", _nats_url)),
+        _or("embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)),
         None,
         "the NATS servers to use; without it the worker runs its own",
     )
     nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
     prefix: str = _setting(
-        _checked("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
+        _name("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
         DEFAULT_PREFIX,
         "the first part of every subject; workers with one prefix share their sessions",
     )
     model: str | None = _setting(
-        _or("packaged", None, _TEXT),
+        _or("packaged", None, _MODEL),
         None,
         "an MLX folder, a GGUF file or a hub id; without it the packaged model",
     )
     worker: str = _found(
-        _checked(ID_RULE, lambda name: check_id("worker", name)),
+        _name(ID_RULE, lambda name: check_id("worker", name)),
         default_worker,
         "the host's name",
         "this worker's name in metrics",
@@ -240,45 +245,47 @@ class Settings:
         "type of weights and KV; auto suits the device, keep leaves the weights as they are",
     )
     kv_bits: int | None = _setting(
-        _or("full", None, Kind("4 or 8", _bits)),
+        _or("full", None, Kind("4 or 8", "8|4", _bits)),
         None,
         "bits of each number of KV, in memory and on disk; full keeps the type of the weights",
     )
     device_memory: int | None = _setting(
-        _or("auto", None, _size(_MIB)), None, "bytes of all that is on the device; auto suits the machine"
+        _or("auto", None, _size(_MIB)),
+        None,
+        "memory for all that is on the device: weights, KV, what a step needs; auto suits the machine",
     )
     max_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)),
         None,
-        "bytes of KV among them; auto takes what is left",
+        "memory for KV among that; auto takes what the rest leaves",
     )
     wired_memory: int | None = _setting(
         _or("off", None, _size(_MIB)),
         None,
-        "bytes that macOS must not page out, on Metal; other devices have no such limit",
+        "memory that macOS must not page out, on Metal; other devices have no such limit",
     )
     spare_memory: int = _setting(
         _size(0, _GIB),
         256 * _MIB,
-        "bytes of freed memory that the process keeps for reuse, and gets ready at its start; Linux CPU only",
+        "freed memory that the process keeps for reuse, and gets ready at its start; Linux CPU only",
     )
     snapshots: str = _setting(
         _choice("on", "off", "temporary"),
         "on",
         "whether KV is kept on disk; off writes nothing, temporary removes it all as the worker stops",
     )
-    max_disk: int = _setting(
-        _size(_MIB), 20 * _GIB, "bytes of snapshots on disk; the least useful leave first"
-    )
-    min_free_disk: int = _setting(_size(0), _GIB, "bytes of the disk that snapshots leave free")
+    max_disk: int = _setting(_size(_MIB), 20 * _GIB, "disk space for snapshots; the least useful leave first")
+    min_free_disk: int = _setting(_size(0), _GIB, "disk space that snapshots leave free")
     writer_queue: int = _setting(
-        _size(_MIB), 512 * _MIB, "bytes of snapshots waiting to be written; beyond it snapshots are dropped"
+        _size(_MIB),
+        512 * _MIB,
+        "memory for snapshots that wait to be written; beyond it snapshots are dropped",
     )
-    metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "seconds between two metrics messages")
+    metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "time between two metrics messages")
     block_tokens: int = _setting(_count(8, 8192), 128, "tokens of one KV block and of one prefill chunk")
     max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
     max_stall_s: float = _setting(
-        _duration(0.01, 60), 0.25, "seconds that a step may take while answers run; prompts get what is left"
+        _duration(0.01, 60), 0.25, "time that a step may take while answers run; prompts get what is left"
     )
     max_draft: int = _setting(
         _count(0, 64), 8, "tokens that a step may guess ahead for an answer from what was said before"
@@ -296,22 +303,20 @@ class Settings:
     idle_timeout_s: float = _setting(
         _duration(0, 30 * 86400),
         300.0,
-        "seconds until an idle session's history leaves memory; its KV stays while there is room",
+        "time until an idle session's history leaves memory; its KV stays while there is room",
     )
     ack_wait_s: float = _setting(
-        _duration(0.5, 3600), 3.0, "seconds without a sign of life until another worker takes a request over"
+        _duration(0.5, 3600), 3.0, "time without a sign of life until another worker takes a request over"
     )
-    token_ttl_s: float = _setting(
-        _duration(10, 7 * 86400), 900.0, "seconds that token chunks can be read back"
-    )
+    token_ttl_s: float = _setting(_duration(10, 7 * 86400), 900.0, "time that token chunks can be read back")
     token_max_bytes: int = _setting(
-        _size(_MIB), 256 * _MIB, "bytes of token chunks that can be read back; the oldest leave first"
+        _size(_MIB), 256 * _MIB, "space for token chunks that can be read back; the oldest leave first"
     )
     max_message_bytes: int = _setting(
-        _size(_KIB, 32 * _MIB), _MIB, "bytes of one NATS message, headers included"
+        _size(_KIB, 32 * _MIB), _MIB, "size of one NATS message at most, headers included"
     )
     log_max_bytes: int = _setting(
-        _size(16 * _MIB), 10 * _GIB, "bytes of the log; a full log refuses new requests"
+        _size(16 * _MIB), 10 * _GIB, "size of the log at most; a full log refuses new requests"
     )
     sync_interval: str = _setting(
         _or("always", "always", _SYNC),
@@ -333,6 +338,7 @@ class Description:
     name: str
     purpose: str
     wants: str
+    shape: str
     default: str
 
     @property
@@ -349,8 +355,9 @@ class Description:
 def describe() -> tuple[Description, ...]:
     """List every setting in the order of `Settings`."""
     return tuple(
-        Description(field.name, field.metadata["purpose"], field.metadata["kind"].wants, _default_text(field))
+        Description(field.name, field.metadata["purpose"], kind.wants, kind.shape, _default_text(field))
         for field in dataclasses.fields(Settings)
+        for kind in [field.metadata["kind"]]
     )
 
 

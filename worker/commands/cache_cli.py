@@ -22,9 +22,10 @@ from cache.folder import DirectoryLockedError, Folder
 from cache.format import SUFFIX
 from cache.snapshot import CacheError
 from turnkeep_client.errors import TurnkeepError
-from worker.settings import parse_duration, parse_size, size_text
+from worker.settings import parse_duration, parse_size
 
-from .flags import read, with_settings
+from .flags import as_json, read, with_settings
+from .printing import size, span, table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
@@ -81,13 +82,29 @@ def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-def _as_json(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")(command)
-
-
 def _place(directory: Path | None, config: Path | None, flags: dict[str, Any]) -> tuple[Path, Settings]:
+    """Find the cache. Raises `CacheCommandError` where no worker has made one yet."""
+    place, settings, is_fresh = _look_for(directory, config, flags)
+    if is_fresh:
+        raise CacheCommandError(f"{_nothing(place)}; a worker with this data directory makes a cache there")
+    return place, settings
+
+
+def _look_for(
+    directory: Path | None, config: Path | None, flags: dict[str, Any]
+) -> tuple[Path, Settings, bool]:
+    """Find the cache, and say whether a worker has yet to make one in its data directory.
+
+    A directory that is named as the cache itself, and is none, is a mistake of whoever named it.
+    """
     settings = read(config, flags)
-    return directory or settings.data_dir / "snapshots", settings
+    place = directory or settings.data_dir / "snapshots"
+    is_fresh = directory is None and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
+    return place, settings, is_fresh
+
+
+def _nothing(place: Path) -> str:
+    return f"nothing is cached yet in {place}"
 
 
 @click.group(cls=_Group)
@@ -96,15 +113,15 @@ def cache() -> None:
 
 
 @cache.command("ls")
-@_as_json
+@as_json
 @_on_a_cache()
 def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """List the stored chains of tokens, the last used first, and the pins.
 
     Whose they are cannot be told: the names are salted digests of tenant and tokens.
     """
-    place, _ = _place(directory, config, flags)
-    found = survey.look(place)
+    place, _, is_fresh = _look_for(directory, config, flags)
+    found = survey.Survey() if is_fresh else survey.look(place)
     chains = [
         {
             "digest": chain.digest.hex(),
@@ -129,29 +146,32 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
             chain.digest.hex()[:12],
             _model(chain.model),
             str(chain.num_tokens),
-            _size(chain.size_bytes),
-            _size(chain.own_bytes),
-            _ago(now_s - chain.used_s),
+            size(chain.size_bytes),
+            size(chain.own_bytes),
+            f"{span(now_s - chain.used_s)} ago",
             str(chain.pinned_tokens or ""),
         ]
         for chain in found.chains
     ]
-    _table(["chain", "model", "tokens", "size", "not shared", "last used", "pinned"], rows)
+    if rows:
+        table(["chain", "model", "tokens", "size", "not shared", "last used", "pinned"], rows)
+    else:
+        click.echo(_nothing(place))
     for pin in pins:
         click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
     _print_odd(found)
 
 
 @cache.command()
-@_as_json
+@as_json
 @_on_a_cache("max_disk", "min_free_disk")
 def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """Add up what the snapshots of each model take, and what the limits leave."""
-    place, settings = _place(directory, config, flags)
-    found = survey.look(place)
+    place, settings, is_fresh = _look_for(directory, config, flags)
+    found = survey.Survey() if is_fresh else survey.look(place)
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
     total = files_bytes + found.quarantined_bytes
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     figures = {
         "models": [
             {
@@ -174,22 +194,23 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
         click.echo(json.dumps(figures))
         return
     rows = [
-        [_model(usage.model), str(usage.num_chains), str(usage.num_files), _size(usage.size_bytes)]
+        [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
         for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
     ]
-    _table(["model", "chains", "files", "size"], rows)
-    click.echo(f"total {_size(total)} of {size_text(settings.max_disk)} (max_disk), among it")
+    if rows:
+        table(["model", "chains", "files", "size"], rows)
+    else:
+        click.echo(_nothing(place))
+    click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), among it")
     click.echo(
-        f"  other format versions {_size(found.foreign_bytes)}, quarantine {_size(found.quarantined_bytes)}"
+        f"  other format versions {size(found.foreign_bytes)}, quarantine {size(found.quarantined_bytes)}"
     )
-    click.echo(
-        f"disk: {_size(free)} free, {size_text(settings.min_free_disk)} to be left free (min_free_disk)"
-    )
+    click.echo(f"disk: {size(free)} free, {size(settings.min_free_disk)} to be left free (min_free_disk)")
 
 
 @cache.command()
 @click.option("--quarantine", is_flag=True, help="Move what is doubtful out of the way; needs the lock.")
-@_as_json
+@as_json
 @_on_a_cache()
 def verify(
     directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
@@ -239,7 +260,7 @@ def verify(
 )
 @click.option("--model", metavar="IDENTITY", help="Of this model only: the beginning of its identity.")
 @click.option("--all", "everything", is_flag=True, help="Everything, with quarantine and pins.")
-@_as_json
+@as_json
 @_on_a_cache()
 def prune(
     directory: Path | None,
@@ -273,7 +294,7 @@ def prune(
         return
     kept = f"; {pruned.num_pinned} more are pinned" if pruned.num_pinned else ""
     click.echo(
-        f"removed {pruned.num_files} files, {_size(pruned.size_bytes)}{kept}; {_size(pruned.left_bytes)} left"
+        f"removed {pruned.num_files} files, {size(pruned.size_bytes)}{kept}; {size(pruned.left_bytes)} left"
     )
 
 
@@ -305,12 +326,12 @@ def export(
         raise click.UsageError("name the chains to export, or say --all")
     place, _ = _place(directory, config, flags)
     carried = archive.export(place, None if everything else digests, target)
-    click.echo(f"wrote {carried.num_files} files, {_size(carried.size_bytes)}, to {target}")
+    click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
 
 @cache.command("import")
 @click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE.tar")
-@_as_json
+@as_json
 @_on_a_cache("max_disk", "min_free_disk")
 def import_(directory: Path | None, config: Path | None, source: Path, as_json: bool, **flags: Any) -> None:
     """Take the snapshots of a tar file into the cache, each once it is proved. Needs the lock.
@@ -328,17 +349,7 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
         return
     for name, reason in carried.skipped:
         click.echo(f"skipped {name!r}: {reason}", err=True)
-    click.echo(f"took {carried.num_files} files, {_size(carried.size_bytes)}; skipped {len(carried.skipped)}")
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*heads, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    click.echo(f"took {carried.num_files} files, {size(carried.size_bytes)}; skipped {len(carried.skipped)}")
 
 
 def _model(model: survey.Model) -> str:
@@ -349,19 +360,4 @@ def _print_odd(found: survey.Survey) -> None:
     for name, reason in found.doubtful:
         click.echo(f"{name}: {reason}", err=True)
     if found.num_foreign:
-        click.echo(f"{found.num_foreign} files of other format versions, {_size(found.foreign_bytes)}")
-
-
-def _ago(seconds: float) -> str:
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.0f} {name} ago"
-    return "now"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} GiB"
+        click.echo(f"{found.num_foreign} files of other format versions, {size(found.foreign_bytes)}")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +20,8 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from worker.settings import SettingsError
 
 from .cache_cli import cache
-from .flags import read, with_settings
+from .flags import as_json, read, with_settings
+from .printing import size, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -76,20 +79,20 @@ def model() -> None:
 
 
 @model.command("list")
+@as_json
 @with_settings("data_dir")
-def model_list(config: Path | None, **flags: Any) -> None:
+def model_list(config: Path | None, as_json: bool, **flags: Any) -> None:
     """List the models that are here: packaged, converted, downloaded."""
-    from rich.console import Console
-    from rich.table import Table
-
     from worker.models.model import list_models
 
-    table = Table("model", "origin", "dtype", "size", box=None, header_style="bold")
-    table.add_column("path", overflow="fold")
-    for entry in list_models(read(config, flags).data_dir):
-        size = f"{entry.size_bytes / 2**20:.0f} MiB"
-        table.add_row(entry.name, entry.origin, entry.dtype, size, str(entry.path))
-    Console().print(table)
+    found = list_models(read(config, flags).data_dir)
+    if as_json:
+        click.echo(json.dumps([asdict(entry) | {"path": str(entry.path)} for entry in found]))
+        return
+    rows = [
+        (entry.name, entry.origin, entry.dtype, size(entry.size_bytes), str(entry.path)) for entry in found
+    ]
+    table(("model", "origin", "dtype", "size", "path"), rows)
 
 
 @model.command("path")
@@ -108,15 +111,17 @@ def model_path(config: Path | None, **flags: Any) -> None:
 
 
 @main.command()
+@as_json
 @with_settings()
-def doctor(config: Path | None, **flags: Any) -> None:
+def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Check this machine: what is there, what is missing, and the command that mends it."""
-    from rich.console import Console
-
-    from .doctor import checks, exit_code, table
+    from .doctor import checks, exit_code, show
 
     found = checks(read(config, flags))
-    Console().print(table(found))
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in found]))
+    else:
+        show(found)
     sys.exit(exit_code(found))
 
 
@@ -168,11 +173,11 @@ def ask(
 @main.command()
 @click.argument("session", required=False)
 @click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
-@click.option("--json", "as_json", is_flag=True, help="Print the message as it came.")
+@as_json
 @with_settings(*_CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
     """Show a session and its worker; without SESSION, the next metrics message."""
-    from .talk import info as run
+    from .control import info as run
 
     _talk(read(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
 
@@ -202,7 +207,7 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
 
     A pin is the tenant's and outlives the session: every session that begins with these tokens finds them.
     """
-    from .talk import pin as run
+    from .control import pin as run
 
     _talk(read(config, flags), tenant, lambda client: run(client, session, position))
 
@@ -214,13 +219,24 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
 @with_settings(*_CLIENT_SETTINGS)
 def unpin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
     """Let go of what is pinned of SESSION; it leaves the disk when others need the room."""
-    from .talk import unpin as run
+    from .control import unpin as run
 
     _talk(read(config, flags), tenant, lambda client: run(client, session, position))
 
 
 main.add_command(bench)
 main.add_command(cache)
+
+
+def _show_whole_sentences(group: click.Group) -> None:
+    """List commands with their first sentences: click cuts these to the terminal's width."""
+    for command in group.commands.values():
+        command.short_help = command.get_short_help_str(limit=sys.maxsize)
+        if isinstance(command, click.Group):
+            _show_whole_sentences(command)
+
+
+_show_whole_sentences(main)
 
 
 def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:

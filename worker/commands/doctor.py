@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from rich.table import Table
 from rich.text import Text
 
 from worker.datadir import DataDir, DataDirError, DataDirInUseError
-from worker.settings import size_text
 from worker.wire.broker import check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
 
+from .printing import size, table
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from worker.settings import Settings
 
@@ -67,15 +67,13 @@ def exit_code(found: Iterable[Check]) -> int:
     return int(any(check.state == "fail" for check in found))
 
 
-def table(found: Iterable[Check]) -> Table:
-    """Lay the findings out for a terminal."""
-    layout = Table(box=None, pad_edge=False)
-    for title in ("", "check", "found", "missing", "mend"):
-        layout.add_column(title, overflow="fold")
-    for check in found:
-        state = Text(check.state, style=_STYLES[check.state])
-        layout.add_row(state, check.name, Text(check.found), Text(check.missing), Text(check.mend))
-    return layout
+def show(found: Iterable[Check]) -> None:
+    """Print the findings as a table."""
+    rows: list[Sequence[str | Text]] = [
+        (Text(check.state, style=_STYLES[check.state]), check.name, check.found, check.missing, check.mend)
+        for check in found
+    ]
+    table(("", "check", "found", "missing", "mend"), rows)
 
 
 def _python() -> Check:
@@ -124,11 +122,11 @@ def _disk(settings: Settings) -> list[Check]:
     wanted, what = settings.log_max_bytes, "the log"
     if settings.snapshots != "off":
         wanted += settings.max_disk + settings.min_free_disk
-        what = f"snapshots ({size_text(settings.max_disk)}) and the log"
-    found = f"{free / 2**30:.1f} GiB free"
+        what = f"snapshots ({size(settings.max_disk)}) and the log"
+    found = f"{size(free)} free"
     if free >= wanted:
         return [directory, Check("disk", "ok", found)]
-    missing = f"up to {wanted / 2**30:.1f} GiB, for {what}"
+    missing = f"up to {size(wanted)}, for {what}"
     mend = "free some space, or lower --max-disk and --log-max-bytes"
     state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
     return [directory, Check("disk", state, found, missing, mend)]

@@ -1,4 +1,4 @@
-"""Settings as options of commands: every one that a command takes has the name it has everywhere."""
+"""Options that several commands have: settings, each under the name that it has everywhere, and `--json`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from worker.settings import Settings
 
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the options of the named settings (none: all), and `--config`."""
@@ -24,7 +26,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
             if not names or setting.name in names:
                 help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
                 help_text += f"[{setting.variable}; default: {setting.default}]"
-                command = click.option(setting.flag, setting.name, metavar="VALUE", help=help_text)(command)
+                metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
+                command = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(command)
         return click.option(
             "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
         )(command)

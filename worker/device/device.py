@@ -171,7 +171,7 @@ class Device:
         self.unsupported_cache = runner.unsupported_cache
         self.caches = runner.caches
         self.trimmable = runner.trimmable
-        self.name = str(mx.default_device())
+        self.name = machine.name()
         return runner
 
     def _take_commands(self, runner: Runner) -> bool:

@@ -25,6 +25,11 @@ def on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
 
 
+def name() -> str:
+    """Name the kind of device that MLX computes on: `cpu`, `metal` or `cuda`."""
+    return "cpu" if on_cpu() else "metal" if mx.metal.is_available() else "cuda"
+
+
 def limit_freed() -> None:
     """Limit the freed buffers that MLX keeps for reuse."""
     mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu() else MLX_CACHE_BYTES)
@@ -41,9 +46,7 @@ def default_limit_bytes() -> int:
 def wire(size_bytes: int) -> None:
     """Keep so many bytes resident. MLX takes the call on every device, and does nothing but on Metal."""
     if not mx.metal.is_available():
-        raise DeviceError(
-            f"wired_memory is for Metal, and this device is {mx.default_device()}: leave it off"
-        )
+        raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
     try:
         mx.set_wired_limit(size_bytes)
     except (ValueError, RuntimeError) as error:

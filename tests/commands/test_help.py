@@ -1,0 +1,73 @@
+"""`--help` shows what may be chosen, and the README counts and names what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bench.cli import BENCHES
+from worker.commands.cache_cli import cache
+from worker.commands.cli import main
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+NUMBERS = {"nine": 9, "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14}
+
+
+def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = [
+        found
+        for name, command in group.commands.items()
+        if isinstance(command, click.Group)
+        for found in groups(command, (*path, name))
+    ]
+    return [path, *inner]
+
+
+def help_of(*command: str, columns: int = 80) -> str:
+    done = CliRunner().invoke(main, [*command, "--help"], terminal_width=columns)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "--dtype [auto|keep|float32|float16|bfloat16]",
+        "--kv-bits [full|8|4]",
+        "--snapshots [on|off|temporary]",
+        "--log-format [auto|console|json]",
+        "--log-level [debug|info|warning|error]",
+        "--max-memory [auto|SIZE]",
+        "--max-disk SIZE",
+        "--max-stall-s TIME",
+        "--max-batch N",
+        "--data-dir PATH",
+        "--nats [embedded|URL]",
+    ],
+)
+def test_help_shows_what_an_option_takes(shown: str) -> None:
+    assert shown in help_of("serve")
+
+
+@pytest.mark.parametrize("group", groups(), ids=" ".join)
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_list_of_commands_has_whole_sentences(group: tuple[str, ...], columns: int) -> None:
+    assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
+
+
+def test_the_readme_names_every_command() -> None:
+    for name in main.commands:
+        assert re.search(rf"turnkeep {name}\b|`{name}`", README), name
+    for name in cache.commands:
+        assert re.search(rf"cache {name}\b|also .*\b{name}\b", README), name
+
+
+def test_the_readme_counts_the_benches() -> None:
+    found = re.search(r"There are (\w+) benches: ([^;]+);", README)
+    assert found
+    assert NUMBERS[found[1]] == len(BENCHES)
+    assert re.findall(r"`(\w+)`", found[2]) == [bench.name for bench in BENCHES]

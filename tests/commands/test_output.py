@@ -1,0 +1,124 @@
+"""What commands print: whole lines in a pipe, JSON beside every table, words that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from command_runs import environment, turnkeep, where
+
+from worker.commands.printing import size, span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, tiny_model: Path) -> Path:
+    """A data directory with one converted model under a long name."""
+    shutil.copytree(tiny_model, tmp_path / "data" / "models" / LONG)
+    return tmp_path / "data"
+
+
+def test_a_table_in_a_pipe_has_one_whole_line_for_each_row(data_dir: Path) -> None:
+    done = turnkeep("model", "list", "--data-dir", data_dir, COLUMNS="40")
+    found = [line for line in done.stdout.splitlines() if LONG in line]
+    assert len(found) == 1
+    assert found[0].endswith(str(data_dir / "models" / LONG)), "neither folded nor cut nor padded"
+    assert "…" not in done.stdout
+
+
+def test_a_table_on_a_terminal_is_folded_and_loses_nothing(data_dir: Path) -> None:
+    control, terminal = pty.openpty()
+    command = [sys.executable, "-m", "worker", "model", "list", "--data-dir", str(data_dir)]
+    environ = environment() | {"COLUMNS": "60", "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environ) as process:
+        os.close(terminal)
+        output = b""
+        while True:
+            try:
+                read = os.read(control, 65536)
+            except OSError:  # Linux says so at the end of a terminal
+                break
+            if not read:
+                break
+            output += read
+    os.close(control)
+    assert process.returncode == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", output.decode()).splitlines()
+    assert max(map(len, lines)) <= 60
+    column = "".join(line.split()[0] for line in lines[1:] if not line.startswith(" "))
+    assert LONG in column, "folded, not cut"
+
+
+@pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
+def test_what_a_table_shows_is_there_as_json_too(data_dir: Path, command: tuple[str, ...]) -> None:
+    done = turnkeep(*command, "--json", "--data-dir", data_dir)
+    names = [entry["name"] for entry in json.loads(done.stdout)]
+    assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
+
+
+async def test_info_names_the_device_as_people_do(local_worker: Callable) -> None:
+    worker = await local_worker()
+    await worker.client.session("s").append(text="hello")
+    done = await asyncio.to_thread(turnkeep, "info", "s", *where(worker))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("model"))
+    assert any(f" on {device}," in line for device in ("cpu", "metal", "cuda")), line
+    raw = json.loads((await asyncio.to_thread(turnkeep, "info", "s", "--json", *where(worker))).stdout)
+    assert raw["worker"]["device"] in ("cpu", "metal", "cuda")
+
+
+@pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])
+def test_a_fresh_data_directory_has_nothing_cached_yet(tmp_path: Path, made: str) -> None:
+    data_dir = tmp_path / "fresh"
+    if made != "nothing":
+        data_dir.mkdir()
+    if made == "empty folder":
+        (data_dir / "snapshots").mkdir()
+    for command in ("ls", "du"):
+        done = turnkeep("cache", command, "--data-dir", data_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"nothing is cached yet in {data_dir / 'snapshots'}\n")
+    for command in (("verify",), ("prune", "--all"), ("export", "--all", tmp_path / "x.tar")):
+        done = turnkeep("cache", *command, "--data-dir", data_dir)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("turnkeep: nothing is cached yet in")
+    assert json.loads(turnkeep("cache", "ls", "--json", "--data-dir", data_dir).stdout) == {
+        "chains": [],
+        "pins": [],
+    }
+    assert json.loads(turnkeep("cache", "du", "--json", "--data-dir", data_dir).stdout)["total_bytes"] == 0
+    assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
+
+
+async def test_a_worker_that_has_stored_nothing_has_nothing_cached_yet(local_worker: Callable) -> None:
+    worker = await local_worker()
+    done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
+    assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (13 * 2**20, "13 MiB"), (1.5 * 2**30, "1.5 GiB"), (20 * 2**30, "20 GiB")],
+)
+def test_sizes_are_short(size_bytes: float, text: str) -> None:
+    assert size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (120, "2 min"), (30 * 3600, "30 h"), (3 * 86400, "3 days")],
+)
+def test_times_have_a_unit_that_leaves_them_short(seconds: float, text: str) -> None:
+    assert span(seconds) == text

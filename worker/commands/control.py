@@ -1,0 +1,103 @@
+"""What is asked of a worker beside its conversations: how it is (`info`), and what it shall keep (`pin`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import click
+
+from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.messages import encode
+
+from .printing import size, span, table
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+
+
+async def info(client: Client, name: str | None, *, as_json: bool) -> None:
+    """Show a session and its worker, or without a session the next metrics message."""
+    if name is None:
+        metrics = await _next_metrics(client)
+        if as_json:
+            click.echo(encode(metrics))
+            return
+        _print_metrics(metrics)
+        return
+    session = await client.session(name).info()
+    if as_json:
+        click.echo(encode(session))
+        return
+    rows = [
+        ("tenant", session.tenant),
+        ("state", session.state + (f" ({session.active})" if session.active else "")),
+        ("position", f"{session.position} tokens"),
+        ("KV on the device", size(session.kv_live_bytes)),
+        ("requests answered", str(session.requests)),
+        ("requests waiting", ", ".join(session.waiting) or "none"),
+    ]
+    table(("session", session.session), rows)
+    _print_metrics(session.worker)
+
+
+async def pin(client: Client, name: str, position: int | None) -> None:
+    """Pin what a session holds, and say what that takes."""
+    pinned = await client.session(name).pin(position)
+    stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
+    click.echo(
+        f"pinned {pinned.tokens} tokens, {stored} stored in {size(pinned.size_bytes)};"
+        f" all pins together take {size(pinned.pinned_bytes)}"
+    )
+    if not pinned.noted:
+        click.echo("turnkeep: the disk did not confirm it in time: pin again after a restart", err=True)
+
+
+async def unpin(client: Client, name: str, position: int | None) -> None:
+    """Unpin what is pinned of a session."""
+    unpinned = await client.session(name).unpin(position)
+    lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
+    click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")
+
+
+def _print_metrics(metrics: Metrics) -> None:
+    snapshots = metrics.snapshots
+    rows = [
+        ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
+        ("up", span(metrics.uptime_s)),
+        ("sessions", f"{metrics.sessions} in memory, {metrics.resident_sessions} on the device"),
+        ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
+    ]
+    for kind, outcomes in metrics.requests.items():
+        rows.append((f"  {kind}", ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())))
+    tokens = f"{metrics.prefilled_tokens} prefilled, {metrics.cached_tokens} found in the cache"
+    rows.append(("tokens", f"{tokens}, {metrics.generated_tokens} generated"))
+    for what, histogram in (
+        ("time to first token", metrics.time_to_first_token),
+        ("time per token", metrics.time_per_output_token),
+        ("event loop lag", metrics.event_loop_lag),
+    ):
+        if histogram.count:
+            rows.append((what, f"{1000 * histogram.sum / histogram.count:.1f} ms on average"))
+    rows += [
+        ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.max_memory_bytes)}"),
+        ("snapshots on SSD", f"{snapshots.stored}, {size(snapshots.stored_bytes)}"),
+    ]
+    if snapshots.capacity_bytes:
+        free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
+        room = f"{free} free, {evictable} evictable, {size(snapshots.kept_bytes)} pinned"
+        rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
+    written = f"{snapshots.durable} durable of {snapshots.accepted}"
+    lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"
+    rows.append(("  since the start", f"{written}, {lost}, {snapshots.evicted} evicted"))
+    table(("worker", metrics.worker), rows)
+
+
+async def _next_metrics(client: Client) -> Metrics:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(15):
+            async for metrics in client.metrics():
+                return metrics
+    raise NoWorkerError("no worker has published metrics for 15 s")
