@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 
 from .entries import Row
 from .folder import scan
-from .format import SUFFIX, is_lack, read_name
+from .format import SUFFIX, is_lack, prove
+from .header import read_name
 from .pruning import opened
 from .snapshot import CacheError, DoubtfulSnapshotError
-from .survey import check, prove
+from .survey import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

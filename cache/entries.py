@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
-from .blocks import DIGEST_BYTES, TOKEN_BYTES
+from .blocks import TOKEN_BYTES
 from .numbers import NONE, Numbers
 from .snapshot import Name
 
@@ -29,9 +29,6 @@ DOOMED: Final = 8
 
 #: What is stored, by whether a session can go on at its end.
 _STATES: Final = bytes((PRESENT | DURABLE, PRESENT | DURABLE | RESUMABLE)).ljust(256)
-
-#: What a file of another format version continues, since that cannot be told.
-_NOWHERE: Final = bytes(DIGEST_BYTES)
 
 
 class Row(NamedTuple):
@@ -100,10 +97,10 @@ class Facts:
 
     def __init__(self, stored: Columns) -> None:
         """Take in what is stored: row number n gets number n, the roots of tenants those behind."""
-        num, parents, tokens = len(stored.digests), stored.parents, stored.tokens
+        num, parents = len(stored.digests), stored.parents
         self.numbers = Numbers(stored.digests)
         self.starts: array[int] = array("q", stored.starts)
-        self.tokens: list[bytes] = list(tokens)
+        self.tokens: list[bytes] = list(stored.tokens)
         self.sizes: array[int] = array("q", stored.sizes)
         self.used: array[int] = array("q", stored.used)
         self.states = array("B", bytes(map(bool, stored.resumable)).translate(_STATES))
@@ -113,8 +110,6 @@ class Facts:
         self.born = array("I", bytes(4 * num))
         #: Pinned prefixes that it is a part of, where there are any.
         self.kept: dict[int, int] = {}
-        if not all(tokens):
-            parents = [parent if packed else _NOWHERE for parent, packed in zip(parents, tokens, strict=True)]
         found = self.numbers.find_all(parents)
         #: The number of the prefix that it continues.
         self.parents: array[int] = array("i", found)

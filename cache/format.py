@@ -1,32 +1,26 @@
 """One snapshot is one safetensors file: write it, check it, read it.
 
-The header's metadata says whose KV the file holds, and carries a checksum over everything else in the
-file. Nothing of a file is used before length, checksum, identity, name and layout are verified.
-Knows files and bytes; nothing of MLX, of the index, or of what a snapshot is for.
+Its header says whose KV it holds (`header`). Nothing of a file is used before length, checksum, identity,
+name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of a snapshot's use.
 
-Layout: 8 bytes header length, JSON header padded to 8 bytes, tensors back to back (safetensors 0.x): first
-those that are cut by tokens, then the state of layers that cannot be. The first checksum covers all but the
-state, which has its own: of a chain, only the last file's state is ever read.
+Behind the header stand the tensors, back to back: first those that are cut by tokens, then the state of
+layers that cannot be. The first checksum covers all but the state, which has its own: of a chain, only the
+last file's state is ever read.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
-import re
-import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from .blocks import TOKEN_BYTES
-from .identity import FORMAT_VERSION
-from .snapshot import ITEM_BYTES, STATE, DoubtfulSnapshotError, Layout, Name, Place, States, Tensor
+from . import header as headers
+from .header import BLANK, CHECKSUM_AT, CHECKSUM_END, STATE_AT, STATE_END
+from .snapshot import DoubtfulSnapshotError, Layout, Name, Place, States, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,31 +30,8 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".safetensors"
 
-_PATH: Final = r"\d+(?:\.\d+)*"
-#: All names of a file, a space behind each: keys and values of a layer together, then states.
-_NAMES: Final = re.compile(
-    rf"(?:({_PATH})\.keys \1\.values |"
-    rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
-    r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
-    rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+\d* )*"
-)
-
-#: The checksum stands first, at a fixed place: it is verified before anything of the file is parsed. Behind
-#: it stand the state's checksum and length, which say how far the first one reaches.
-_METADATA: Final = '{"__metadata__":'
-_OPENING: Final = f'{_METADATA}{{"checksum":"'.encode()
-_CHECKSUM_CHARS: Final = 32
-_BLANK: Final = b"0" * _CHECKSUM_CHARS
-_CHECKSUM_AT: Final = 8 + len(_OPENING)
-_CHECKSUM_END: Final = _CHECKSUM_AT + _CHECKSUM_CHARS
-_STATE_AT: Final = _CHECKSUM_END + len(b'","state":"')
-_STATE_SUM_END: Final = _STATE_AT + _CHECKSUM_CHARS
-_STATE_END: Final = _STATE_SUM_END + 16
-
-_DECODER: Final = json.JSONDecoder()
 #: The process or the machine has no more of something: open files, memory.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_MAX_HEADER_BYTES: Final = 64 << 20
 #: What is read by a system call: enough that waiting for the GIL after each costs little, and no more than
 #: the processor's cache keeps until it is hashed.
 _READ_BYTES: Final = 1 << 20
@@ -83,36 +54,7 @@ class Draft:
 
 def draft(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Draft:
     """Lay out a file. Raises `ValueError` where the tensors do not fit the name: a fault of the caller."""
-    state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
-    metadata = {
-        "__metadata__": {
-            "checksum": _BLANK.decode(),
-            "state": f"{_BLANK.decode()}{state_bytes:016x}",
-            "format": "turnkeep",
-            "version": str(FORMAT_VERSION),
-            "identity": identity.digest().hex(),
-            "model": identity.to_json(),
-            "parent": name.parent.hex(),
-            "digest": name.digest.hex(),
-            "start": str(name.start),
-            "end": str(name.span.end),
-            "tokens": name.tokens.hex(),
-            "resumable": str(int(name.resumable)),
-        }
-    }
-    at = 0
-    specs: dict[str, Any] = {}
-    for tensor in tensors:
-        spec = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, at + tensor.data.nbytes)}
-        specs[tensor.name] = spec
-        at += tensor.data.nbytes
-    try:
-        _check(specs, name.num_tokens, resumable=name.resumable, payload_bytes=at, state_bytes=state_bytes)
-    except DoubtfulSnapshotError as error:
-        raise ValueError(f"not a snapshot of {name.num_tokens} tokens: {error.reason}") from None
-    text = json.dumps(metadata | specs, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return Draft(struct.pack("<Q", len(text)) + text, tensors)
+    return Draft(headers.write(name, identity, tensors), tensors)
 
 
 def write(draft: Draft, path: Path) -> None:
@@ -124,12 +66,12 @@ def write(draft: Draft, path: Path) -> None:
     for tensor in draft.tensors:
         if tensor.of_state:
             state.update(tensor.data)
-    header = draft.header[:_STATE_AT] + state.hexdigest().encode() + draft.header[_STATE_SUM_END:]
+    header = draft.header[:STATE_AT] + state.hexdigest().encode() + draft.header[STATE_END:]
     hasher = xxhash.xxh3_128(header)
     for tensor in draft.tensors:
         if not tensor.of_state:
             hasher.update(tensor.data)
-    header = header[:_CHECKSUM_AT] + hasher.hexdigest().encode() + header[_CHECKSUM_END:]
+    header = header[:CHECKSUM_AT] + hasher.hexdigest().encode() + header[CHECKSUM_END:]
     # Few system calls for all tensors: one for each takes half as much of the processor again, and waits for
     # the GIL as often.
     with path.open("wb", buffering=0) as file:
@@ -138,47 +80,32 @@ def write(draft: Draft, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_name(path: Path) -> Name:
-    """Read which KV a file claims to hold, to find it again after the index is lost.
-
-    Checks length, layout and that the file bears its own name, but not the checksum: that is verified
-    when it is loaded. Raises `DoubtfulSnapshotError`, `OSError`.
-    """
-    with path.open("rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        head = file.read(8)
-        head += file.read(_header_bytes(head, size_bytes))
-    name, *_ = _parse(head, payload_bytes=size_bytes - len(head))
-    if name.digest.hex() != path.stem:
-        raise DoubtfulSnapshotError("the file bears another snapshot's name")
-    return name
-
-
 def is_lack(error: Exception) -> bool:
     """Say whether a file could not be read for want of open files or memory: it is as good as it was."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
-def verify(path: Path, digest: bytes, start: int, identity: bytes) -> Layout:
-    """Prove that a file is the snapshot `digest` from position `start` under `identity` (a digest).
+def prove(path: Path) -> Name:
+    """Prove that a file is what its own name and header say. Reads the whole file, blocking.
 
-    Reads the whole file, blocking: call it on an I/O thread. Raises `DoubtfulSnapshotError`, and `OSError`
-    where that says nothing of the file (`is_lack`).
+    Raises `DoubtfulSnapshotError`, and `OSError` where that says nothing of the file (`is_lack`).
     """
-    with _opened(path, digest, start, identity) as found:
+    name = headers.read_name(path)
+    with _opened(path) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
-        found.read(_in_scratch(scratch, found.payload_bytes - found.state_bytes))
-        found.read_state(_in_scratch(scratch, found.state_bytes))
-        return found.layout
+        found.read(_in_scratch(scratch, found.payload_bytes - found.header.state_bytes))
+        found.read_state(_in_scratch(scratch, found.header.state_bytes))
+    return name
 
 
 def look(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
     """Read what tensors the snapshot `digest` has, from a header that nothing has verified yet.
 
-    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot, `OSError` as `verify` does.
+    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot, `OSError` as `prove` does.
     """
-    with _opened(path, digest, start, identity) as found:
-        return found.layout, found.states
+    with _opened(path) as found:
+        found.check(digest, start, identity)
+        return found.header.layout, found.header.states
 
 
 def read(
@@ -201,13 +128,14 @@ def read(
     `state` is the memory of the state's tensors, in the order of `look`, for the last snapshot of a chain
     whose model has such layers; None leaves a state unread.
 
-    Returns the bytes of the file that were read; raises `OSError` as `verify` does. Safe on any thread: it
+    Returns the bytes of the file that were read; raises `OSError` as `prove` does. Safe on any thread: it
     waits for the disk without the GIL.
     """
-    with _opened(path, digest, start, identity) as found:
-        if state is not None and not found.name.resumable:
+    with _opened(path) as found:
+        found.check(digest, start, identity)
+        if state is not None and not found.header.name.resumable:
             raise DoubtfulSnapshotError("no state to resume from")
-        if found.layout != layout:
+        if found.header.layout != layout:
             raise DoubtfulSnapshotError("layers unlike those before it")
         runs = [
             row[start * place.token_bytes : (start + num_tokens) * place.token_bytes]
@@ -215,14 +143,14 @@ def read(
             if place.token_bytes
             for row in place.rows
         ]
-        unused = found.num_tokens - num_tokens
+        unused = found.header.name.num_tokens - num_tokens
         if unused:
             scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
             found.read([run, scratch[: run.nbytes // num_tokens * unused]] for run in runs)
         else:
             found.read(_batches(runs))
         if state is None:
-            return found.size_bytes - found.state_bytes
+            return found.size_bytes - found.header.state_bytes
         found.read_state(_batches(buffer for buffer in state if buffer.nbytes))
         return found.size_bytes
 
@@ -230,14 +158,21 @@ def read(
 class _Found:
     """An open file whose header has been read and checked, and whose checksums are yet to be taken."""
 
-    def __init__(self, file: int, head: bytes, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.payload_bytes = size_bytes - len(head)
-        self.name, self.model, self.layout, self.states = _parse(head, payload_bytes=self.payload_bytes)
-        self.state_bytes = _state_bytes(head)
-        self.num_tokens = self.name.num_tokens
+    def __init__(self, file: int, head: bytes, payload_bytes: int) -> None:
+        self.header = headers.parse(head, payload_bytes=payload_bytes)
+        self.payload_bytes = payload_bytes
+        self.size_bytes = len(head) + payload_bytes
         self._file = file
         self._head = head
+
+    def check(self, digest: bytes, start: int, identity: bytes) -> None:
+        """Raise `DoubtfulSnapshotError` where this is not the snapshot that is asked for."""
+        if self.header.is_foreign:
+            raise DoubtfulSnapshotError("another format version")
+        if self.header.identity != identity.hex():
+            raise DoubtfulSnapshotError("made by another model")
+        if self.header.name.digest != digest or self.header.name.start != start:
+            raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def read(self, groups: Iterable[list[memoryview]]) -> None:
         """Read all but the state, a system call per group of buffers, and compare the checksum.
@@ -248,13 +183,13 @@ class _Found:
         head = self._head
         self._read(
             groups,
-            xxhash.xxh3_128(head[:_CHECKSUM_AT] + _BLANK + head[_CHECKSUM_END:]),
-            head[_CHECKSUM_AT:_CHECKSUM_END],
+            xxhash.xxh3_128(head[:CHECKSUM_AT] + BLANK + head[CHECKSUM_END:]),
+            head[CHECKSUM_AT:CHECKSUM_END],
         )
 
     def read_state(self, groups: Iterable[list[memoryview]]) -> None:
         """Read the state, behind all else, and compare its checksum."""
-        self._read(groups, xxhash.xxh3_128(), self._head[_STATE_AT:_STATE_SUM_END])
+        self._read(groups, xxhash.xxh3_128(), self._head[STATE_AT:STATE_END])
 
     def _read(self, groups: Iterable[list[memoryview]], hasher: xxhash.xxh3_128, claimed: bytes) -> None:
         for group in groups:
@@ -266,19 +201,11 @@ class _Found:
 
 
 @contextmanager
-def _opened(path: Path, digest: bytes, start: int, identity: bytes) -> Iterator[_Found]:
+def _opened(path: Path) -> Iterator[_Found]:
     """Open a file that says it is a snapshot. What is wrong with it is a `DoubtfulSnapshotError`."""
     try:
-        with path.open("rb", buffering=0) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            head = file.read(8)
-            head += file.read(_header_bytes(head, size_bytes))
-            found = _Found(file.fileno(), head, size_bytes)
-            if found.model != identity.hex():
-                raise DoubtfulSnapshotError("made by another model")
-            if found.name.digest != digest or found.name.start != start:
-                raise DoubtfulSnapshotError("holds other tokens than asked for")
-            yield found
+        with headers.opened(path) as (file, head, payload_bytes):
+            yield _Found(file.fileno(), head, payload_bytes)
     except OSError as error:
         if is_lack(error):
             raise
@@ -326,101 +253,3 @@ def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
         num_bytes -= buffers[full].nbytes
         full += 1
     return [buffers[full][num_bytes:], *buffers[full + 1 :]] if full < len(buffers) else []
-
-
-def _header_bytes(head: bytes, size_bytes: int) -> int:
-    if len(head) < 8:
-        raise DoubtfulSnapshotError("shorter than its header")
-    length: int = struct.unpack("<Q", head)[0]
-    if not _STATE_END - 8 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-        raise DoubtfulSnapshotError("shorter than its header, or an absurd header length")
-    return length
-
-
-def _state_bytes(head: bytes) -> int:
-    try:
-        return int(head[_STATE_SUM_END:_STATE_END], 16)
-    except ValueError:
-        raise DoubtfulSnapshotError("unreadable header: no length of its state") from None
-
-
-def _parse(head: bytes, *, payload_bytes: int) -> tuple[Name, str, Layout, States]:
-    """Take a header and its length apart: name, the identity's digest in hex, both kinds of tensors.
-
-    Whatever is wrong with it becomes a `DoubtfulSnapshotError`.
-    """
-    try:
-        text = head[8:].decode()
-        metadata, end_at = _DECODER.raw_decode(text, len(_METADATA))
-        if (metadata["format"], metadata["version"]) != ("turnkeep", str(FORMAT_VERSION)):
-            raise DoubtfulSnapshotError("another format version")
-        parent, tokens = bytes.fromhex(metadata["parent"]), bytes.fromhex(metadata["tokens"])
-        resumable = {"0": False, "1": True}[metadata["resumable"]]
-        name = Name(parent, int(metadata["start"]), tokens, resumable)
-        end, digest, model = int(metadata["end"]), bytes.fromhex(metadata["digest"]), metadata["identity"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from error
-    if not name.tokens or len(name.tokens) % TOKEN_BYTES or name.start < 0:
-        raise DoubtfulSnapshotError("no tokens, or half a token")
-    if name.span.end != end or name.digest != digest:
-        raise DoubtfulSnapshotError("a name that contradicts its tokens")
-    if not text.startswith(_METADATA):
-        raise DoubtfulSnapshotError("a header of another kind")
-    layout, states = _tensors(text[end_at:], payload_bytes, _state_bytes(head), name.num_tokens, resumable)
-    return name, model, layout, states
-
-
-@lru_cache(maxsize=16)
-def _tensors(
-    text: str, payload_bytes: int, state_bytes: int, num_tokens: int, resumable: bool
-) -> tuple[Layout, States]:
-    """Read what follows the metadata: the same in all blocks of a chain, and slow to check one by one."""
-    try:
-        specs = json.loads("{" + text.removeprefix(","))
-    except (ValueError, RecursionError) as error:
-        raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from error
-    return _check(
-        specs, num_tokens, resumable=resumable, payload_bytes=payload_bytes, state_bytes=state_bytes
-    )
-
-
-def _check(
-    specs: dict[str, Any], num_tokens: int, *, resumable: bool, payload_bytes: int, state_bytes: int
-) -> tuple[Layout, States]:
-    """Check the tensors: complete groups of keys and values, then the state, back to back, to the end."""
-    if not _NAMES.fullmatch("".join(f"{key} " for key in specs)):
-        raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
-    if not specs if resumable else any(key.startswith(STATE) for key in specs):
-        raise DoubtfulSnapshotError("not the tensors that it says it has")
-    layout: list[tuple[str, str, tuple[int, ...]]] = []
-    states: list[tuple[str, str, tuple[int, ...]]] = []
-    at = kv_bytes = 0
-    for key, spec in specs.items():
-        dtype, shape, end = _spec(spec, at)
-        if end - at != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise DoubtfulSnapshotError(f"{key} has the wrong length")
-        at = end
-        if key.startswith(STATE):
-            states.append((key, dtype, shape))
-            continue
-        if len(shape) != 4 or shape[0] != 1 or shape[2] != num_tokens:
-            raise DoubtfulSnapshotError(f"{key} has the wrong shape")
-        layout.append((key, dtype, (shape[1], shape[3])))
-        kv_bytes = end
-    if (kv_bytes + state_bytes, at) != (payload_bytes, payload_bytes):
-        raise DoubtfulSnapshotError("tensors do not cover the payload")
-    return tuple(layout), tuple(states)
-
-
-def _spec(spec: Any, at: int) -> tuple[str, tuple[int, ...], int]:
-    """Read one tensor's entry; it must begin at offset `at`."""
-    try:
-        dtype, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise DoubtfulSnapshotError("unreadable tensor entry") from error
-    numbers = (*shape, begin, end)
-    if not all(type(number) is int and number >= 0 for number in numbers) or begin != at:
-        raise DoubtfulSnapshotError("tensor offsets or shapes out of order")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise DoubtfulSnapshotError("unknown tensor type")
-    return dtype, shape, end

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from . import blocks
-from .blocks import TOKEN_BYTES, Span
+from .blocks import DIGEST_BYTES, TOKEN_BYTES, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ class Prefixes:
         """Name what a snapshot from `start` on continues; None where all of `packed` is there already.
 
         That is a block, or a piece of a tail. Where the pieces end elsewhere, those that it continues are
-        gone: nothing has the empty name.
+        gone: nothing has a name of zeros.
         """
         grid = start - start % self._block
         before = self._block_before(root, packed, grid)
@@ -81,7 +81,7 @@ class Prefixes:
         if start == grid:
             return before
         path = self._pieces(before, packed[grid * TOKEN_BYTES : start * TOKEN_BYTES])
-        return path[-1].digest if path and path[-1].end == start else b""
+        return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def within(self, root: bytes, packed: bytes) -> Iterator[Entry]:
         """Go through the entries that hold nothing but a part of these tokens, from the end on."""

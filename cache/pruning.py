@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .catalog import Catalog
-from .claims import read_claim
 from .folder import Folder
+from .header import read_header
 from .pins import Pin, Pins
 from .reconciling import reconcile
 from .snapshot import CacheError, DoubtfulSnapshotError
@@ -111,7 +111,7 @@ def unpin(directory: Path, names: list[str]) -> list[Pin]:
 def _of_model(folder: Folder, model: str | None) -> Callable[[Entry], bool]:
     def is_of_model(entry: Entry) -> bool:
         try:
-            return model is None or read_claim(folder.path(entry.digest)).identity.startswith(model.lower())
+            return model is None or read_header(folder.path(entry.digest)).identity.startswith(model.lower())
         except (DoubtfulSnapshotError, OSError):
             return False
 

@@ -7,17 +7,17 @@ fast, without a look at any file; else it is mended, a row at a time.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
-from .blocks import DIGEST_BYTES, link
-from .claims import read_claim
+from .blocks import DIGEST_BYTES, TOKEN_BYTES, link
 from .entries import Columns, Row
 from .folder import digest_of, file_name
-from .format import is_lack, read_name
+from .format import is_lack
+from .header import read_header
 from .index import Index
-from .snapshot import DoubtfulSnapshotError, Name
+from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 _log = structlog.get_logger("turnkeep.cache")
-
-#: What a file of another format version stands for in the index: nothing that could be matched.
-_NO_NAME: Final = Name(b"", 0, b"")
 
 
 def reconcile(
@@ -50,7 +47,7 @@ def reconcile(
 
 
 def _is_in_order(stored: Columns, proofs: Sequence[bytes | None], files: set[str]) -> bool:
-    """Say whether every row is as it was put down, and there is a file for each, and none besides.
+    """Say whether every row is as it was put down, and there is a file for each, and no snapshot besides.
 
     SQLite has no checksums of its own. All rows are looked at: most of it is done by what goes through a
     column without Python's code.
@@ -58,10 +55,12 @@ def _is_in_order(stored: Columns, proofs: Sequence[bytes | None], files: set[str
     try:
         if list(stored.proofs()) != list(proofs) or not set(map(type, stored.used)) <= {int}:
             return False
+        if not _fits(stored):
+            return False
     except (TypeError, ValueError):  # not even of the right types
         return False
-    digests = stored.digests
-    return len(files) == len(digests) and files.issuperset(map(file_name, digests))
+    there = set(map(file_name, stored.digests))
+    return there <= files and not any(map(digest_of, files - there))
 
 
 def _mended(
@@ -80,9 +79,7 @@ def _mended(
     for digest in strays:
         try:
             path = folder.path(digest)
-            stat = path.stat()
-            foreign = read_claim(path).is_foreign
-            name = _NO_NAME if foreign else read_name(path)
+            name, stat = read_header(path).name, path.stat()
         except (DoubtfulSnapshotError, OSError) as error:
             if is_lack(error):
                 raise
@@ -119,11 +116,20 @@ def _is_right(row: Row, proof: bytes | None) -> bool:
     A file's length is looked at when it is read. One of another format version has no tokens to be told.
     """
     try:
-        if not all(isinstance(number, int) for number in (row.start, row.size_bytes, row.used)):
+        numbers = (row.start, row.size_bytes, row.used)
+        if not all(isinstance(number, int) for number in numbers) or not _fits(Columns.of([row])):
             return False
         if proof is not None:
             return next(Columns.of([row]).proofs()) == proof
-        named = link(row.parent, row.tokens) == row.digest if row.tokens else len(row.digest) == DIGEST_BYTES
-        return named and isinstance(row.digest, bytes)
+        return not row.tokens or link(row.parent, row.tokens) == row.digest
     except (AttributeError, TypeError, ValueError):  # not even of the right types
         return False
+
+
+def _fits(stored: Columns) -> bool:
+    """Say whether names are of their length, tokens are whole, and no position or size is below 0."""
+    if {*map(len, stored.digests), *map(len, stored.parents)} - {DIGEST_BYTES}:
+        return False
+    if any(size % TOKEN_BYTES for size in set(map(len, stored.tokens))):
+        return False
+    return min(min(stored.starts, default=0), min(stored.sizes, default=0)) >= 0

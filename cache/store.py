@@ -188,15 +188,13 @@ class Store:
         """
         if not match.entries:
             return None
-        pieces = [
-            Piece(
-                entry.digest,
-                entry.start,
-                min(entry.num_tokens, match.num_tokens - entry.start),
-                state=self._stateful and entry is match.entries[-1],
-            )
-            for entry in match.entries
-        ]
+        pieces, at = [], 0
+        for entry in match.entries:
+            num_tokens = min(entry.num_tokens, match.num_tokens - at)
+            state = self._stateful and entry is match.entries[-1]
+            # From where the one before ends, whatever a file says: nothing else would be left unwritten.
+            pieces.append(Piece(entry.digest, at, num_tokens, state=state))
+            at += num_tokens
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
                 self._io, restore, self._folder, pieces, self._identity_digest, room_tokens, self._io.submit

@@ -12,16 +12,16 @@ import tempfile
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from . import format as snapshot_format
-from .claims import read_claim
 from .entries import Columns, Row
-from .folder import scan
+from .folder import digest_of, scan
 from .format import SUFFIX
+from .header import read_header, read_name
 from .index import Index
 from .pins import Pin, Pins
-from .snapshot import CacheError, DoubtfulSnapshotError, Name
+from .snapshot import CacheError, DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,6 @@ class Model:
 
     identity: str
     name: str
-    fields: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +111,11 @@ def look(directory: Path) -> Survey:
         if index.num_children(entry.digest):
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile; or it was read once already
-            claim = read_claim(directory / "snapshots" / f"{entry.digest.hex()}{SUFFIX}")
-            model = models.setdefault(
-                claim.identity, Model(claim.identity, names.get(claim.identity, ""), claim.model)
-            )
+            identity = read_header(directory / "snapshots" / f"{entry.digest.hex()}{SUFFIX}").identity
+            model = models.setdefault(identity, Model(identity, names.get(identity, "")))
             links = list(_up(index.get, entry))
             survey.chains.append(_chain(entry, links, model, index.num_children))
-            sums = usage.setdefault(claim.identity, [0, 0, 0])
+            sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
             for i, more in enumerate((1, len(new), sum(link.size_bytes for link in new))):
@@ -145,14 +142,13 @@ def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
         progress(done, total)
         done += sizes[path]
         try:
-            if path.name.removesuffix(SUFFIX) == path.name:
+            if digest_of(path.name) is None:
                 raise DoubtfulSnapshotError("not the name of a snapshot")  # noqa: TRY301  # as any other doubt
-            claim = read_claim(path)
-            if claim.is_foreign:
+            if read_header(path).is_foreign:
                 survey.num_foreign += 1
                 survey.foreign_bytes += path.stat().st_size
                 continue
-            prove(path)
+            snapshot_format.prove(path)
         except DoubtfulSnapshotError as error:
             if path.exists():
                 survey.doubtful.append((path.name, error.reason))
@@ -164,17 +160,6 @@ def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
             survey.doubtful.append((path.name, f"unreadable: {error.strerror}"))
     progress(total, total)
     return survey
-
-
-def prove(path: Path) -> Name:
-    """Prove that a file is what its own name and header say. Raises `DoubtfulSnapshotError`, `OSError`."""
-    name = snapshot_format.read_name(path)
-    identity = read_claim(path).identity
-    try:
-        snapshot_format.verify(path, name.digest, name.start, bytes.fromhex(identity))
-    except ValueError:
-        raise DoubtfulSnapshotError("an identity that is no digest") from None
-    return name
 
 
 def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
@@ -192,11 +177,11 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
         file = directory / "snapshots" / f"{digest.hex()}{SUFFIX}"
         try:
             if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
-                if read_claim(file).is_foreign:
+                if read_header(file).is_foreign:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                name = snapshot_format.read_name(file)
+                name = read_name(file)
                 used = mtime_ns // 1000
                 row = Row(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
         except FileNotFoundError:

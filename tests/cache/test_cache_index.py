@@ -266,7 +266,7 @@ async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_pat
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(reconciling, "read_claim", lacking)
+        patched.setattr(reconciling, "read_header", lacking)
         with pytest.raises(OSError, match="Too many open files"):
             await open_store()
     await assert_finds_everything(open_store)

@@ -78,7 +78,7 @@ async def without_files(open_store, tmp_path, monkeypatch):
     def lacking(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
-    monkeypatch.setattr(survey, "read_claim", lacking)
+    monkeypatch.setattr(survey, "read_header", lacking)
     monkeypatch.setattr(archive, "read_name", lacking)
     return tmp_path / "cache"
 

@@ -17,7 +17,7 @@ from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 from cache import blocks
 from cache.blocks import Span
 from cache.folder import Folder
-from cache.format import read_name
+from cache.header import read_name
 from cache.store import Store
 
 LONG = 16  # a block with room for a tail of several pieces

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cache import archive, pruning, survey
-from cache.folder import DirectoryLockedError, Folder
-from cache.format import SUFFIX
+from cache.folder import DirectoryLockedError, Folder, digest_of
 from cache.snapshot import CacheError
 from turnkeep_client.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size
@@ -224,9 +223,9 @@ def verify(
             found = survey.verify(place, lambda done, total: show(done, total, "verifying") if show else None)
         moved = []
         for name, _ in found.doubtful if folder is not None else ():
-            digest = name.removesuffix(SUFFIX)
-            if folder is not None and len(digest) == 64:  # what is not named as a snapshot is never read
-                folder.quarantine(bytes.fromhex(digest))
+            digest = digest_of(name)
+            if folder is not None and digest is not None:  # what is not named as a snapshot is never read
+                folder.quarantine(digest)
                 moved.append(name)
     finally:
         if folder is not None:

@@ -1,0 +1,248 @@
+"""A snapshot file's header: how it is written, and what it says where it is one of ours.
+
+It says whose KV the file holds, and carries the checksums of the file. Its text is as `write` makes it, byte
+by byte, or the file is not ours: each thing is said in one way, and each field has a type and a range.
+Whatever is wrong with it is a `DoubtfulSnapshotError`. Proves nothing: that `format` does.
+
+Layout: 8 bytes length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, and an entry for
+each tensor, first those that are cut by tokens, then the state of layers that cannot be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from .blocks import DIGEST_BYTES
+from .identity import FORMAT_VERSION
+from .snapshot import ITEM_BYTES, STATE, DoubtfulSnapshotError, Layout, Name, States
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from .identity import Identity
+    from .snapshot import Tensor
+
+#: The checksum stands first, at a fixed place: it is verified before anything of the file is used. Behind it
+#: stand the state's checksum and length, which say how far the first one reaches.
+CHECKSUM_CHARS: Final = 32
+CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
+CHECKSUM_END: Final = CHECKSUM_AT + CHECKSUM_CHARS
+STATE_AT: Final = CHECKSUM_END + len('","state":"')
+STATE_END: Final = STATE_AT + CHECKSUM_CHARS
+BLANK: Final = b"0" * CHECKSUM_CHARS
+
+#: Thousands of tensors, and the most tokens that a block has; parsed it may take twenty times that.
+_MAX_BYTES: Final = 1 << 20
+#: MLX counts in 32 bits along an axis.
+_MAX_DIM: Final = (1 << 31) - 1
+_MAX_AXES: Final = 8
+
+_HEX: Final = "[0-9a-f]"
+_POSITION: Final = "(0|[1-9][0-9]{0,9})"
+#: What the header of any format version begins with, as far as it is of use here.
+_BEGINNING: Final = re.compile(
+    rf'{{"__metadata__":{{"checksum":"{_HEX}{{32}}",(?:"state":"{_HEX}{{32}}({_HEX}{{16}})",)?'
+    rf'"format":"turnkeep","version":"([0-9]{{1,9}})","identity":"({_HEX}{{64}})",'.encode()
+)
+#: How it goes on in this one, up to the tensors.
+_REST: Final = re.compile(
+    rf'"model":"[ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*",'
+    rf'"parent":"({_HEX}{{64}})","digest":"({_HEX}{{64}})","start":"{_POSITION}","end":"{_POSITION}",'
+    rf'"tokens":"((?:{_HEX}{{8}})+)","resumable":"([01])"}}'.encode()
+)
+
+_PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
+#: All names of a file, a space behind each: keys and values of a layer together, then states.
+_NAMES: Final = re.compile(
+    rf"(?:({_PATH})\.keys \1\.values |"
+    rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
+    r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
+    rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
+)
+#: Nothing could be matched by it.
+_NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says that it holds. `identity` is a digest as hex.
+
+    Of a file of another format version only that is known. It is left alone: `name` is that of nothing.
+    """
+
+    identity: str
+    name: Name = _NO_NAME
+    layout: Layout = ()
+    states: States = ()
+    state_bytes: int = 0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another version of Turnkeep wrote the file."""
+        return not self.name.tokens
+
+
+def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
+    """Make a header, complete but for its checksums. Raises `ValueError` where the tensors do not fit it."""
+    state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
+    metadata = {
+        "checksum": BLANK.decode(),
+        "state": f"{BLANK.decode()}{state_bytes:016x}",
+        "format": "turnkeep",
+        "version": str(FORMAT_VERSION),
+        "identity": identity.digest().hex(),
+        "model": identity.to_json(),
+        "parent": name.parent.hex(),
+        "digest": name.digest.hex(),
+        "start": str(name.start),
+        "end": str(name.span.end),
+        "tokens": name.tokens.hex(),
+        "resumable": str(int(name.resumable)),
+    }
+    at = 0
+    specs: dict[str, Any] = {"__metadata__": metadata}
+    for tensor in tensors:
+        end = at + tensor.data.nbytes
+        specs[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(specs, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    try:
+        _check_length(len(text), len(text))
+        parse(head, payload_bytes=at)
+    except DoubtfulSnapshotError as error:
+        raise ValueError(f"not a snapshot of {name.num_tokens} tokens: {error.reason}") from None
+    return head
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a file that has to bear the name it says.
+
+    Raises `DoubtfulSnapshotError` where it is no file of Turnkeep's, `OSError`.
+    """
+    with opened(path) as (_, head, payload_bytes):
+        header = parse(head, payload_bytes=payload_bytes)
+    if not header.is_foreign and header.name.digest.hex() != path.stem:
+        raise DoubtfulSnapshotError("the file bears another snapshot's name")
+    return header
+
+
+def read_name(path: Path) -> Name:
+    """Read which KV a file of this version says it holds. Raises as `read_header` does."""
+    header = read_header(path)
+    if header.is_foreign:
+        raise DoubtfulSnapshotError("another format version")
+    return header.name
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], bytes, int]]:
+    """Open a file and read its header, length included; gives both and the size of what follows.
+
+    Raises `DoubtfulSnapshotError` where it is too short to have one, `OSError`.
+    """
+    # Nobody has to write to a pipe for it to be opened, and what a link points to is not ours.
+    with open(path, "rb", buffering=0, opener=_open) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        head = file.read(8) or b""
+        if len(head) < 8:
+            raise DoubtfulSnapshotError("shorter than its header")
+        length: int = struct.unpack("<Q", head)[0]
+        _check_length(length, size_bytes - 8)
+        head += file.read(length) or b""
+        yield file, head, size_bytes - len(head)
+
+
+def parse(head: bytes, *, payload_bytes: int) -> Header:
+    """Take a header and its length apart."""
+    beginning = _BEGINNING.match(head, 8)
+    if beginning is None:
+        raise DoubtfulSnapshotError("unreadable header: it does not begin as a snapshot of Turnkeep's does")
+    state_chars, version, identity = beginning.groups()
+    if int(version) != FORMAT_VERSION:
+        return Header(identity.decode())
+    rest = _REST.match(head, beginning.end())
+    if rest is None or state_chars is None:
+        raise DoubtfulSnapshotError("unreadable header: fields of other types, or out of range")
+    parent, digest, start, end, tokens, resumable = (found.decode() for found in rest.groups())
+    name = Name(bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1")
+    if name.span.end != int(end) or name.digest.hex() != digest:
+        raise DoubtfulSnapshotError("a name that contradicts its tokens")
+    state_bytes = int(state_chars, 16)
+    layout, states = _tensors(head[rest.end() :], payload_bytes, state_bytes, name.num_tokens, name.resumable)
+    return Header(identity.decode(), name, layout, states, state_bytes)
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def _check_length(length: int, most: int) -> None:
+    if not STATE_END < length <= min(most, _MAX_BYTES):
+        raise DoubtfulSnapshotError("shorter than its header, or an absurd header length")
+
+
+@lru_cache(maxsize=16)
+def _tensors(
+    text: bytes, payload_bytes: int, state_bytes: int, num_tokens: int, resumable: bool
+) -> tuple[Layout, States]:
+    """Read what follows the metadata: the same in all blocks of a chain, and slow to check one by one.
+
+    Complete groups of keys and values, then the state, back to back, to the end of the file.
+    """
+    try:
+        specs = json.loads(b"{" + text.removeprefix(b","))
+    except (ValueError, RecursionError) as error:
+        raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from None
+    names = "".join(f"{key} " for key in specs)
+    if not _NAMES.fullmatch(names) or names.count(" ") != len(specs):
+        raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
+    if not specs if resumable else any(key.startswith(STATE) for key in specs):
+        raise DoubtfulSnapshotError("not the tensors that it says it has")
+    layout: list[tuple[str, str, tuple[int, ...]]] = []
+    states: list[tuple[str, str, tuple[int, ...]]] = []
+    at = kv_bytes = 0
+    for key, spec in specs.items():
+        dtype, shape = _spec(spec)
+        end = at + math.prod(shape) * ITEM_BYTES[dtype]
+        if spec["data_offsets"] != [at, end]:
+            raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
+        at = end
+        if key.startswith(STATE):
+            states.append((key, dtype, shape))
+            continue
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != num_tokens:
+            raise DoubtfulSnapshotError(f"{key} has the wrong shape")
+        layout.append((key, dtype, (shape[1], shape[3])))
+        kv_bytes = end
+    if (kv_bytes + state_bytes, at) != (payload_bytes, payload_bytes):
+        raise DoubtfulSnapshotError("tensors do not cover the payload")
+    written = json.dumps(specs, separators=(",", ":")).encode()
+    # A name that stands there twice, a number with an exponent: others might read it in another way.
+    if text.rstrip(b" ") != (b"," + written[1:] if specs else b"}"):
+        raise DoubtfulSnapshotError("a header that says it in another way")
+    return tuple(layout), tuple(states)
+
+
+def _spec(spec: Any) -> tuple[str, tuple[int, ...]]:
+    """Read one tensor's entry."""
+    if not isinstance(spec, dict) or list(spec) != ["dtype", "shape", "data_offsets"]:
+        raise DoubtfulSnapshotError("unreadable tensor entry")
+    dtype, shape = spec["dtype"], spec["shape"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise DoubtfulSnapshotError("unknown tensor type")
+    if not isinstance(shape, list) or len(shape) > _MAX_AXES:
+        raise DoubtfulSnapshotError("a tensor without a shape")
+    if not all(type(dim) is int and 0 <= dim <= _MAX_DIM for dim in shape):
+        raise DoubtfulSnapshotError("a shape that no tensor has")
+    return dtype, tuple(shape)

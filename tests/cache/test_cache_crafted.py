@@ -1,0 +1,275 @@
+"""Files that somebody made: whatever their headers say, they are not ours, and nothing ends for them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import xxhash
+from click.testing import CliRunner
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
+
+from cache import blocks
+from cache import format as snapshot_format
+from cache.blocks import Span
+from cache.catalog import Catalog
+from cache.entries import Row
+from cache.folder import Folder
+from cache.header import read_header
+from cache.snapshot import DoubtfulSnapshotError, Name
+from worker.commands.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = [5, 6, 7, 8]
+#: A digit that Python takes for one.
+ZERO = "\N{ARABIC-INDIC DIGIT ZERO}"
+ROOT = blocks.root(identity().digest(), "a")
+NAME = Name(ROOT, 0, blocks.pack(TOKENS))
+
+
+def sound(tmp_path: Path) -> bytes:
+    path = tmp_path / "sound"
+    snapshot_format.write(snapshot_format.draft(NAME, identity(), cut(TOKENS, Span(0, BLOCK))), path)
+    return path.read_bytes()
+
+
+def signed(text: bytes, payload: bytes) -> bytes:
+    """Put a file together whose checksum is right."""
+    blank = struct.pack("<Q", len(text)) + text + payload
+    at = 8 + len(b'{"__metadata__":{"checksum":"')
+    blank = blank[:at] + b"0" * 32 + blank[at + 32 :]
+    return blank[:at] + xxhash.xxh3_128(blank).hexdigest().encode() + blank[at + 32 :]
+
+
+def crafted(whole: bytes, changes: dict[str, Any]) -> tuple[bytes, str]:
+    """Change fields of a header as far as JSON goes; return the file, and what it has to be called then."""
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    fields = json.loads(whole[8:end])
+    metadata = fields["__metadata__"]
+    metadata |= changes
+    try:
+        named = blocks.link(bytes.fromhex(metadata["parent"]), bytes.fromhex(metadata["tokens"]))
+        metadata["digest"] = named.hex()
+    except (TypeError, ValueError):
+        named = bytes(32)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return signed(text, whole[end:]), f"{named.hex()}.safetensors"
+
+
+def imported(tmp_path: Path, content: bytes, name: str) -> Any:
+    """Bring a file in as a user would: from an archive that somebody gave them."""
+    (tmp_path / "cache" / "snapshots").mkdir(parents=True, exist_ok=True)
+    with tarfile.open(tmp_path / "given.tar", "w") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    arguments = ["cache", "import", tmp_path / "given.tar", "--json", "--dir", tmp_path / "cache"]
+    found = CliRunner().invoke(main, [*map(str, arguments), "--min-free-disk", "0"])
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+CRAFTED = [
+    {"parent": ""},
+    {"parent": "ab"},
+    {"parent": "ab" * 31},
+    {"parent": "ab" * 4096},
+    {"parent": 7},
+    {"start": float("inf")},
+    {"start": float("-inf")},
+    {"start": float("nan")},
+    {"start": 0},
+    {"start": True},
+    {"start": "0.0"},
+    {"start": " 0"},
+    {"start": ZERO},
+    {"start": str(1 << 70), "end": str((1 << 70) + BLOCK)},
+    {"end": float("inf")},
+    {"end": None},
+    {"tokens": "0500 000006000000"},
+    {"tokens": "05" * 3},
+    {"resumable": []},
+    {"resumable": 1},
+    {"identity": None},
+    {"identity": "zz" * 32},
+    {"identity": "\ud800"},
+    {"identity": "ab"},
+    {"model": 7},
+    {"model": []},
+    {"version": float("inf")},
+    {"version": [["2"]]},
+    {"version": "\ud800"},
+    {"checksum": None},
+    {"state": "0" * 31},
+    {"state": "0" * 32 + "-000000000000001"},
+    {"state": "0" * 32 + "   0x0          "},
+    {"more": 1},
+]
+
+
+@pytest.mark.parametrize("changes", CRAFTED, ids=repr)
+async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
+    tmp_path, open_store, changes
+) -> None:
+    content, name = crafted(sound(tmp_path), changes)
+    assert imported(tmp_path, content, name)["files"] == 0, "it is not ours"
+    (tmp_path / "cache" / "snapshots" / name).write_bytes(content)
+    for _ in range(2):  # with no index of it, and with the one that then was written
+        store = await open_store()
+        save_all(store, "a", TOKENS)
+        assert await store.barrier(5)
+        assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
+        assert await store.close()
+        for command in (["ls"], ["du"], ["verify"]):
+            found = CliRunner().invoke(main, ["cache", *command, "--dir", str(tmp_path / "cache")])
+            assert isinstance(found.exception, SystemExit | None), command
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(b"d" * 32, b"p" * 3, 0, blocks.pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"", 0, blocks.pack(TOKENS), 9, 1),
+        Row(b"d" * 31, b"p" * 32, 0, blocks.pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"p" * 32, -4, blocks.pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"p" * 32, 0, blocks.pack(TOKENS)[:5], 9, 1),
+        Row(b"d" * 32, b"p" * 32, 0, blocks.pack(TOKENS), -9, 1),
+    ],
+    ids=repr,
+)
+async def test_an_index_into_which_such_a_file_came_earlier_is_mended(tmp_path, open_store, row) -> None:
+    """Its rows are as they were put down: their proofs are right, and no start would ever find a fault."""
+    folder = Folder(tmp_path / "cache")
+    catalog = Catalog(folder)
+    catalog.put([row])
+    catalog.close()
+    folder.close()
+    (tmp_path / "cache" / "snapshots" / f"{row.digest.hex()}.safetensors").write_bytes(b"x" * 9)
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    assert store.stats().stored == 1
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [directory, pipe, link])
+async def test_what_is_no_file_is_not_waited_for(tmp_path, open_store, make) -> None:
+    """Opening a pipe that nobody writes to takes for ever."""
+    snapshots = tmp_path / "cache" / "snapshots"
+    snapshots.mkdir(parents=True)
+    make(snapshots / f"{NAME.digest.hex()}.safetensors")
+    store = await open_store()
+    assert store.stats().stored == 0
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["0", "1", "ab" * 32]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = ["state", "format", "version", "identity", "model", "parent", "digest", "start", "end", "tokens"]
+TENSORS = ["0.keys", "0.values", "1.keys", "1.values"]
+
+
+@st.composite
+def headers(draw: Any) -> bytes:
+    """Change a sound header here and there: its fields, its tensors, its bytes."""
+    text = HEADER
+    for _ in range(draw(st.integers(1, 3))):
+        match draw(st.sampled_from(["field", "tensor", "bytes", "twice", "deep"])):
+            case "field":
+                text = replaced(text, [b"__metadata__", draw(st.sampled_from(FIELDS)).encode()], draw(JSON))
+            case "tensor":
+                part = draw(st.sampled_from(["dtype", "shape", "data_offsets"])).encode()
+                text = replaced(text, [draw(st.sampled_from(TENSORS)).encode(), part], draw(JSON))
+            case "bytes":
+                at = draw(st.integers(0, len(text)))
+                text = text[:at] + draw(st.binary(max_size=5)) + text[at + draw(st.integers(0, 5)) :]
+            case "twice":
+                text = text.replace(b'"0.keys":', b'"0.keys":{},"0.keys":', 1)
+            case "deep":
+                text = text.replace(b'{"dtype"', b"[" * draw(st.sampled_from([9, 100_000])), 1)
+    return text
+
+
+def replaced(text: bytes, keys: list[bytes], value: Any) -> bytes:
+    try:
+        fields = json.loads(text)
+        inner = fields
+        for key in keys[:-1]:
+            inner = inner[key.decode()]
+        inner[keys[-1].decode()] = value
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _header() -> bytes:
+    draft = snapshot_format.draft(NAME, identity(), cut(TOKENS, Span(0, BLOCK)))
+    return draft.header[8:]
+
+
+HEADER = _header()
+PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
+
+
+@settings(max_examples=int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "300")), deadline=None)
+@given(headers())
+@example(HEADER)
+@example(HEADER.replace(b"[1,2,4,3]", b"[1,2,4,3,1]"))
+@example(HEADER.replace(b"[1,2,4,3]", b"[1,2,4," + b"9" * 9999 + b"]"))
+@example(HEADER.replace(b"[1,2,4,3]", b'""'))
+@example(HEADER.replace(b"0.keys", ZERO.encode() + b".keys").replace(b"0.values", ZERO.encode() + b".values"))
+@example(HEADER.replace(b'"0.keys"', b'"0.keys 0.values 0.keys"'))
+def test_a_header_is_as_it_was_written_or_not_ours(tmp_path_factory, text) -> None:
+    """No third way: neither an exception of another kind, nor a name or a layout of another kind."""
+    path = tmp_path_factory.getbasetemp() / f"{NAME.digest.hex()}.safetensors"
+    path.write_bytes(signed(text, PAYLOAD))
+    try:
+        header = read_header(path)
+    except DoubtfulSnapshotError:
+        return
+    if header.is_foreign:
+        assert (header.name.tokens, header.layout, header.states) == (b"", (), ())
+        return
+    assert (len(header.name.parent), len(header.identity)) == (32, 64)
+    assert header.name.tokens == NAME.tokens
+    assert [name for name, _, _ in header.layout] == TENSORS
+    assert all(len(shape) == 2 for _, _, shape in header.layout)
+
+
+def test_a_header_that_would_take_all_memory_to_parse_is_not_read(tmp_path) -> None:
+    """A list in JSON takes twenty times its text: 60 MiB of header would be more than a gigabyte."""
+    path = tmp_path / "x"
+    text = HEADER[:29] + b'","x":[' + b"[]," * (20 << 20)
+    path.write_bytes(signed(text, b""))
+    with pytest.raises(DoubtfulSnapshotError, match="header length"):
+        read_header(path)
