@@ -31,7 +31,14 @@ class TurnkeepError(Exception):
 
 
 class InvalidMessageError(TurnkeepError):
-    """A body or a name breaks the protocol; the message says what was wrong and what would be right."""
+    """A body or a name breaks the protocol; the message says what was wrong and what would be right.
+
+    `request_id` is the valid id that such a body named, if it did.
+    """
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class RequestFailedError(TurnkeepError):

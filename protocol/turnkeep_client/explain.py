@@ -64,7 +64,7 @@ def _explain_fields(fault: str, body: bytes, expected: Any, what: str) -> str:
         return f"{name} must be {ID_RULE}"
     if fault.startswith("Expected "):
         return f"{name} must be {fault.removeprefix('Expected ').replace(', got ', ', not ')}"
-    return fault
+    return f"{name} {fault}" if path else fault
 
 
 def _explain_unknown(owner: str, field: str, at: inspect.Type | None) -> str:
@@ -83,7 +83,7 @@ def _explain_choice(name: str, value: str, at: inspect.Type | None, what: str) -
     if isinstance(at, inspect.LiteralType):
         choices = [str(choice) for choice in at.values]
     else:
-        choices, name = _tags(at), f"the type of {what}"
+        choices, name = _tags(at), f"the type of {name.removesuffix('.type') if '.' in name else what}"
     value = value.strip("'")
     return f"{name} must be {_join(choices)}, not {_echo(value)!r}{_nearest(value, choices)}"
 
@@ -98,12 +98,19 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
         at = next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
     for step in _STEP.finditer(path):
         if step[1] is None:
-            at = getattr(at, "item_type", None)
+            items = (getattr(each, "item_type", None) for each in _plain(at))
+            at = next(filter(None, items), None)
         elif not (step[1] == "type" and any(each.tag for each in _structs(at))):
             fields = (field for each in _structs(at) for field in each.fields)
             at = next((field.type for field in fields if field.encode_name == step[1]), None)
         at = _without_null(at)
     return at
+
+
+def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
+    """List what a type allows, without what is said about it."""
+    types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
+    return [each.type if isinstance(each, inspect.Metadata) else each for each in types]
 
 
 def _without_null(at: inspect.Type | None) -> inspect.Type | None:
@@ -114,8 +121,7 @@ def _without_null(at: inspect.Type | None) -> inspect.Type | None:
 
 
 def _structs(at: inspect.Type | None) -> list[inspect.StructType]:
-    types = at.types if isinstance(at, inspect.UnionType) else (at,)
-    return [each for each in types if isinstance(each, inspect.StructType)]
+    return [each for each in _plain(at) if isinstance(each, inspect.StructType)]
 
 
 def _fields(at: inspect.Type | None) -> list[str]:

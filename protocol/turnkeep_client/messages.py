@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from .errors import RETRYABLE, ErrorCode, InvalidMessageError
 from .explain import explain
@@ -26,6 +27,7 @@ Deadline = Annotated[
 ]
 Priority = Annotated[int, Meta(ge=-10, le=10, description="higher first, among requests that wait")]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,14 +45,32 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One chat message in OpenAI's shape; rendered by the model's chat template."""
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A part of a message's content, in OpenAI's shape. Images and sound are not taken."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | None = None
+    text: str
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message in OpenAI's shape; rendered by the model's chat template.
+
+    Parts of a content are joined as they are, so `content` is a string once the message is made, or null
+    where an assistant only calls tools.
+    """
+
+    role: Role
+    content: str | tuple[TextPart, ...] | None = None
     name: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCall, ...] | None = ()
     tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.content, tuple):
+            force_setattr(self, "content", "".join(part.text for part in self.content))
+        if self.tool_calls is None:
+            force_setattr(self, "tool_calls", ())
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("needs content; only an assistant message with tool_calls goes without")
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,10 +133,12 @@ class Generate(_Input, frozen=True, tag="generate"):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] = ()
+    stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
     raw: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            force_setattr(self, "stop", (self.stop,))
         if self.num_inputs > 1:
             raise ValueError(
                 f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
@@ -218,7 +240,7 @@ class Generated(_Result, frozen=True, tag="generated"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
-    """Answer to a request that changed nothing. `id` is null where the body was no valid request."""
+    """Answer to a request that changed nothing. `id` is null where the body names no valid one."""
 
     id: str | None
     code: ErrorCode
@@ -422,6 +444,11 @@ ControlReply = SessionInfo | Cancelled | Pinned | Unpinned | Failed
 
 _T = TypeVar("_T")
 
+
+class _Named(Struct):
+    id: Id | None = None
+
+
 _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
 _RESULT: Final[msgspec.json.Decoder[Result]] = msgspec.json.Decoder(Result)
 _CHUNK: Final = msgspec.json.Decoder(Chunk)
@@ -430,6 +457,7 @@ _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder
 _METRICS: Final = msgspec.json.Decoder(Metrics)
 #: The values stay raw: they are read once, by the request decoder, whatever their nesting.
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NAMED: Final = msgspec.json.Decoder(_Named)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -463,10 +491,15 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
     fields = _decode(_FIELDS, body, "a generate")
     fields.setdefault("type", msgspec.Raw(b'"generate"'))
     fields.setdefault("id", msgspec.Raw(_ENCODER.encode(request_id)))
-    request = decode_request(_ENCODER.encode(fields))
+    try:
+        request = decode_request(_ENCODER.encode(fields))
+    except InvalidMessageError as error:
+        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # not an id of our making
     if not isinstance(request, Generate):
         kind = type(request).__struct_config__.tag
-        raise InvalidMessageError(f"ask takes a generate, not {kind}: publish that on the session's in")
+        raise InvalidMessageError(
+            f"ask takes a generate, not {kind}: publish that on the session's in", request_id=request.id
+        )
     return request
 
 
@@ -494,4 +527,13 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessageError(explain(error, body, decoder.type, what)) from None
+        text = explain(error, body, decoder.type, what)
+        raise InvalidMessageError(text, request_id=_named(body)) from None
+
+
+def _named(body: bytes) -> str | None:
+    """Find the id that a body names, whatever else is wrong with it."""
+    try:
+        return _NAMED.decode(body).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_worker import generated, metrics, session_info
 
@@ -40,6 +40,8 @@ from turnkeep_client.messages import (
     encode,
 )
 
+UNTIMED = settings(deadline=None)
+
 DECODERS = (
     decode_request,
     decode_result,
@@ -57,17 +59,21 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 seconds = st.floats(0, 1e6)
 counts = st.integers(0, 2**53)
 tool_calls = st.builds(ToolCall, id=texts, function=st.builds(Function, name=texts, arguments=texts))
-chat = st.lists(
-    st.builds(
-        Message,
-        role=st.sampled_from(["system", "user", "assistant", "tool"]),
-        content=st.none() | texts,
-        name=st.none() | texts,
-        tool_calls=st.lists(tool_calls, max_size=2).map(tuple),
-        tool_call_id=st.none() | texts,
-    ),
-    max_size=3,
-).map(tuple)
+said = st.builds(
+    Message,
+    role=st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+    content=texts,
+    name=st.none() | texts,
+    tool_calls=st.lists(tool_calls, max_size=2).map(tuple),
+    tool_call_id=st.none() | texts,
+)
+called = st.builds(
+    Message,
+    role=st.just("assistant"),
+    content=st.none(),
+    tool_calls=st.lists(tool_calls, min_size=1, max_size=2).map(tuple),
+)
+chat = st.lists(said | called, max_size=3).map(tuple)
 inputs = st.one_of(
     st.fixed_dictionaries({"messages": chat}),
     st.fixed_dictionaries({"text": texts}),
@@ -127,16 +133,19 @@ results = st.one_of(
 )
 
 
+@UNTIMED
 @given(requests)
 def test_every_request_comes_back_as_it_was(request) -> None:
     assert decode_request(encode(request)) == request
 
 
+@UNTIMED
 @given(results)
 def test_every_result_comes_back_as_it_was(result) -> None:
     assert decode_result(encode(result)) == result
 
 
+@UNTIMED
 @given(st.builds(Chunk, i=counts, tokens=token_ids, text=texts))
 def test_every_chunk_comes_back_as_it_was(chunk) -> None:
     assert decode_chunk(encode(chunk)) == chunk
@@ -150,6 +159,7 @@ def test_control_and_metrics_come_back_as_they_were() -> None:
     assert decode_metrics(encode(metrics("w1"))) == metrics("w1")
 
 
+@UNTIMED
 @given(requests, st.integers(0, 10_000), st.binary(max_size=4))
 def test_a_damaged_request_is_read_or_refused_never_a_crash(request, at: int, junk: bytes) -> None:
     body = encode(request)
@@ -157,6 +167,7 @@ def test_a_damaged_request_is_read_or_refused_never_a_crash(request, at: int, ju
     read_or_refuse(body[:at] + junk + body[at + len(junk) :])
 
 
+@UNTIMED
 @given(
     st.binary()
     | st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))
@@ -230,7 +241,7 @@ RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a d
             ),
         ),
         (
-            b'{"type":"append","id":"a","messages":[{"role":"user"},{"role":"user","contnt":"x"}]}',
+            b'{"type":"append","id":"a","messages":[{"role":"user","content":""},{"role":"user","contnt":"x"}]}',
             (
                 "messages[1] has no field 'contnt' (did you mean 'content'?);"
                 " it takes role, content, name, tool_calls, tool_call_id"

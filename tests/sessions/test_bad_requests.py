@@ -78,7 +78,8 @@ BAD_NUMBERS = [
     ('"repetition_penalty":0', "repetition_penalty must be `float` > 0"),
     ('"seed":-1', "seed must be `int` >= 0"),
     ('"seed":9223372036854775808', "seed must be `int` <= 9223372036854775807"),
-    ('"stop":"."', "stop must be `array`, not `str`"),
+    ('"stop":7', "stop must be `str | array`, not `int`"),
+    ('"stop":""', "stop must be `str` of length >= 1"),
     ('"stop":[""]', "stop[0] must be `str` of length >= 1"),
     (f'"stop":["{"x" * 257}"]', "stop[0] must be `str` of length <= 256"),
     (f'"stop":{json.dumps(["x"] * 17)}', "stop must be `array` of length <= 16"),
@@ -114,11 +115,17 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
 async def test_a_body_that_is_no_request_is_answered_with_what_would_be_right(
     wire: Start, cases: Sequence[tuple[bytes, str]]
 ) -> None:
-    """The answer has no id, since the body gives none, and carries the sequence."""
+    """The answer has the id where the body names a valid one, and carries the sequence.
+
+    Such a body does not use the id up: the request as it was meant can follow under it.
+    """
     w = await wire()
     await w.send("s", append("first"))
     for body, says in cases:
-        assert (await check_refused(w, "s", body, says))["id"] is None
+        named = "a" if b'"id":"a"' in body and cases is NO_REQUEST and body.endswith(b"}") else None
+        refused = await check_refused(w, "s", body, says)
+        assert refused["id"] == named or cases is NO_JSON, body
+    assert (await w.send("s", append("a")))["type"] == "appended"
     await check_goes_on(w, "s")
 
 
@@ -138,7 +145,7 @@ async def test_numbers_beyond_their_range_are_refused_with_the_range(wire: Start
     await w.send("s", append("first"))
     for fields, says in BAD_NUMBERS:
         body = f'{{"type":"generate","id":"a",{fields}}}'.encode()
-        assert (await check_refused(w, "s", body, says))["id"] is None
+        assert (await check_refused(w, "s", body, says))["id"] == "a"
     await check_goes_on(w, "s")
 
 
@@ -384,7 +391,7 @@ async def test_messages_that_the_chat_template_refuses_are_answered_with_its_wor
 ) -> None:
     w = await wire(model=str(strict_model))
     await w.send("s", {"type": "append", "id": "a", "messages": [{"role": "user", "content": "hi"}]})
-    bad = {"messages": [{"role": "wizard", "content": "hi"}]}
+    bad = {"messages": [{"role": "tool", "content": "hi"}]}
     await check_refused(w, "s", {"type": "append", "id": "b", **bad}, "only user and assistant may speak")
     await check_refused(w, "s", generate("c", **bad), "only user and assistant may speak")
     good = await w.send("s", generate("d", messages=[{"role": "user", "content": "hi"}]))

@@ -205,7 +205,8 @@ class Folder:
     def _steps(self, request: Append | Generate) -> Iterator[Step]:
         """List what a request adds: its input, then for a generate the answer header."""
         if request.messages:
-            messages = [msgspec.to_builtins(message) for message in request.messages]
+            # A template need not know that an assistant who only calls tools says nothing.
+            messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
             yield lambda state: state.conversation.add_messages(state.tokens, messages)
         if request.text:
             text = request.text

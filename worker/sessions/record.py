@@ -36,8 +36,9 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request without a result. `request` is None where the body is no valid one; `error` says why.
+    """A request without a result.
 
+    `request` is None where the body is no valid one; `error` says why, `named` is the id that it names.
     `stored_s` is when the log took it, in seconds since 1970. `held_text` is what an answer that was ended
     early still had to say; `published` are its chunks in the token stream, where they are being read already.
     """
@@ -51,12 +52,13 @@ class Pending:
     expired: bool = False
     held_text: str = ""
     published: asyncio.Task[list[Chunk]] | None = None
+    named: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def id(self) -> str | None:
-        """The request's id; None where the body is no valid request."""
-        return self.request.id if self.request else None
+        """The request's id; None where the body names no valid one."""
+        return self.request.id if self.request else self.named
 
     @property
     def stopped(self) -> bool:
@@ -141,9 +143,10 @@ class Record:
             self._note(pending.request, pending.seq, out_seq)
 
     def _take_request(self, entry: Entry, answer: tuple[Result, Entry] | None) -> None:
-        request, error = _decode(entry.body)
+        request, error, named = _decode(entry.body)
         if answer is None:
-            self.pending.append(Pending(entry.seq, request, error, stored_s=entry.stored.timestamp()))
+            stored_s = entry.stored.timestamp()
+            self.pending.append(Pending(entry.seq, request, error, stored_s=stored_s, named=named))
             return
         result, out = answer
         if request is None:
@@ -187,8 +190,8 @@ def _result(entry: Entry) -> Result | None:
         return None
 
 
-def _decode(body: bytes) -> tuple[Request | None, str]:
+def _decode(body: bytes) -> tuple[Request | None, str, str | None]:
     try:
-        return decode_request(body), ""
+        return decode_request(body), "", None
     except InvalidMessageError as error:
-        return None, str(error)
+        return None, str(error), error.request_id

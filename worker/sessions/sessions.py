@@ -95,7 +95,7 @@ class Sessions:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return failure(None, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error))
         session = self._hold(key)
         if isinstance(request, CancelRequest):
             try:

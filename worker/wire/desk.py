@@ -110,7 +110,7 @@ class Desk:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, uuid4().hex)
         except InvalidMessageError as error:
-            return failure(None, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error))
         results = await self._nc.subscribe(self._subjects.of(key, "out"))
         try:
             seq = await self._store(key, request)

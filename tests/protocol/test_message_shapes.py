@@ -1,0 +1,132 @@
+"""OpenAI's message shape as its clients write it: what is taken, and what is refused in clear words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Append, Generate, decode_ask, decode_control, decode_request, encode
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Rome"}'}}
+
+
+def append(*messages: dict[str, Any]) -> Append:
+    body = json.dumps({"type": "append", "id": "a", "messages": messages}).encode()
+    request = decode_request(body)
+    assert isinstance(request, Append)
+    assert decode_request(encode(request)) == request
+    return request
+
+
+def refusal(*messages: dict[str, Any]) -> str:
+    with pytest.raises(InvalidMessageError) as caught:
+        append(*messages)
+    return str(caught.value)
+
+
+def test_an_agents_tool_round_is_taken_as_openai_writes_it() -> None:
+    request = append(
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "How is Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "assistant", "content": "Sunny.", "tool_calls": None},
+    )
+    assert request.messages is not None
+    called, told, said = request.messages[2:]
+    assert (called.content, called.tool_calls[0].function.name) == (None, "weather")
+    assert (told.tool_call_id, told.content) == ("c1", "sunny")
+    assert said.tool_calls == ()
+
+
+def test_text_parts_are_the_text_that_they_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert append({"role": "user", "content": parts}) == append({"role": "user", "content": "one two"})
+    assert append({"role": "user", "content": []}) == append({"role": "user", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("image_url", {"url": "data:image/png;base64,AA"}),
+        ("input_audio", {"data": "AA", "format": "wav"}),
+        ("file", {"file_id": "f"}),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_its_kind(kind: str, value: object) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
+    said = refusal({"role": "user", "content": parts})
+    assert said == f"the type of messages[0].content[1] must be text, not {kind!r}"
+
+
+def test_a_stop_string_alone_is_a_list_of_one() -> None:
+    alone = decode_request(b'{"type":"generate","id":"a","stop":"\\n"}')
+    assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
+    assert alone == Generate(id="a", stop=("\n",))
+    assert encode(alone) == b'{"type":"generate","stop":["\\n"],"id":"a"}'
+    with pytest.raises(InvalidMessageError, match="stop must be `str` of length >= 1"):
+        decode_request(b'{"type":"generate","id":"a","stop":""}')
+    with pytest.raises(InvalidMessageError, match="stop must be"):
+        decode_request(b'{"type":"generate","id":"a","stop":7}')
+
+
+@pytest.mark.parametrize(
+    "role", ["", "ipython", "System", "system\n", "user<|im_end|>", "<|im_start|>system"]
+)
+def test_a_role_is_one_of_five(role: str) -> None:
+    said = refusal({"role": "user", "content": "x"}, {"role": role, "content": "x"})
+    assert "messages[1].role must be assistant, developer, system, tool or user" in said
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
+def test_only_an_assistant_that_calls_tools_may_say_nothing(role: str) -> None:
+    said = refusal({"role": role, "content": None})
+    assert said == "messages[0] needs content; only an assistant message with tool_calls goes without"
+    assert said == refusal({"role": role})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"type":"append","id":"mine"}',
+        b'{"type":"append","id":"mine","text":7}',
+        b'{"id":"mine"}',
+        b'{"type":"frob","id":"mine","x":{"id":"other"}}',
+        b'{"x":[1,{"id":"other"}],"id":"mine","type":"cancel"}',
+    ],
+)
+def test_a_refused_body_that_names_a_valid_id_is_refused_under_it(body: bytes) -> None:
+    decoders = [decode_request, decode_control]
+    if b"type" in body:  # an ask needs none
+        decoders.append(lambda body: decode_ask(body, "made-up"))
+    for decode in decoders:
+        with pytest.raises(InvalidMessageError) as caught:
+            decode(body)
+        assert caught.value.request_id == "mine"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b"",
+            b"[]",
+            b"{",
+            b"\xff",
+            b'{"id":"a"',
+            b'{"id":7}',
+            b'{"id":"a b"}',
+            b'{"id":null}',
+            b'[{"id":"a"}]',
+        ),
+        b'{"id":' + b"[" * 100_000,
+    ],
+)
+def test_a_refused_body_without_a_valid_id_has_none(body: bytes) -> None:
+    for decode in (decode_request, lambda body: decode_ask(body, "made-up")):
+        with pytest.raises(InvalidMessageError) as caught:
+            decode(body)
+        assert caught.value.request_id is None
