@@ -30,7 +30,7 @@ MLX = {
     *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }
-NATS = {"protocol/turnkeep_client/client.py", "worker/wire"}
+NATS = {*(f"protocol/turnkeep_client/{name}.py" for name in ("client", "nats_client")), "worker/wire"}
 
 
 def modules() -> list[Path]:

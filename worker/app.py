@@ -248,7 +248,7 @@ class App:
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
         )
-        intake = Intake(nc, names, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
+        intake = Intake(nc, names, telemetry, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
         self._intake = intake
         services = Services(
             journal, outbox, self._engine, execution, folder, telemetry, intake.settle, loaded.name

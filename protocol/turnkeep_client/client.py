@@ -1,7 +1,7 @@
 """The async Python client: one NATS connection of one tenant.
 
-The only module of the protocol that imports nats. What a call does while it waits is in `calls` and
-`generation`; this module publishes, reads and listens for them.
+With `nats_client` the only module of the protocol that imports nats. What a call does while it waits is in
+`calls` and `generation`; this module publishes, reads and listens for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client as Nats
 from nats.js.errors import APIError, NoStreamResponseError
 
 from .calls import Outboxes, Pending, Stored, expect
@@ -29,6 +28,7 @@ from .messages import (
     decode_result,
     encode,
 )
+from .nats_client import Nats
 from .session import Messages, Sampling, Session, build
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 

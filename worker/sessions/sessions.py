@@ -22,7 +22,7 @@ from turnkeep_client.messages import (
     decode_control,
     failure,
 )
-from turnkeep_client.subjects import ID_RULE, SessionKey
+from turnkeep_client.subjects import ID_RULE
 from worker.device.engine import StoppingError
 from worker.tasks import end
 from worker.wire.journal import FencedError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Metrics
-    from turnkeep_client.subjects import Subjects
+    from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
 
     from .session import Services
@@ -79,12 +79,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def ring(self, subject: str, seq: int, body: bytes) -> None:
-        """Take a delivery to its session."""
-        # Not `Subjects.parse`: a request under a bad name is in the log, so it gets its answer there.
-        _, tenant, name, _ = subject.rsplit(".", 3)
-        key = SessionKey(tenant, name)
-        if {tenant, name} & {"*", ">"}:
+    def ring(self, key: SessionKey, seq: int, body: bytes) -> None:
+        """Take a delivery to its session; a name that breaks the rule is refused there."""
+        if {key.tenant, key.session} & {"*", ">"}:
             self._aside(self._refuse_pattern(key, seq))
         else:
             self._hold(key).ring(seq, body)

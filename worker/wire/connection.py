@@ -12,12 +12,14 @@ from urllib.parse import urlsplit
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.aio.client import Client
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.nats_client import Nats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from nats.aio.client import Client
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +36,7 @@ async def connect(
     timeout_s: float = 5.0,
     on_reconnected: Callable[[], Awaitable[None]] | None = None,
     on_closed: Callable[[], Awaitable[None]] | None = None,
-) -> Client:
+) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and stay connected for ever.
 
     `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
@@ -43,7 +45,7 @@ async def connect(
     taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers,
     it refuses the credentials, has no JetStream, or takes messages of less than `min_payload_bytes`.
     """
-    client = Client()
+    client = Nats()
     shown = ",".join(_without_password(url) for url in urls.split(","))
     watch = _Watch(client, shown, on_reconnected, on_closed)
     try:

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING
 import nats.errors
 import structlog
 
+from turnkeep_client.subjects import SessionKey
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
+    from worker.telemetry import Telemetry
+
     from .streams import Streams
 
-    Ring = Callable[[str, int, bytes], None]
+    Ring = Callable[[SessionKey, int, bytes], None]
 
 log = structlog.get_logger()
 
@@ -34,6 +38,26 @@ _RETRY_S = 0.5
 #: Ends of a pull that are no fault: nothing was there, or its time is over.
 _EMPTY = frozenset({"404", "408"})
 
+#: A longer name makes no subject: a server ends the connection of whoever sends a line of more than 4 KiB.
+_MAX_NAME_BYTES = 256
+
+
+def session_of(subject: str) -> SessionKey | None:
+    """Name the session of a stored request; None where no subject can be built from its names.
+
+    A name may break the rule for ids and still be one that can be answered: it is refused on its own `out`.
+    Ask here before anything, a subject or a filter, is built from names that came from outside.
+    """
+    _, tenant, session, _ = subject.rsplit(".", 3)
+    if _makes_a_subject(tenant) and _makes_a_subject(session):
+        return SessionKey(tenant, session)
+    return None
+
+
+def _makes_a_subject(name: str) -> bool:
+    # U+FFFD stands for bytes that are not UTF-8; what is not printable nats-py may refuse to publish.
+    return name.isprintable() and "\ufffd" not in name and len(name.encode()) <= _MAX_NAME_BYTES
+
 
 class Intake:
     """Deliveries that this worker holds, by stream sequence. Event loop only."""
@@ -42,6 +66,7 @@ class Intake:
         self,
         nc: Client,
         names: Streams,
+        telemetry: Telemetry,
         *,
         ack_wait_s: float,
         max_held: int,
@@ -49,6 +74,7 @@ class Intake:
         """Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker."""
         self._nc = nc
         self._names = names
+        self._telemetry = telemetry
         self._ack_wait_s = ack_wait_s
         self._max_held = max_held
         self._held: dict[int, Msg] = {}
@@ -66,7 +92,7 @@ class Intake:
     async def pull(self, ring: Ring) -> None:
         """Pull until cancelled. At `max_held` it pauses: what is not pulled waits in the stream.
 
-        `ring(subject, sequence, body)` is called for each delivery that is not held yet; it must not block.
+        `ring(session, sequence, body)` is called for each delivery that is not held yet; it must not block.
         """
         while True:
             try:
@@ -115,13 +141,29 @@ class Intake:
             self._num_to_come -= 1
             if self._num_to_come <= 0:
                 self._pull_over.set()
-            seq = message.metadata.sequence.stream
+            key, seq = session_of(message.subject), message.metadata.sequence.stream
+            if key is None:
+                await self._refuse(message, seq)
+                return
             known = seq in self._held
             self._held[seq] = message  # the newest delivery is the one whose ack counts
             if not known:
-                ring(message.subject, seq, message.data)
+                ring(key, seq, message.data)
 
         return arrived
+
+    async def _refuse(self, message: Msg, seq: int) -> None:
+        """End a delivery that can be answered nowhere, so that it does not come again."""
+        counts = self._telemetry.requests["unnamed"]
+        counts["terminated"] += 1
+        if counts["terminated"] == 1:  # whoever sends one may send thousands
+            log.warning(
+                "ended a request, and will end others, from whose subject no subject can be built",
+                seq=seq,
+                subject=message.subject[:80],
+            )
+        with contextlib.suppress(nats.errors.Error, OSError):  # lost, it comes again and is ended again
+            await message.term()
 
     async def pull_again(self) -> None:
         """Give up the outstanding pull, which the server forgot when the connection was lost."""

@@ -1,0 +1,263 @@
+"""What a raw socket can make a NATS server pass on neither silences a worker nor takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import structlog
+from raw_wire import PATIENCE_S, append, generate
+
+from turnkeep_client.nats_client import Nats
+from worker.wire.connection import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from raw_wire import Wire
+
+    Start = Callable[..., Awaitable[Wire]]
+
+#: Header blocks that a server takes; it cuts two bytes off and adds its own lines when the log is read.
+HEADERS = [
+    b"NATS/1.0",
+    b"NATS/1.0\r\n",
+    b"NATS/1.0\r\nX: y",
+    b"NATS/1.0{}\r\n\r\n",
+    b"NATS/1.0 \xff\xff\xff \xff\r\n\r\n",
+    b"NATS/1.0 404\r\n\r\n",
+    b"NATS/1.0\r\n\xff: \xff\r\n\r\n",
+    b"NATS/1.0\r\nNats-Sequence: 1\r\n\r\nzz",
+    b"garbage\xff\xff",
+    b"garbage! 204\r\n\r\nzz",
+    b"N",
+    b"",
+]
+#: Names that the server takes for a word of a subject, and from which no subject can be built.
+NAMELESS = [
+    b"\xff",
+    b"\xc3",
+    b"a\xed\xa0\x80b",
+    b"a\x0bb",
+    b"\x0c",
+    b"a\x00",
+    b"a\x1c",
+    "a\u00a0b".encode(),
+    "\ufffd".encode(),
+    b"s" * 4040,
+    b"s" * 300,
+]
+
+
+class Socket:
+    """A connection that sends any bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, url: str) -> Socket:
+        parts = urlsplit(url)
+        socket = cls(*await asyncio.open_connection(parts.hostname, parts.port))
+        await socket.send(b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\n')
+        return socket
+
+    async def send(self, frames: bytes) -> None:
+        """Write frames and return when the server has read them."""
+        self._writer.write(frames + b"PING\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            while (line := await self._reader.readline()) != b"PONG\r\n":
+                assert line.startswith((b"INFO", b"PING")), line
+
+    async def publish(
+        self, subject: bytes, body: bytes, header: bytes | None = None, reply: bytes = b""
+    ) -> None:
+        to = subject + b" " + (reply + b" " if reply else b"")
+        if header is None:
+            await self.send(b"PUB %s%d\r\n%s\r\n" % (to, len(body), body))
+        else:
+            await self.send(
+                b"HPUB %s%d %d\r\n%s%s\r\n" % (to, len(header), len(header) + len(body), header, body)
+            )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture
+async def raw(nats_url: str) -> AsyncIterator[Socket]:
+    socket = await Socket.open(nats_url)
+    yield socket
+    socket.close()
+
+
+async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: bytes | None = None) -> int:
+    """Publish to the log with a raw frame; returns the sequence."""
+    inbox = w.nc.new_inbox()
+    acks = await w.nc.subscribe(inbox)
+    await w.nc.flush()
+    await raw.publish(subject, body, header, inbox.encode())
+    ack = json.loads((await acks.next_msg(PATIENCE_S)).data)
+    await acks.unsubscribe()
+    return int(ack["seq"])
+
+
+async def test_a_request_whose_header_block_cannot_be_read_is_answered(wire: Start, raw: Socket) -> None:
+    """Headers say nothing to a worker. The log holds them for ever, so a restart must stand them too."""
+    w = await wire()
+    for number, header in enumerate(HEADERS):
+        body = json.dumps(append(f"a{number}")).encode()
+        seq = await stored(w, raw, w.subject("s", "in").encode(), body, header)
+        result = await w.result(seq)
+        assert (result["type"], result["position"]) == ("appended", 5 * (number + 1)), header
+    await w.worker.stop()
+    w = await wire()
+    assert await w.position("s") == 5 * len(HEADERS)
+    assert (await w.send("s", append("a0")))["type"] == "appended", "the first result is found in the log"
+
+
+@pytest.mark.parametrize("kind", ["ctl", "ask"])
+async def test_a_question_whose_header_block_cannot_be_read_is_answered(
+    wire: Start, raw: Socket, kind: str
+) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    body = b'{"type":"info"}' if kind == "ctl" else b'{"text":"a","max_tokens":1}'
+    for header in HEADERS:
+        inbox = w.nc.new_inbox()
+        replies = await w.nc.subscribe(inbox)
+        await w.nc.flush()
+        await raw.publish(w.subject("s", kind).encode(), body, header, inbox.encode())
+        reply = json.loads((await replies.next_msg(PATIENCE_S)).data)
+        assert reply["type"] == ("session" if kind == "ctl" else "generated"), header
+
+
+@pytest.mark.parametrize("reply", [b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">"])
+async def test_a_reply_subject_that_cannot_be_used_gets_no_answer_and_harms_nobody(
+    wire: Start, raw: Socket, reply: bytes
+) -> None:
+    w = await wire()
+    await raw.publish(w.subject("s", "ctl").encode(), b'{"type":"info"}', None, reply)
+    await raw.publish(w.subject("s", "ask").encode(), b'{"text":"a","max_tokens":1}', None, reply)
+    assert (await w.send("other", append("a")))["position"] == 5
+    await w.until("s", "idle")
+
+
+async def test_a_request_under_a_name_that_gives_no_subject_is_ended_counted_and_logged_once(
+    local_worker: Callable[..., Awaitable[Any]], raw: Socket
+) -> None:
+    """Nothing can be answered there. It must not come back either, after a restart say."""
+    with structlog.testing.capture_logs() as lines:
+        worker = await local_worker()
+        prefix = worker.settings.prefix.encode()
+        body = json.dumps(append("a")).encode()
+        names = [name for bad in NAMELESS for name in (b"default." + bad, bad + b".s")]
+        for name in names:
+            await raw.publish(b"%s.%s.in" % (prefix, name), body)
+        assert (await worker.client.session("s").append(text="hello")).position == 5
+        counts = (await worker.client.session("s").info()).worker.requests
+        assert counts == {"append": {"ok": 1}, "unnamed": {"terminated": len(names)}}
+    said = [line for line in lines if "no subject can be built" in line["event"]]
+    assert len(said) == 1
+    assert len(str(said[0])) < 400
+    assert [line for line in lines if line["log_level"] in {"error", "critical"}] == []
+    await worker.stop()
+    worker = await local_worker()
+    assert (await worker.client.session("s").append(text="hello")).position == 10
+    assert "unnamed" not in (await worker.client.session("s").info()).worker.requests
+    assert not worker.task.done()
+
+
+@pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit"])
+async def test_a_bad_name_on_any_other_subject_harms_nobody(wire: Start, raw: Socket, kind: str) -> None:
+    w = await wire()
+    for bad in NAMELESS:
+        name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind.encode())
+        for header in (None, b"NATS/1.0"):
+            await raw.publish(name, b'{"type":"info"}', header)
+    assert (await w.send("s", generate("a", text="hello")))["type"] == "generated"
+    if kind == "commit":
+        w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
+
+
+async def test_a_connection_whose_reading_ends_is_made_again_at_once(nats_url: str) -> None:
+    """Else it would be deaf until the pings run out, minutes later."""
+    back = asyncio.Event()
+
+    async def reconnected() -> None:
+        back.set()
+
+    nc = await connect(nats_url, name="test", on_reconnected=reconnected)
+    try:
+        heard = await nc.subscribe("deaf.test")
+        whole = nc._ps.parse
+
+        async def broken(data: bytes) -> None:
+            nc._ps.parse = whole
+            raise RuntimeError("a bug")
+
+        nc._ps.parse = broken
+        await nc.publish("deaf.test", b"lost")
+        async with asyncio.timeout(5):
+            await back.wait()
+        await nc.publish("deaf.test", b"found")
+        assert (await heard.next_msg(PATIENCE_S)).data == b"found"
+    finally:
+        await nc.close()
+
+
+async def test_a_client_reads_what_others_publish_on_the_subjects_that_it_hears(
+    wire: Start, raw: Socket
+) -> None:
+    """Chunks and results come to clients, too, and anybody may publish there where permissions are open."""
+    w = await wire()
+    session = w.worker.client.session("s")
+    running = session.generate(text="eee", max_tokens=200, request_id="a")
+    async for _ in running:
+        for kind in (b"tok.a", b"out"):
+            subject = w.subject("s", "").encode() + kind
+            await raw.publish(subject, b"{}", b"NATS/1.0")
+        break
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await running).finish_reason in {"length", "stop"}
+    assert (await session.info()).state == "idle"
+
+
+async def test_the_parser_takes_any_cut_of_the_servers_bytes() -> None:
+    """Byte by byte, and all at once; what a subject holds, but a space, is part of it."""
+    heard: list[Any] = []
+
+    class Hearing(Nats):
+        async def _process_msg(self, *message: Any) -> None:
+            heard.append(message)
+
+        async def _process_ping(self) -> None:
+            heard.append("ping")
+
+        async def _process_err(self, message: str) -> None:
+            heard.append(message)
+
+    frames = (
+        b"PING\r\nMSG a.\xff\x0b 7 5\r\nh\r\nlo\r\n+OK\r\nHMSG b 8 re.ply 12 15\r\nNATS/1.0\r\n\r\nyes\r\n"
+        b"MSG c 9 r 0\r\n\r\n-ERR 'Some \xff Fault'\r\nHMSG d 1 0 0\r\n\r\nPONG\r\n"
+    )
+    expected = [
+        "ping",
+        (7, b"a.\xff\x0b", b"", b"h\r\nlo", b""),
+        (8, b"b", b"re.ply", b"yes", b"NATS/1.0\r\n\r\n"),
+        (9, b"c", b"r", b"", b""),
+        "'some \ufffd fault'",
+        (1, b"d", b"", b"", b""),
+    ]
+    for size in (1, 7, len(frames)):
+        nats = Hearing()
+        with contextlib.suppress(AttributeError):
+            for start in range(0, len(frames), size):
+                await nats._ps.parse(frames[start : start + size])
+        assert heard == expected, size
+        heard.clear()
