@@ -71,13 +71,29 @@ def link(parent: bytes, packed: bytes) -> bytes:
     return digest.digest()
 
 
-def chain(root: bytes, packed: bytes, block: int) -> list[bytes]:
-    """Name every full block of the packed tokens, first to last."""
-    width = block * TOKEN_BYTES
-    digests = [root]
-    for at in range(0, len(packed) - width + 1, width):
-        digests.append(link(digests[-1], packed[at : at + width]))
-    return digests[1:]
+class Chain:
+    """The names of a run of tokens, block by block: while it is one that grows, each block is hashed once."""
+
+    def __init__(self, root: bytes, block: int) -> None:
+        self.root = root
+        self.block = block
+        self._width = block * TOKEN_BYTES
+        self._packed = b""
+        self._names = [root]
+
+    def names(self, packed: bytes) -> Sequence[bytes]:
+        """Name the empty prefix, then every full block of the packed tokens, first to last."""
+        size = len(packed) - len(packed) % self._width
+        if not packed.startswith(self._packed):
+            if self._packed.startswith(packed[:size]):
+                return self._names[: size // self._width + 1]
+            shared = num_common(self._packed, packed) // self.block
+            del self._names[shared + 1 :]
+            self._packed = packed[: shared * self._width]
+        for at in range(len(self._packed), size, self._width):
+            self._names.append(link(self._names[-1], packed[at : at + self._width]))
+        self._packed = packed[:size]
+        return self._names
 
 
 def spans(start: int, end: int, block: int) -> list[Span]:

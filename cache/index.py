@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from .snapshot import Name
 
+#: More than the tokens of any snapshot take, packed: what follows a name is looked for in so much at a time.
+MOST_BYTES: Final = 1 << 16
+
 #: In the column of only children: there are more, and they are in a list.
 _MANY: Final = -2
 _NOTHING: Final = Columns()
@@ -112,14 +115,19 @@ class Index:
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Entry:
-        """Take in a new snapshot, which is on its way, as the most recently used one."""
+        """Take in a new snapshot, which is on its way, as the most recently used one, its chain behind it."""
         facts = self._facts
         number, parent = self._number(name.digest), self._number(name.parent)
         facts.set(number, parent, name, size_bytes)
-        self._recency.add(number)
+        if facts.states[parent] & PRESENT:
+            if facts.used[parent] != self._now:  # else its chain is at the end, as that of one turn's cuts
+                self.use(facts.entry(parent))
+            self._recency.add(number, before=parent)
+        else:
+            self._recency.add(number)
+        facts.used[number] = self.next_use()
         self._adopt(parent, number)
         entry = facts.entry(number)
-        self.use(entry)
         self.on_its_way_bytes += size_bytes
         self._look_at(number)
         self.changed(entry)
@@ -253,8 +261,12 @@ class Index:
     def within(self, parent: bytes, packed: bytes) -> list[Entry]:
         """List the entries after `parent` that hold nothing but a part of `packed`, children last."""
         found: list[Entry] = []
-        for entry in self._beginnings(parent, packed):
-            found += (entry, *self.within(entry.digest, packed[len(entry.tokens) :]))
+        open_ends = [(parent, 0)]
+        while open_ends:
+            parent, at = open_ends.pop()
+            for entry in self._beginnings(parent, packed[at : at + MOST_BYTES]):
+                found.append(entry)
+                open_ends.append((entry.digest, at + len(entry.tokens)))
         return found
 
     def swallowed(self, entry: Entry) -> list[Entry]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from .blocks import TOKEN_BYTES, link
+from .index import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,20 +45,33 @@ class Pinned:
     noted: bool
 
 
+class _Way(NamedTuple):
+    """Where in a pin's packed tokens a name ends, and the entries behind it with the tokens each shares."""
+
+    at: int
+    found: dict[Entry, int]
+
+
 @dataclass(slots=True, eq=False)
 class Held:
-    """A pin and the entries that hold its tokens now, stored or on their way."""
+    """A pin, and the ways in the tree along which its tokens are stored or on their way now.
+
+    There is a way for every name under which an entry that comes or goes may change what holds them.
+    """
 
     pin: Pin
-    entries: list[Entry] = field(default_factory=list)
-    #: Under these an entry that comes or goes may change `entries`.
-    parents: set[bytes] = field(default_factory=set)
-    num_tokens: int = 0
+    ways: dict[bytes, _Way] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the pin's tokens that entries hold."""
+        ends = (way.at // TOKEN_BYTES + num for way in self.ways.values() for num in way.found.values())
+        return max(ends, default=0)
 
     @property
     def size_bytes(self) -> int:
         """Measure the entries; what other pins hold too is counted for each."""
-        return sum(entry.size_bytes for entry in self.entries)
+        return sum(entry.size_bytes for way in self.ways.values() for entry in way.found)
 
 
 class Pins:
@@ -83,13 +97,13 @@ class Pins:
         held = self._pins.get(pin.name)
         if held is None:
             held = self._pins[pin.name] = Held(pin)
-            self._follow(held)
+            self._follow(held, pin.root, 0)
         return held
 
     def remove(self, pin: Pin) -> None:
         """Let go of a prefix."""
         held = self._pins.pop(pin.name)
-        self._leave(held)
+        self._leave(held, pin.root)
 
     def within(self, root: bytes, tokens: bytes) -> list[Pin]:
         """List the pins of prefixes of these packed tokens."""
@@ -104,40 +118,48 @@ class Pins:
         self._pins, self._watching = {}, {}
 
     def _changed(self, entry: Entry) -> None:
-        for held in list(self._watching.get(entry.parent, ())):
-            self._leave(held)
-            self._follow(held)
+        parent = entry.parent
+        for held in list(self._watching.get(parent, ())):
+            self._follow(held, parent, held.ways[parent].at)
 
-    def _leave(self, held: Held) -> None:
-        for entry in held.entries:
-            self._index.keep(entry, -1)
-        for parent in held.parents:
-            self._watching[parent].discard(held)
-            if not self._watching[parent]:
-                del self._watching[parent]
+    def _leave(self, held: Held, name: bytes) -> None:
+        """Let go of the entries behind a name, and of those behind them."""
+        names = [name]
+        while names:
+            way = held.ways.pop(name := names.pop(), None)
+            if way is None:
+                continue
+            self._watching[name].discard(held)
+            if not self._watching[name]:
+                del self._watching[name]
+            for entry in way.found:
+                self._index.keep(entry, -1)
+                names.append(entry.digest)
 
-    def _follow(self, held: Held) -> None:
-        """Find the entries that hold a pin's tokens.
+    def _follow(self, held: Held, name: bytes, at: int) -> None:
+        """Find the entries that hold a pin's tokens behind a name; what holds those before is as it was."""
+        tokens = held.pin.tokens
+        open_ends = [(name, at)]
+        while open_ends:
+            name, at = open_ends.pop()
+            before = held.ways[name].found if name in held.ways else {}
+            found = self._found(name, tokens[at : at + MOST_BYTES])
+            held.ways[name] = _Way(at, found)
+            self._watching.setdefault(name, set()).add(held)
+            for entry in before.keys() - found.keys():
+                self._index.keep(entry, -1)
+                self._leave(held, entry.digest)
+            for entry in found.keys() - before.keys():
+                self._index.keep(entry)
+            for entry, num_common in found.items():
+                end = at + num_common * TOKEN_BYTES
+                if num_common == entry.num_tokens and end < len(tokens) and entry.digest not in held.ways:
+                    open_ends.append((entry.digest, end))
+
+    def _found(self, parent: bytes, packed: bytes) -> dict[Entry, int]:
+        """Find what holds the most of `packed`.
 
         Where one that is on its way holds more than a stored one both are kept: its write may fail.
         """
-        held.entries, held.parents, held.num_tokens = [], set(), 0
-        open_ends = [(held.pin.root, held.pin.tokens)]
-        while open_ends:
-            parent, rest = open_ends.pop()
-            held.parents.add(parent)
-            found = {
-                longest[0]: longest[1]
-                for on_its_way in (False, True)
-                if (longest := self._index.longest(parent, rest, usable=not on_its_way))
-            }
-            for entry, num_common in found.items():
-                held.entries.append(entry)
-                before = (len(held.pin.tokens) - len(rest)) // TOKEN_BYTES
-                held.num_tokens = max(held.num_tokens, before + num_common)
-                if num_common == entry.num_tokens and num_common * TOKEN_BYTES < len(rest):
-                    open_ends.append((entry.digest, rest[num_common * TOKEN_BYTES :]))
-        for entry in held.entries:
-            self._index.keep(entry)
-        for parent in held.parents:
-            self._watching.setdefault(parent, set()).add(held)
+        both = (self._index.longest(parent, packed, usable=usable) for usable in (True, False))
+        return {found[0]: found[1] for found in both if found is not None}

@@ -1,6 +1,6 @@
 """Where in the index some tokens are found: what is stored of them, and what is worth saving.
 
-Changes nothing. Names tokens by a root and their packed ids, as `blocks` does: full blocks by one digest
+Changes nothing. Names tokens by a chain and their packed ids, as `blocks` does: full blocks by one digest
 after the other, then the pieces of a tail by the tree.
 """
 
@@ -14,6 +14,7 @@ from .blocks import DIGEST_BYTES, TOKEN_BYTES, Span
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .blocks import Chain
     from .entries import Entry
     from .index import Index
 
@@ -31,51 +32,51 @@ class Prefixes:
         self._width = block * TOKEN_BYTES
         self._stateful = stateful
 
-    def longest(self, root: bytes, packed: bytes) -> tuple[int, list[Entry]]:
+    def longest(self, chain: Chain, packed: bytes) -> tuple[int, list[Entry]]:
         """Find the longest stored prefix: its length in tokens, and the entries that hold it, in order."""
-        entries = self._index.follow(blocks.chain(root, packed, self._block), usable=True)
+        entries = self._index.follow(chain.names(packed)[1:], usable=True)
         if self._stateful:
-            self._end_resumable(root, packed, entries)
+            self._end_resumable(chain.root, packed, entries)
             return entries[-1].end if entries else 0, entries
-        parent, at = (entries[-1].digest, entries[-1].end) if entries else (root, 0)
+        parent, at = (entries[-1].digest, entries[-1].end) if entries else (chain.root, 0)
         piece = _piece(packed, at, self._block)
         path, num_shared = self._index.reach(parent, piece, usable=True, least_share=_LEAST_SHARE)
         return at + num_shared, [*entries, *path]
 
-    def known(self, root: bytes, packed: bytes) -> tuple[tuple[int, ...], list[Entry]]:
+    def known(self, chain: Chain, packed: bytes) -> tuple[tuple[int, ...], list[Entry]]:
         """Find what is stored or on its way: where the pieces of the tail start and end, and all entries."""
-        entries = self._index.follow(blocks.chain(root, packed, self._block), usable=False)
+        entries = self._index.follow(chain.names(packed)[1:], usable=False)
         start = len(entries) * self._block
-        path = self._pieces(entries[-1].digest if entries else root, packed[start * TOKEN_BYTES :])
+        path = self._pieces(entries[-1].digest if entries else chain.root, packed[start * TOKEN_BYTES :])
         return (start, *(entry.end for entry in path)), [*entries, *path]
 
-    def wanted(self, root: bytes, packed: bytes, start: int) -> list[Span]:
+    def wanted(self, chain: Chain, packed: bytes, start: int) -> list[Span]:
         """List the spans from position `start` on that are worth saving: see `Store.wanted`."""
         spans = blocks.spans(start, len(packed) // TOKEN_BYTES, self._block)
         if not spans:
             return []
-        parent = self._block_before(root, packed, spans[0].start)
-        if spans[0].start and self._index.get(parent) is None:
+        first = spans[0].start // self._block
+        names = chain.names(packed)[first : first + len(spans)]
+        if spans[0].start and self._index.get(names[0]) is None:
             return []
         wanted = []
-        for span in spans:
+        for span, parent in zip(spans, names, strict=True):
             piece = packed[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
             if not self._covered(parent, piece):
                 if span.num_tokens < self._block:
                     edges = [span.start, *(entry.end for entry in self._pieces(parent, piece))]
                     span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
                 wanted.append(span)
-            parent = blocks.link(parent, piece)
         return wanted
 
-    def parent(self, root: bytes, packed: bytes, start: int) -> bytes | None:
+    def parent(self, chain: Chain, packed: bytes, start: int) -> bytes | None:
         """Name what a snapshot from `start` on continues; None where all of `packed` is there already.
 
         That is a block, or a piece of a tail. Where the pieces end elsewhere, those that it continues are
         gone: nothing has a name of zeros.
         """
         grid = start - start % self._block
-        before = self._block_before(root, packed, grid)
+        before = chain.names(packed)[grid // self._block]
         if self._covered(before, packed[grid * TOKEN_BYTES :]):
             return None
         if start == grid:
@@ -84,15 +85,8 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def within(self, root: bytes, packed: bytes) -> Iterator[Entry]:
-        """Go through the entries that hold nothing but a part of these tokens, from the end on."""
-        chain = [root, *blocks.chain(root, packed, self._block)]
-        for i in reversed(range(len(chain))):
-            piece = packed[i * self._width : (i + 1) * self._width]
-            yield from reversed(self._index.within(chain[i], piece))
-
-    def _block_before(self, root: bytes, packed: bytes, boundary: int) -> bytes:
-        """Name the prefix up to a boundary of the grid."""
-        return [root, *blocks.chain(root, packed[: boundary * TOKEN_BYTES], self._block)][-1]
+        """Go through the entries that hold nothing but a part of these tokens, children first."""
+        return reversed(self._index.within(root, packed))
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
         """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.

@@ -31,14 +31,15 @@ class Recency:
             yield place - 1
             place = self._behind[place]
 
-    def add(self, number: int) -> None:
-        """Take in a number that is not there, as the most recently used one."""
-        place = number + 1
+    def add(self, number: int, before: int | None = None) -> None:
+        """Take in a number that is not there, as the most recently used one or just before another."""
+        place, behind = number + 1, 0 if before is None else before + 1
         while len(self._before) <= place:
             self._before.append(0)
             self._behind.append(0)
-        self._before[place] = self._behind[place] = place  # it takes itself out of nowhere
-        self.use([number])
+        last = self._before[behind]
+        self._before[place], self._behind[place] = last, behind
+        self._behind[last] = self._before[behind] = place
 
     def use(self, numbers: Sequence[int]) -> None:
         """Note that numbers were used now, one after the other."""

@@ -18,6 +18,7 @@ import structlog
 
 from . import blocks
 from . import format as snapshot_format
+from .blocks import Chain
 from .leaving import Leaving
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
@@ -152,20 +153,24 @@ class Store:
             monotonic=monotonic,
         )
 
-    def match(self, tenant: str, tokens: Sequence[int]) -> Match:
+    def chain(self, tenant: str) -> Chain:
+        """Make what to name a tenant by in the calls of one turn: it hashes each block of the turn once."""
+        return Chain(self._root(tenant), self._identity.block_tokens)
+
+    def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
-        num_tokens, entries = self._prefixes.longest(self._root(tenant), blocks.pack(tokens))
+        num_tokens, entries = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
         self._index.hold(entries)
         if entries:
             self._use(entries[-1])
         return Match(num_tokens, tuple(entries))
 
-    def hold(self, tenant: str, tokens: Sequence[int]) -> Held:
+    def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> Held:
         """Pin what is stored or on its way of these tokens, until it is released.
 
         What continues it can then be saved, whatever others save or forget meanwhile.
         """
-        edges, entries = self._prefixes.known(self._root(tenant), blocks.pack(tokens))
+        edges, entries = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
         self._index.hold(entries)
         used = next((entry for entry in reversed(entries) if entry.usable), None)
         if used is not None:
@@ -211,7 +216,7 @@ class Store:
             self._restored_bytes += outcome.restored.size_bytes
         return outcome.restored
 
-    def wanted(self, tenant: str, tokens: Sequence[int], start: int, end: int) -> list[Span]:
+    def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
         """List the spans of `[start, end)` that are neither stored nor on their way: what is worth cutting.
 
         Full blocks, of which the first may begin before `start`, then the tail up to `end`: of that what
@@ -220,16 +225,18 @@ class Store:
         """
         if self._writer.paused:
             return []
-        return self._prefixes.wanted(self._root(tenant), blocks.pack(tokens[:end]), start)
+        return self._prefixes.wanted(self._chain(tenant), blocks.pack(tokens[:end]), start)
 
-    def save(self, tenant: str, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
+    def save(
+        self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
+    ) -> bool:
         """Queue the KV of `span`; `tokens` must reach at least to its end. False where it was dropped.
 
         True also where the same KV is stored or on its way. Once it is durable, stored pieces of a tail that
         it contains are removed. Raises `ValueError` where the tensors do not fit the span.
         """
         packed = blocks.pack(tokens[: span.end])
-        parent = self._prefixes.parent(self._root(tenant), packed, span.start)
+        parent = self._prefixes.parent(self._chain(tenant), packed, span.start)
         if parent is None:
             return True
         resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
@@ -369,6 +376,9 @@ class Store:
 
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
+
+    def _chain(self, tenant: str | Chain) -> Chain:
+        return tenant if isinstance(tenant, Chain) else self.chain(tenant)
 
     def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
         if self._closing:

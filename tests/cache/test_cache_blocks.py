@@ -17,7 +17,7 @@ SIZES = st.integers(1, 5)
 
 
 def chain(tokens: list[int], block: int, root: bytes = ROOT) -> list[bytes]:
-    return blocks.chain(root, blocks.pack(tokens), block)
+    return list(blocks.Chain(root, block).names(blocks.pack(tokens)))[1:]
 
 
 @given(TOKENS, TOKENS, SIZES)

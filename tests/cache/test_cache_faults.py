@@ -221,7 +221,7 @@ async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, m
 def nth_file(tmp_path, n):
     """Name the file of the n-th block of TOKENS, or of the tail."""
     root = blocks.root(identity().digest(), "a")
-    chain = blocks.chain(root, blocks.pack(TOKENS), BLOCK)
+    chain = [*blocks.Chain(root, BLOCK).names(blocks.pack(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], blocks.pack(TOKENS[8:])))
     return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
 

@@ -18,6 +18,7 @@ import structlog
 from click.testing import CliRunner
 from raw_wire import append, generate
 
+from cache import blocks
 from cache import format as snapshot_format
 from tests.conftest import BLOCK
 from turnkeep_client.errors import RequestFailedError
@@ -64,6 +65,24 @@ async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> N
     assert kept == 3 * BLOCK, "the prompt's last token is pinned as well, since an answer has run it"
     unpinned = await w.worker.client.session("other").unpin()
     assert (unpinned.prefixes, unpinned.pinned_bytes) == ((3 * BLOCK,), 0)
+
+
+async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To match, to hold what is there, to choose what is cut, and for every block that is saved."""
+    w = await wire()
+    hashed, link = [], blocks.link
+
+    def counting(parent: bytes, packed: bytes) -> bytes:
+        hashed.append(packed)
+        return link(parent, packed)
+
+    monkeypatch.setattr(blocks, "link", counting)
+    await w.send("s", append("a", text("x", 20 * BLOCK)))
+    await settled(w)
+    assert snapshots(w) == 20
+    assert len(hashed) == 20
+    await w.send("s", generate("g", max_tokens=BLOCK))
+    assert len(hashed) <= 2 * 20 + 1
 
 
 async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) -> None:

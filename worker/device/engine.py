@@ -351,10 +351,11 @@ class Engine:
             return
         found = max(turn.num_kept, num_shared)
         least = found + found // _RESTORE_GAIN
+        turn.chain = self._store.chain(turn.key.tenant)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # as in most turns of a session that is in memory
                 break
-            match = self._store.match(turn.key.tenant, turn.context[:num_usable])
+            match = self._store.match(turn.chain, turn.context[:num_usable])
             # With room for what the turn runs first, so that it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             if match.num_tokens <= least or not await self._has_room(turn.key, room_tokens):
@@ -367,13 +368,13 @@ class Engine:
                     turn.source = None
                 break
         # Held until the turn is over: what it cuts continues what is there now.
-        running.held = self._store.hold(turn.key.tenant, turn.context)
+        running.held = self._store.hold(turn.chain, turn.context)
         turn.edges = running.held.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
         # What is held is there; but of layers with states, the end of an append is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
-        turn.spans = self._store.wanted(turn.key.tenant, turn.context, start, end)
+        turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
         running.progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
@@ -419,7 +420,8 @@ class Engine:
         if cut.tensors is None:
             return
         try:
-            self._store.save(cut.turn.key.tenant, cut.turn.tokens(cut.span.end), cut.span, cut.tensors)
+            tokens = cut.turn.tokens(cut.span.end)
+            self._store.save(cut.turn.chain or cut.turn.tenant, tokens, cut.span, cut.tensors)
         except Exception:
             # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))

@@ -16,7 +16,7 @@ from worker.batch.sampling import Sampling
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from cache.blocks import Span, Tokens
+    from cache.blocks import Chain, Span, Tokens
     from cache.snapshot import Tensor
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
@@ -32,7 +32,8 @@ class Turn:
     arrays by name; or the session `source` has, or is about to have, more of it than that. A generate has
     an `answer`; what it already holds are tokens that were published before a crash, and they are the
     context's end. `spans` are the pieces of the context that have no snapshot, `edges` where the stored
-    pieces of its last, partial block start and end: see `cache.blocks.tail_start`.
+    pieces of its last, partial block start and end: see `cache.blocks.tail_start`. `chain`, which
+    names the turn's blocks to the store, is the event loop's alone.
     """
 
     key: SessionKey
@@ -46,6 +47,7 @@ class Turn:
     priority: int = 0
     spans: list[Span] = field(default_factory=list)
     edges: tuple[int, ...] = ()
+    chain: Chain | None = None
 
     # Written by the device thread:
     num_prompt: int = field(init=False)

@@ -1,0 +1,90 @@
+"""What the event loop does for a long session: counted in steps, which grow with what is new alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from made_kv import BLOCK, cut, identity, save_all
+
+from cache import blocks
+from cache.index import Index
+from cache.recency import Recency
+
+
+@pytest.fixture
+def steps(monkeypatch) -> Counter[str]:
+    """Count hashes of blocks, searches among siblings, changes of pins, and places in the order of use."""
+    counted: Counter[str] = Counter()
+
+    def count(owner, name, size) -> None:
+        real = getattr(owner, name)
+
+        def counting(*args, **named):
+            counted[name] += size(*args)
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(blocks, "link", lambda *_: 1)
+    count(Index, "longest", lambda *_: 1)
+    count(Index, "keep", lambda *_: 1)
+    count(Recency, "use", lambda _, numbers: len(numbers))
+    return counted
+
+
+async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
+    """Do what the engine does for a turn that prefills all of these tokens; return the steps of it."""
+    before = steps.copy()
+    chain = store.chain("a")
+    store.release(store.match(chain, tokens))
+    held = store.hold(chain, tokens)
+    for span in store.wanted(chain, tokens, held.edges[0], len(tokens)):
+        assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
+    store.release(held)
+    assert await store.barrier(30)
+    return steps - before
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_a_turn_costs_what_its_blocks_do_and_not_their_square(open_store, steps, pinned) -> None:
+    costs = []
+    for first, num_blocks in ((1, 30), (2, 60)):
+        store = await open_store()
+        tokens = [first, *range(num_blocks * BLOCK - 1)]
+        if pinned:
+            await store.pin("a", tokens)
+        costs.append(await turn(store, tokens, steps))
+        await store.close()
+    one, two = costs
+    assert one["link"] == 30, "each block is hashed once in a turn"
+    assert one["keep"] == 30 * pinned
+    for name in ("link", "longest", "keep", "use"):
+        assert two[name] <= 2.5 * one[name], (name, one, two)
+
+
+async def test_a_block_more_costs_as_much_at_the_end_of_a_long_pinned_session(open_store, steps) -> None:
+    store = await open_store()
+    tokens = list(range(61 * BLOCK))
+    await store.pin("a", tokens)
+    chain, costs = store.chain("a"), []
+    for num_blocks in (3, 60):
+        save_all(store, "a", tokens[: (num_blocks - 1) * BLOCK])
+        assert await store.barrier(30)
+        store.release(store.hold(chain, tokens[: (num_blocks - 1) * BLOCK]))
+        steps.clear()
+        span = blocks.Span((num_blocks - 1) * BLOCK, num_blocks * BLOCK)
+        assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
+        costs.append(steps.copy())
+        await store.barrier(30)
+    assert costs[0] == costs[1]
+
+
+async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_own(open_store) -> None:
+    """Whoever names a tenant by it may only save hashes."""
+    tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
+    chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):
+        packed = blocks.pack(asked)
+        fresh = blocks.Chain(chain.root, BLOCK)
+        assert list(chain.names(packed)) == list(fresh.names(packed))
