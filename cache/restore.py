@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
@@ -66,10 +65,8 @@ class Outcome:
     quarantined_bytes: int
 
 
-def leave(together: threading.Barrier) -> None:
-    """Prepare an I/O thread for its end; waits for the others, so that each of them gets its turn."""
-    with suppress(threading.BrokenBarrierError):
-        together.wait(timeout=5.0)
+def leave() -> None:
+    """Prepare an I/O thread for its end."""
     from . import arrays
 
     arrays.leave_thread()
@@ -80,6 +77,7 @@ def restore(
     pieces: Sequence[Piece],
     identity: bytes,
     room_tokens: int,
+    limit_s: float,
     help_out: Help,
 ) -> Outcome:
     """Read as many pieces as are beyond doubt, with the help of another I/O thread where one is free.
@@ -87,11 +85,12 @@ def restore(
     The arrays get room for `room_tokens` at the least: a session that goes on and has none copies all its KV.
 
     Most of the time goes into pages of fresh memory, which two threads get twice as fast. `help_out` hands
-    work to such a thread.
+    work to such a thread. Raises `TimeoutError` where it took longer than `limit_s`, and moves no file then.
     """
     from . import arrays  # MLX, which a process may have to prepare before it is first imported
 
     started = time.perf_counter()
+    until = started + limit_s
     first, last = pieces[0], pieces[-1]
     reading, doubt = None, None
     num_read = 0
@@ -103,10 +102,12 @@ def restore(
             _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
         num_tokens = sum(piece.num_tokens for piece in pieces)
         blank = arrays.Blank(layout, max(num_tokens, room_tokens), states)
-        reading = _Reading(folder, pieces, identity, layout, blank)
+        reading = _Reading(folder, pieces, identity, layout, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
+    if time.perf_counter() > until:  # who wanted it has gone on without it
+        raise TimeoutError
     restored = None
     # With a doubt there is no state at the end of what was read.
     if reading is not None and num_read and not (last.state and doubt):
@@ -128,6 +129,7 @@ class _Reading:
         identity: bytes,
         layout: Layout,
         blank: Blank,
+        until: float,
     ) -> None:
         #: What was read, by piece; 0 where it was not.
         self.sizes = [0] * len(pieces)
@@ -137,11 +139,15 @@ class _Reading:
         self._layout = layout
         self._places = blank.places
         self._state = blank.state
+        self._until = until
         self._doubts: dict[int, str] = {}
         self._todo = deque(range(len(pieces)))
 
     def run(self, help_out: Help) -> tuple[int, str | None]:
-        """Read all; return how many pieces in a row are beyond doubt, and what is wrong with the next."""
+        """Read all; return how many pieces in a row are beyond doubt, and what is wrong with the next.
+
+        Raises `TimeoutError` where the other thread does not return in time.
+        """
         helper = None
         if len(self._pieces) > 1:
             with suppress(RuntimeError):  # the threads are ending: this one reads alone
@@ -155,7 +161,7 @@ class _Reading:
             # It may be at its last piece, or still wait for a thread: then nobody needs it any more.
             self._todo.clear()
             if helper is not None and not helper.cancel():
-                helper.result()
+                helper.result(max(0.0, self._until - time.perf_counter()))
             self._places, self._state = [], []
         num_read = min(self._doubts, default=len(self._pieces))
         return num_read, self._doubts.get(num_read)
@@ -170,6 +176,8 @@ class _Reading:
                 i = self._todo.popleft()
             except IndexError:
                 return
+            if time.perf_counter() > self._until:
+                raise TimeoutError
             try:
                 self.sizes[i] = self._read(self._pieces[i])
             except DoubtfulSnapshotError as error:

@@ -16,8 +16,9 @@ class SnapshotStats:
     """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
 
     `stored` and `stored_bytes` are what is there now, `evicted` what went for want of room, `rejected`
-    the files that were doubtful. Of room there is `free + pinned + evictable = capacity`, in bytes, as
-    `room.Usage` says; `kept_bytes` are those of pinned prefixes. The other bytes are totals since the start.
+    the files that were doubtful, `timed_out` the loads that the disk did not answer in time. Of room there is
+    `free + pinned + evictable = capacity`, in bytes, as `room.Usage` says; `kept_bytes` are those of pinned
+    prefixes. The other bytes are totals since the start.
     """
 
     accepted: int = 0
@@ -33,6 +34,7 @@ class SnapshotStats:
     stored_bytes: int = 0
     evicted: int = 0
     rejected: int = 0
+    timed_out: int = 0
     capacity_bytes: int = 0
     free_bytes: int = 0
     pinned_bytes: int = 0
@@ -40,7 +42,9 @@ class SnapshotStats:
     kept_bytes: int = 0
 
     @classmethod
-    def take(cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int) -> Self:
+    def take(
+        cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int, timed_out: int
+    ) -> Self:
         """Take the counts of an open store."""
         usage = room.usage()
         return cls(
@@ -57,6 +61,7 @@ class SnapshotStats:
             stored_bytes=index.stored_bytes,
             evicted=room.evicted,
             rejected=rejected,
+            timed_out=timed_out,
             capacity_bytes=usage.capacity,
             free_bytes=usage.free,
             pinned_bytes=usage.pinned,

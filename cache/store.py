@@ -8,10 +8,9 @@ beginning.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -23,7 +22,8 @@ from .leaving import Leaving
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
 from .prefixes import Prefixes
-from .restore import Piece, Restored, leave, restore
+from .readers import Readers
+from .restore import Outcome, Piece, Restored, leave, restore
 from .room import Room
 from .snapshot import Name
 from .stats import SnapshotStats
@@ -42,6 +42,9 @@ _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
+#: How long a load may take, and how much longer for each byte: a disk that is slower is of no use.
+LOAD_S: Final = 5.0
+_LOAD_BYTES_PER_S: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,12 @@ class Store:
             min_free_bytes=min_free_bytes,
             quarantined_bytes=opened.quarantined_bytes,
         )
-        self._io = ThreadPoolExecutor(_IO_THREADS, "turnkeep-restore")
+        self._readers = Readers(_IO_THREADS, leave)
         self._closing = False
         self._restored_bytes = 0
+        self._timed_out = 0
+        #: Whether the last load was given up for want of an answer: it is said once an episode.
+        self._hangs = False
         self._rejected = opened.rejected
         self._room.shrink_at_once()
 
@@ -188,10 +194,13 @@ class Store:
         """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on an I/O thread.
 
         A doubtful file goes to quarantine together with what continues it, and the prefix before it is
-        returned; None where nothing is left, or where no state was read: match again then. Releases the
-        match, however it ends.
+        returned; None where nothing is left, or where no state was read: match again then. None in time, too,
+        where the disk hangs. Releases the match, however it ends.
         """
         if not match.entries:
+            return None
+        if self._closing:
+            self.release(match)
             return None
         pieces, at = [], 0
         for entry in match.entries:
@@ -200,15 +209,26 @@ class Store:
             # From where the one before ends, whatever a file says: nothing else would be left unwritten.
             pieces.append(Piece(entry.digest, at, num_tokens, state=state))
             at += num_tokens
+        limit_s = LOAD_S + sum(entry.size_bytes for entry in match.entries) / _LOAD_BYTES_PER_S
+
+        def read() -> Outcome:
+            help_out = partial(self._readers.submit, limit_s=limit_s)
+            return restore(self._folder, pieces, self._identity_digest, room_tokens, limit_s, help_out)
+
         try:
-            outcome = await asyncio.get_running_loop().run_in_executor(
-                self._io, restore, self._folder, pieces, self._identity_digest, room_tokens, self._io.submit
-            )
+            outcome = await self._readers.run(read, limit_s)
+        except TimeoutError:
+            self._timed_out += 1
+            if not self._hangs:
+                _log.error("restores_hang", limit_s=round(limit_s, 1))
+            self._hangs = True
+            return None
         except (RuntimeError, OSError) as error:  # no memory, or no file may be opened: the files are good
             _log.error("restore_failed", error=str(error))
             return None
         finally:
             self.release(match)
+        self._hangs = False
         if outcome.doubt is not None:
             self._room.quarantined_bytes = outcome.quarantined_bytes
             self._rejected += self._leaving.reject(match.entries[outcome.num_read], outcome.doubt)
@@ -345,34 +365,30 @@ class Store:
             self._room,
             restored_bytes=self._restored_bytes,
             rejected=self._rejected,
+            timed_out=self._timed_out,
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
         """Write what is queued, then end the threads and unlock. False where time ran out.
 
-        What is not written by then is given up. A directory whose writer hangs stays locked. Saves are
-        refused from now on; closing again does nothing. `discard` removes everything instead of writing it.
+        What is not written by then is given up. A directory whose writer hangs stays locked; a read that
+        hangs ends with the process. Saves are refused from now on; closing again does nothing. `discard`
+        removes everything instead of writing it.
         """
         if self._closing:
             return True
         self._closing = True
         self._room.close()
         drained = await (self.clear(timeout_s / 2) if discard else self.barrier(timeout_s / 2))
-        stopped = await self._writer.stop(timeout_s / 2)
-        self._end_io()
+        stopped, left = await asyncio.gather(
+            self._writer.stop(timeout_s / 2), self._readers.close(timeout_s / 2)
+        )
         if stopped:
             self._catalog.close()
             self._folder.close()
-        if not (drained and stopped):
-            _log.warning("cache_closed_in_haste", drained=drained, stopped=stopped)
-        return drained and stopped
-
-    def _end_io(self) -> None:
-        """End the I/O threads. Each of those that have started gives up what it holds of MLX first."""
-        together = threading.Barrier(_IO_THREADS)
-        for _ in range(_IO_THREADS):
-            self._io.submit(leave, together)
-        self._io.shutdown(wait=False)
+        if not (drained and stopped and left):
+            _log.warning("cache_closed_in_haste", drained=drained, written=stopped, read=left)
+        return drained and stopped and left
 
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)

@@ -353,7 +353,8 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
 
     `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots.
     `free + pinned + evictable = capacity` counts bytes: what snapshots may take, of which `pinned` must not
-    be evicted now: pinned prefixes (`kept`) and what is being written or loaded.
+    be evicted now: pinned prefixes (`kept`) and what is being written or loaded. `rejected` counts the files
+    that were doubtful, `timed_out` the loads that the disk did not answer in time.
     """
 
     accepted: int = 0
@@ -369,6 +370,7 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     stored_bytes: int = 0
     evicted: int = 0
     rejected: int = 0
+    timed_out: int = 0
     capacity_bytes: int = 0
     free_bytes: int = 0
     pinned_bytes: int = 0

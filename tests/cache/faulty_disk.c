@@ -2,6 +2,8 @@
  *
  * Counts every call that changes something below `directory` (or asks for its free space), and at the n-th of
  * them does what it was armed for. Calls by the thread that armed it are counted apart as well.
+ *
+ * HANG alone is about reads: none below `directory` returns until the disk is disarmed.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,7 +21,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { COUNT = 0, KILL = 1, TEAR = 2, FAIL = 3, SLOW = 4 };
+enum { COUNT = 0, KILL = 1, TEAR = 2, FAIL = 3, SLOW = 4, HANG = 5 };
 
 static char directory[4096];
 static atomic_int mode = COUNT, armed = 0;
@@ -116,6 +118,19 @@ CHANGES(unlink, int, (const char *path), below(path), real(path))
 CHANGES(mkdir, int, (const char *path, mode_t bits), below(path), real(path, bits))
 CHANGES(statvfs, int, (const char *path, struct statvfs *found), below(path), real(path, found))
 CHANGES(statvfs64, int, (const char *path, struct statvfs64 *found), below(path), real(path, found))
+
+#define READS(name, declaration, whole)                               \
+    ssize_t name declaration {                                        \
+        REAL(name);                                                   \
+        if (armed && mode == HANG && fd_below(fd)) {                  \
+            seen++;                                                   \
+            while (armed) usleep(1000);                               \
+        }                                                             \
+        return whole;                                                 \
+    }
+
+READS(read, (int fd, void *data, size_t n), real(fd, data, n))
+READS(readv, (int fd, const struct iovec *parts, int n), real(fd, parts, n))
 
 #define OPENS(name)                                                   \
     int name(const char *path, int flags, ...) {                      \

@@ -2,7 +2,8 @@
 
 `killed DIR`: the same life again and again, each in a directory of its own, killed at the n-th change of the
 disk or in the middle of it. `failing DIR`: the same, where the n-th change fails, or all from there on.
-`touched DIR`: counts what the event loop's own thread asks of the disk.
+`touched DIR`: counts what the event loop's own thread asks of the disk. `hanging DIR`: reads hang for a
+while, and then until the process has ended.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 import structlog
 from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
 
+from cache import store as store_module
 from cache.snapshot import CacheError
 from cache.store import Store
 
-COUNT, KILL, TEAR, FAIL, SLOW = range(5)
+COUNT, KILL, TEAR, FAIL, SLOW, HANG = range(6)
 FOREVER = 1 << 40
 ONE, TWO = [1, *range(9)], [2, *range(9)]
 
@@ -169,9 +171,40 @@ async def touched(base: Path) -> None:
     print(json.dumps({"here": here, "everywhere": everywhere, "evicted": store.stats().evicted}))
 
 
+async def hanging(base: Path) -> None:
+    """Loads are misses in time, while the disk hangs and after it; neither they nor the end wait for it."""
+    sessions = [[session, *range(9)] for session in range(8)]
+    store = await opened(base / "cache", Clock())
+    for tokens in sessions[:-1]:
+        save_all(store, "a", tokens)
+    assert await store.barrier(10)
+    assert await check(store, sessions[0]) == 10
+    store_module.LOAD_S = 1.0
+    arm(base / "cache" / "snapshots", HANG)
+    found = await asyncio.gather(*(check(store, tokens) for tokens in sessions[:5]))
+    assert found == [0] * 5
+    assert store.stats().timed_out == 5
+    for _ in range(100):
+        assert await check(store, sessions[0]) == 0
+    stuck = LIBC.faults_disarm()
+    async with asyncio.timeout(30):
+        while not await check(store, sessions[0]):
+            pass
+    assert [await check(store, tokens) for tokens in sessions[:5]] == [10] * 5
+    assert (store.stats().rejected, store.stats().stored) == (0, 21), "no file is in doubt for it"
+
+    arm(base / "cache" / "snapshots", HANG)
+    assert await check(store, sessions[1]) == 0
+    save_all(store, "a", sessions[-1])
+    assert await store.barrier(10), "it is no reason to write nothing"
+    assert not await store.close(1.0), "in time, and it says that a thread hangs"
+    assert_sum_rule(store)
+    print(json.dumps({"stuck": stuck}))
+
+
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 scenario, place = sys.argv[1], Path(sys.argv[2])
 if scenario == "killed":
     killed(place)
 else:
-    asyncio.run({"failing": failing, "touched": touched}[scenario](place))
+    asyncio.run({"failing": failing, "touched": touched, "hanging": hanging}[scenario](place))

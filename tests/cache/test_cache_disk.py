@@ -113,6 +113,12 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
     assert found["evicted"] > 0
 
 
+@pytest.mark.process
+def test_a_disk_that_hangs_on_reads_holds_up_neither_loads_nor_the_end(faulty_disk, base) -> None:
+    """A read that does not return keeps its thread: there are two, and the process ends with them."""
+    assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
+
+
 async def test_a_directory_that_is_removed_costs_what_was_in_it(open_store, tmp_path) -> None:
     now = 0.0
     store = await open_store(monotonic=lambda: now)

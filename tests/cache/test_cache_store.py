@@ -424,10 +424,12 @@ async def test_closing_in_haste_gives_up_what_is_queued(open_store, gate) -> Non
 
 async def test_a_closed_store_refuses_and_counts(open_store) -> None:
     store = await open_store()
+    save_all(store, "a", [3, 4])
     assert await store.close()
     assert await store.close()
     assert save_all(store, "a", [1, 2]) == [False]
     assert store.stats().dropped == {"closing": 1}
+    assert await asyncio.wait_for(store.load(store.match("a", [3, 4])), 10) is None
 
 
 async def test_a_cancelled_load_unpins(open_store) -> None:
