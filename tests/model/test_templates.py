@@ -313,7 +313,7 @@ def test_a_boundary_between_messages_that_fell_inside_of_a_token_is_none_to_rewi
     boundary = len(chat.tokens)
     chat.say(("user", "lo there friend"))
     assert boundary < len(chat.tokens)
-    cut = chat.conversation.rewind(boundary)
+    cut = chat.conversation.rewind(chat.tokens, boundary)
     added = cut.add_messages(chat.tokens[:boundary], [{"role": "user", "content": "p"}])[1]
     assert added == Addition(boundary, chat.encode("p"))
 
@@ -372,7 +372,7 @@ def test_rewind_to_every_position_keeps_a_usable_conversation(chat: Chat) -> Non
     answered = len(chat.tokens)
     chat.say(("user", "x"))
     for position in range(len(chat.tokens) + 1):
-        cut = chat.conversation.rewind(position)
+        cut = chat.conversation.rewind(chat.tokens, position)
         assert cut.position == position
         history = chat.tokens[:position]
         after, addition = cut.add_messages(history, [{"role": "user", "content": "new"}])
@@ -391,7 +391,7 @@ def test_rewind_to_every_position_keeps_a_usable_conversation(chat: Chat) -> Non
 
 def test_rewind_inside_of_a_prompt_leaves_raw_content(chat: Chat) -> None:
     chat.say(("user", "Hi, how are you?"))
-    cut = chat.conversation.rewind(5)
+    cut = chat.conversation.rewind(chat.tokens, 5)
     assert cut.start_answer(chat.tokens[:5])[1].tokens == []
 
 
@@ -400,7 +400,7 @@ def test_rewind_inside_of_an_answer_leaves_an_answer_to_go_on_with(chat: Chat) -
     chat.open()
     chat.reply("Hello there, friend")
     position = len(chat.tokens) - 3
-    cut = chat.conversation.rewind(position)
+    cut = chat.conversation.rewind(chat.tokens, position)
     assert cut.start_answer(chat.tokens[:position])[1].tokens == []
 
 

@@ -53,6 +53,8 @@ class Tokenizer:
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(hf.chat_template)
+        #: The chat template's source; None where there is none, or more than one.
+        self.template: str | None = hf.chat_template if isinstance(hf.chat_template, str) else None
         self._template, self._date_formats = _with_given_date(hf.chat_template)
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None

@@ -162,9 +162,8 @@ class Folder:
 
     def rewound(self, history: History, position: int) -> History:
         """Forget the tokens from `position` on."""
-        return replace(
-            history, conversation=history.conversation.rewind(position), tokens=history.tokens[:position]
-        )
+        conversation = history.conversation.rewind(history.tokens, position)
+        return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
         """Apply a request that has a result to the history before it.

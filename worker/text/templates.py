@@ -7,6 +7,10 @@ the history is replaced. Pure: no device, no broker, no clock.
 The history is cut into steps (prompts, answers, raw content). Answers stay as they were sampled, since
 sampled tokens need not be those that the tokenizer would choose. Prompts between two answers are tokenised
 as one text, so that a seam between turns is no seam between tokens.
+
+A turn costs what it adds: where the template allows it (`locality`), the last messages are rendered without
+most of those before them, once as they were and once with what is new. What the two share is at the end of
+the session's text, so the rest is what the full render would add.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from worker.models.tokenizer import TemplateError, Tokenizer
 
+from .locality import num_first
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -27,6 +33,8 @@ __all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
 
 #: What templates that name today's date are told, where nobody says when the session started.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
+#: Prompts without an answer between them, of which so many are rendered again.
+_LAST_PROMPTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +49,9 @@ class Addition:
 class _Step:
     """The tokens `[start, end)` of a session and their text.
 
-    A prompt holds the messages that it renders; it may end with the header of an answer. An answer holds
-    its tokens, and is closed by an end-of-turn token. Messages after raw content start a conversation of
-    their own.
+    A prompt holds the messages that it renders; it may end with the header of an answer. An answer is closed
+    by an end-of-turn token. Messages after raw content start a conversation of their own, in which
+    `num_before` are rendered by the steps before this one.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -52,8 +60,16 @@ class _Step:
     text: str = ""
     messages: tuple[Message, ...] = ()
     opens_answer: bool = False
-    tokens: tuple[int, ...] = ()
     closed: bool = False
+    num_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The text that the conversation is to have from the step at index `start` on."""
+
+    start: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,7 @@ class Conversation:
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
     _steps: tuple[_Step, ...] = ()
+    _first: int = 0  # the first step of the conversation that messages go on with
 
     @property
     def position(self) -> int:
@@ -82,8 +99,7 @@ class Conversation:
         """
         if not messages:
             return self, Addition(len(history), [])
-        target = self._render([*self._messages(self._steps[self._first :]), *messages], header=False)
-        return self._extend(history, target, messages, opens_answer=False)
+        return self._extend(history, messages, opens_answer=False)
 
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs.
@@ -99,8 +115,7 @@ class Conversation:
             or (steps[-1].kind == "answer" and not steps[-1].closed)
         ):
             return self, Addition(len(history), [])
-        target = self._render(self._messages(steps), header=True)
-        return self._extend(history, target, (), opens_answer=True)
+        return self._extend(history, (), opens_answer=True)
 
     def add_answer(self, history: Sequence[int], tokens: Sequence[int]) -> Conversation:
         """Add generated tokens; the last one may be an end-of-turn token.
@@ -116,8 +131,8 @@ class Conversation:
         ):
             return self.add_raw(history, tokens)[0]
         if last.kind == "prompt":
-            return self._with(self._answer(len(history), tuple(tokens)))
-        answer = self._answer(last.start, (*last.tokens, *tokens))
+            return self._with(self._answer(len(history), tokens, _num_behind(last) - 1))
+        answer = self._answer(last.start, [*history[last.start :], *tokens], last.num_before)
         return replace(self, _steps=(*self._steps[:-1], answer))
 
     def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
@@ -125,9 +140,10 @@ class Conversation:
         if not tokens:
             return self, Addition(len(history), [])
         addition = Addition(len(history), list(tokens))
-        return self._with(_Step("raw", len(history), len(history) + len(tokens))), addition
+        steps = (*self._steps, _Step("raw", len(history), len(history) + len(tokens)))
+        return replace(self, _steps=steps, _first=len(steps)), addition
 
-    def rewind(self, position: int) -> Conversation:
+    def rewind(self, history: Sequence[int], position: int) -> Conversation:
         """Forget what lies behind `position`.
 
         The rest of an answer is an unfinished answer, the rest of a prompt is raw content.
@@ -136,21 +152,16 @@ class Conversation:
         if len(steps) < len(self._steps):
             cut = self._steps[len(steps)]
             if cut.start < position and cut.kind == "answer":
-                steps.append(self._answer(cut.start, cut.tokens[: position - cut.start]))
+                steps.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
             elif cut.start < position:
                 steps.append(_Step("raw", cut.start, position))
-        return replace(self, _steps=tuple(steps))
-
-    @property
-    def _first(self) -> int:
-        """The index of the first step of the conversation that messages would go on with."""
-        behind = sum(1 for _ in takewhile(lambda step: step.kind != "raw", reversed(self._steps)))
-        return len(self._steps) - behind
+        raw = (index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw")
+        return replace(self, _steps=tuple(steps), _first=next(raw, 0))
 
     def _with(self, step: _Step) -> Conversation:
         return replace(self, _steps=(*self._steps, step))
 
-    def _answer(self, start: int, tokens: tuple[int, ...]) -> _Step:
+    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> _Step:
         closed = tokens[-1] in self.tokenizer.eos_ids
         content = self.tokenizer.decode(tokens[:-1] if closed else tokens)
         return _Step(
@@ -159,8 +170,8 @@ class Conversation:
             start + len(tokens),
             self.tokenizer.decode(tokens),
             ({"role": "assistant", "content": content.removeprefix(self.tokenizer.answer_lead)},),
-            tokens=tokens,
             closed=closed,
+            num_before=num_before,
         )
 
     def _messages(self, steps: Sequence[_Step]) -> list[Message]:
@@ -178,15 +189,86 @@ class Conversation:
         return self.tokenizer.render(messages, add_generation_prompt=header, started=self.started)
 
     def _extend(
-        self, history: Sequence[int], target: str, messages: Sequence[Message], *, opens_answer: bool
+        self, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
     ) -> tuple[Conversation, Addition]:
-        """Bring the conversation's text to `target`, keeping as many tokens as can be kept."""
+        """Bring the conversation's text to what the template makes of it and more messages.
+
+        As many tokens as can be kept are kept.
+        """
+        near = self._near_target(messages, header=opens_answer)
+        extended = near and self._reach(near, history, messages, opens_answer=opens_answer)
+        if extended:
+            return extended
+        every = [*self._messages(self._steps[self._first :]), *messages]
+        whole = _Target(self._first, self._render(every, header=opens_answer))
+        extended = self._reach(whole, history, messages, opens_answer=opens_answer)
+        if extended is None:
+            raise AssertionError("there is nothing before the first step")
+        return extended
+
+    def _near_target(self, messages: Sequence[Message], *, header: bool) -> _Target | None:
+        """Find the text that comes behind the last answer but one, without rendering what is before it.
+
+        None where the conversation is short, the template looks back, or its text is not what it rendered.
+        """
+        num_head = num_first(self.tokenizer.template)
+        first, steps = self._first, self._steps
+        # What was rendered last ends with a prompt; an answer behind it may still be changed by the template.
+        end = len(steps) - (bool(steps) and steps[-1].kind == "answer")
+        if num_head is None or end <= first or steps[end - 1].kind != "prompt":
+            return None
+        start = end - 1
+        while (
+            start > first
+            and steps[start - 1].kind == "prompt"
+            and (end - start < _LAST_PROMPTS or steps[start - 1].opens_answer)
+        ):
+            start -= 1
+        # A message's text may depend on the one before it, counted from the start of a list without the head.
+        lead, num_lead = start, num_head + 4
+        while lead > first and (
+            steps[lead].kind == "answer" or steps[start].num_before - steps[lead].num_before < num_lead
+        ):
+            lead -= 1
+        if steps[lead].num_before <= num_head:
+            return None
+        odd = (steps[lead].num_before - num_head) % 2  # left out are so many that the others stay odd or even
+        head = self._head(num_head)
+        before = self._messages(steps[lead:end])[odd:]
+        opened = steps[end - 1].opens_answer
+        after = [*self._messages(steps[lead:])[odd:], *messages]
+        try:
+            known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
+            wanted = self._render([*head, *after], header=header)
+        except TemplateError:
+            return None
+        own = "".join(step.text for step in steps[start:end])
+        shared = len(known) - len(own)
+        if shared < 0 or known[shared:] != own or wanted[:shared] != known[:shared]:
+            return None
+        return _Target(start, wanted[shared:])
+
+    def _head(self, num_messages: int) -> list[Message]:
+        """List the conversation's first messages."""
+        head: list[Message] = []
         first = self._first
-        steps = self._steps[first:]
-        base = self._steps[first - 1].end if first else 0
-        agreeing, agreed_chars = _agreement(steps, target)
-        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target, base, history)
-        wanted = self._encode(target[seam_chars:], seam, history)
+        for end in range(first + 1, len(self._steps)):
+            head = self._messages(self._steps[first:end])
+            if len(head) > num_messages:  # the last one may be an answer's header
+                break
+        return head[:num_messages]
+
+    def _reach(
+        self, target: _Target, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
+    ) -> tuple[Conversation, Addition] | None:
+        """Change the steps from the target's on to its text; None where that may change those before it."""
+        before, steps = self._steps[: target.start], self._steps[target.start :]
+        base = before[-1].end if before else 0
+        agreeing, agreed_chars = _agreement(steps, target.text)
+        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target.text, base, history)
+        if seam == base and target.start > self._first and before[-1].kind == "prompt":
+            return None  # its last token and the first one here may become one
+        wanted = self._encode(target.text[seam_chars:], seam, history)
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
         )
@@ -196,15 +278,17 @@ class Conversation:
         if kept and kept[-1].opens_answer and len(kept) < len(steps):
             kept[-1] = replace(kept[-1], opens_answer=False)  # its answer becomes a message of the new step
         every = [*self._messages(steps), *messages]
+        num_kept = len(self._messages(kept))
         added = _Step(
             "prompt",
             kept[-1].end if kept else base,
             addition.keep + len(addition.tokens),
-            target[sum(len(step.text) for step in kept) :],
-            tuple(every[len(self._messages(kept)) :]),
+            target.text[sum(len(step.text) for step in kept) :],
+            tuple(every[num_kept:]),
             opens_answer=opens_answer,
+            num_before=num_kept + (steps[0].num_before if steps else 0),
         )
-        return replace(self, _steps=(*self._steps[:first], *kept, added)), addition
+        return replace(self, _steps=(*before, *kept, added)), addition
 
     def _seam(
         self,
@@ -223,7 +307,8 @@ class Conversation:
         """
         if agreeing < len(steps) and steps[agreeing].kind == "answer":
             answer = steps[agreeing]
-            num_tokens, num_chars = self._common(answer.tokens, target[agreed_chars:])
+            tokens = history[answer.start : answer.end]
+            num_tokens, num_chars = self._common(tokens, target[agreed_chars:])
             return answer.start + num_tokens, agreed_chars + num_chars
         if agreeing == len(steps) and (border := self._last_border(steps, history)) is not None:
             tail = self.tokenizer.decode(history[border:])
@@ -265,6 +350,11 @@ class Conversation:
             if ids[:1] == [end]:
                 return ids[1:]
         return self.tokenizer.encode(text, at_start=position == 0)
+
+
+def _num_behind(step: _Step) -> int:
+    """Count the messages up to the end of a prompt; a header without an answer is an empty one."""
+    return step.num_before + len(step.messages) + step.opens_answer
 
 
 def _agreement(steps: Sequence[_Step], target: str) -> tuple[int, int]:

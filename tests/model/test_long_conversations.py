@@ -1,0 +1,248 @@
+"""A turn renders what it adds, and comes to the tokens of the full render in long conversations too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_templates import TEMPLATES, Chat
+
+from worker.text import templates
+from worker.text.locality import num_first
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker.models.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FIRST = (
+    "{% for m in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\nRules.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN
+)
+SYSTEM_APART = (
+    "{% if messages[0].role == 'system' %}{% set chat = messages[1:] %}{% set rules = messages[0].content %}"
+    "{% else %}{% set chat = messages %}{% set rules = false %}{% endif %}"
+    "{% for m in chat %}{% if loop.index0 == 0 and rules %}({{ rules }}) {% endif %}"
+    "{% if loop.index0 % 2 == 0 %}[{{ m.content | trim }}]{% else %} {{ m.content | trim }}<|im_end|>"
+    "{% endif %}{% endfor %}"
+)
+TOOL_RUNS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n(' + m.content + ')' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ ', ' if not loop.first }}{{ call.id }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + OPEN
+)
+SPEAKER_CHANGES = (
+    "{% macro said(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}"
+    "{% if loop.previtem is undefined or loop.previtem.role != m.role %}\n{{ m.role }}: "
+    "{% else %} / {% endif %}{{ said(m) }}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'assistant' %}\nassistant: {% endif %}"
+)
+NEAR = TEMPLATES | {
+    "first": FIRST,
+    "system apart": SYSTEM_APART,
+    "tool runs": TOOL_RUNS,
+    "speaker changes": SPEAKER_CHANGES,
+}
+LOOKING_BACK = {
+    "numbers": "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}",
+    "thirds": "{% for m in messages %}{{ '|' if loop.index0 % 3 == 0 }}{{ m.content }}{% endfor %}",
+    "length": "{{ messages | length }} messages: {% for m in messages %}{{ m.content }}{% endfor %}",
+    "from the end": "{% for m in messages %}{{ m.content if loop.revindex0 < 3 }};{% endfor %}",
+    "last": "{% for m in messages %}{{ messages[-1].content }}{{ m.content }}{% endfor %}",
+    "last, renamed": (
+        "{% set end = messages[-1] %}{% for m in messages %}{{ end.content }}{{ m.content }}{% endfor %}"
+    ),
+    "counter": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}"
+        "{{ ns.n }}{{ m.content }}{% endfor %}"
+    ),
+    "counting macro": (
+        "{% set ns = namespace(n=0) %}{% macro said(m) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endmacro %}"
+        "{% for m in messages %}{{ said(m) }}{% endfor %}"
+    ),
+    "stops": (
+        "{% for m in messages %}{% if m.content == 'a' %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+    ),
+    "header": (
+        "{% for m in messages %}{{ m.content }}{{ '.' if add_generation_prompt else ';' }}{% endfor %}"
+    ),
+    "header, renamed": (
+        "{% if add_generation_prompt %}{% set dot = '.' %}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{{ dot }}{% endfor %}"
+    ),
+    "twice": (
+        "{% for m in messages %}{{ m.role }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    ),
+    "within": "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",
+    "chosen": "{% for m in messages if m.role == 'user' %}{{ loop.index0 % 2 }}{{ m.content }}{% endfor %}",
+    "reversed": "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}",
+    "sorted": "{% for m in messages | sort(attribute='content') %}{{ m.content }}{% endfor %}",
+    "joined": "{{ messages | map(attribute='content') | join }}",
+    "alternately": (
+        "{% set c = cycler('a', 'b') %}{% for m in messages %}{{ c.next() }}{{ m.content }}{% endfor %}"
+    ),
+    "changes": "{% for m in messages %}{{ m.role if loop.changed(m.role) }}{{ m.content }}{% endfor %}",
+    "loop, renamed": "{% for m in messages %}{% set l = loop %}{{ l.length }}{{ m.content }}{% endfor %}",
+    "all at once": "{% filter upper %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfilter %}",
+    "no loop": "{{ messages[0].content }}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(with_template: Callable[[str], Tokenizer], tokenizer: Tokenizer) -> dict[str, Tokenizer]:
+    return {"packaged": tokenizer} | {
+        name: with_template(text) for name, text in (NEAR | LOOKING_BACK).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["packaged", *NEAR])
+def test_a_template_that_looks_at_neighbours_only_is_told(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    assert num_first(tokenizers[name].template) in (1, 2)
+
+
+@pytest.mark.parametrize("name", LOOKING_BACK)
+def test_a_template_that_looks_further_is_told(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    assert num_first(tokenizers[name].template) is None
+
+
+def test_no_template_and_one_that_is_none_look_back() -> None:
+    assert num_first(None) is None
+    assert num_first("{% for m in messages %}") is None
+
+
+@pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
+def test_a_late_turn_renders_and_tokenises_no_more_than_an_early_one(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Counted in messages and in characters, for turns that say the same."""
+    chat = Chat(tokenizers[name])
+    rendered, encoded = [], []
+    render, encode = chat.tokenizer.render, chat.tokenizer.encode
+
+    def counting_render(messages: Any, **options: Any) -> str:
+        rendered.append(len(messages))
+        return render(messages, **options)
+
+    def counting_encode(text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    costs = []
+    for _ in range(40):
+        with monkeypatch.context() as patch:
+            patch.setattr(chat.tokenizer, "render", counting_render)
+            patch.setattr(chat.tokenizer, "encode", counting_encode)
+            rendered.clear()
+            encoded.clear()
+            chat.say(("user", "What now?"))
+            chat.open()
+            costs.append((sum(rendered), sum(encoded)))
+        chat.reply("Wait.")
+    assert costs[10:12] * 14 == costs[10:38]
+    chat.say(("user", "end"))
+    assert chat.text == chat.render()
+
+
+@pytest.mark.parametrize("name", ["packaged", "system apart", "numbers"])
+def test_appends_without_answers_cost_the_same_each_where_the_template_allows_it(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    chat = Chat(tokenizers[name])
+    render, counts = chat.tokenizer.render, []
+    monkeypatch.setattr(
+        chat.tokenizer,
+        "render",
+        lambda messages, **more: counts.append(len(messages)) or render(messages, **more),
+    )
+    for number in range(30):
+        chat.say(("user" if number % 2 == 0 else "assistant", "so <|im_end|>"))
+    assert (max(counts) < 24) == (name != "numbers")
+    assert chat.text == chat.render()
+
+
+TEXTS = st.sampled_from(["", "a", " b ", "un", "believable", "x<|im_end|>", "</think>c", "é\n", "\n"])
+ROLES = st.sampled_from(["user", "user", "assistant", "system", "tool"])
+TURNS = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=3)),
+        st.tuples(st.just("ask"), st.tuples(TEXTS, TEXTS, st.booleans())),
+        st.tuples(st.just("ask"), st.tuples(TEXTS, TEXTS, st.booleans())),
+        st.tuples(st.just("answer"), st.tuples(TEXTS, st.booleans())),
+        st.tuples(st.just("header"), st.none()),
+        st.tuples(st.just("raw"), TEXTS),
+        st.tuples(st.just("rewind"), st.floats(0, 1)),
+    ),
+    min_size=8,
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(["packaged", *NEAR]), begin=st.booleans(), turns=TURNS)
+def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
+    tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]
+) -> None:
+    """Long and mixed: messages of any role, answers cut off, raw content, rewinds to anywhere."""
+    near, full = Chat(tokenizers[name]), Chat(tokenizers[name])
+    steady = [("ask", ("so?", "yes", True))] * 6
+    for turn in [*(steady if begin else ()), *turns]:
+        outcome = _take(near, turn)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(templates, "num_first", lambda _: None)
+            assert _take(full, turn) == outcome
+        assert near.tokens == full.tokens
+        assert near.conversation == full.conversation
+
+
+def _take(chat: Chat, turn: tuple[str, Any]) -> str:
+    """Carry out a turn as a session does; returns what the template said against it."""
+    kind, what = turn
+    try:
+        if kind == "say":
+            chat.say(*what)
+        elif kind == "ask":
+            chat.say(("user", what[0]))
+            chat.open()
+            chat.reply(what[1], end=what[2])
+        elif kind == "answer":
+            chat.open()
+            chat.reply(what[0], end=what[1])
+        elif kind == "header":
+            chat.open()
+        elif kind == "raw":
+            chat.raw(what)
+        else:
+            position = int(what * len(chat.tokens))
+            chat.conversation = chat.conversation.rewind(chat.tokens, position)
+            del chat.tokens[position:]
+    except templates.TemplateError as error:
+        return str(error)
+    return ""
+
+
+def test_the_two_ends_of_a_conversation_are_rendered_as_in_the_whole(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    """A first message that is a system's, answers that end by themselves or not, and a date."""
+    for name in ("dated", "first", "system apart"):
+        chat = Chat(tokenizers[name])
+        chat.say(("system", "Rules."), ("user", "Hi"))
+        for turn in range(20):
+            chat.open()
+            assert chat.text == chat.render(header=True)
+            chat.reply(f"Answer {turn}", end=turn % 3 > 0)
+            chat.say(("user", f"Question {turn}"))
+            assert chat.text == chat.render()
