@@ -1,6 +1,6 @@
 """The composition root: build every part, run them, take them down in the right order.
 
-Start: data directory, NATS, streams, model, snapshots, then requests. Stop, in reverse: no new requests,
+Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse: no new requests,
 turns end and leave their tails for the disk, the writer finishes, NATS goes last. Whatever is unanswered
 then is in the log for the next worker.
 """
@@ -125,31 +125,41 @@ class App:
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
-            url = settings.nats
-            if url is None:
+            # What a user may have got wrong comes first: no server is started and no stream made for a model
+            # that cannot be loaded, and no model fetched for a server that is not there.
+            if settings.nats is None:
                 server = broker.EmbeddedServer(directory, settings)
+                server.check()
+                loaded = await self._load_model(directory, stack)
                 stack.push_async_callback(server.stop)
                 await server.start()
-                url = server.url
-            nc = await connect(
-                url,
-                name=f"turnkeep {settings.worker}",
-                min_payload_bytes=settings.max_message_bytes,
-                on_reconnected=self._reconnected,
-                on_closed=self._closed,
-            )
-            stack.push_async_callback(nc.close)
+                nc = await self._connect(server.url, stack)
+            else:
+                nc = await self._connect(settings.nats, stack)
+                loaded = await self._load_model(directory, stack)
             js = nc.jetstream()
             names = await streams.ensure(js, self._subjects, settings)
-            loaded = await self._load_model(directory, stack)
+            await self._open_store(directory, loaded, stack)
             await self._serve(nc, js, names, loaded)
+
+    async def _connect(self, url: str, stack: contextlib.AsyncExitStack) -> Client:
+        nc = await connect(
+            url,
+            name=f"turnkeep {self._settings.worker}",
+            min_payload_bytes=self._settings.max_message_bytes,
+            on_reconnected=self._reconnected,
+            on_closed=self._closed,
+        )
+        stack.push_async_callback(nc.close)
+        return nc
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
         settings = self._settings
         blas = preload()
         if blas.advice:
             log.warning(blas.advice)
-        dtype = settings.dtype if settings.dtype != "auto" else await asyncio.to_thread(model.default_dtype)
+        auto = settings.dtype == "auto"
+        self._dtype = dtype = await asyncio.to_thread(model.default_dtype) if auto else settings.dtype
         folder = await asyncio.to_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
@@ -177,26 +187,28 @@ class App:
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             caches=self._device.caches,
         )
+        self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
+        self._kv_bytes = self._kv_limit(self._context_tokens)
+        return loaded
+
+    async def _open_store(
+        self, directory: DataDir, loaded: LoadedModel, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Open the snapshots; a worker serves without them rather than not at all."""
+        settings = self._settings
         if settings.snapshots == "off":
             log.info("snapshots are off")
-        elif self._device.unsupported_cache is None:
-            await self._open_store(directory, loaded, dtype, stack)
-        else:
+            return
+        if self._device.unsupported_cache is not None:
             log.warning(
                 "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
                 cache_class=self._device.unsupported_cache,
             )
-        return loaded
-
-    async def _open_store(
-        self, directory: DataDir, loaded: LoadedModel, dtype: str, stack: contextlib.AsyncExitStack
-    ) -> None:
-        """Open the snapshots; a worker serves without them rather than not at all."""
-        settings = self._settings
+            return
         identity = await asyncio.to_thread(
             folder_identity,
             loaded.folder,
-            kv_dtype=dtype,
+            kv_dtype=self._dtype,
             block_tokens=settings.block_tokens,
             code=await asyncio.to_thread(code_digest, loaded.model),
             caches=self._device.caches,
@@ -225,8 +237,7 @@ class App:
         """Take requests until told to stop; raises `WorkerError` if a part ends that must not."""
         settings, telemetry, subjects = self._settings, self._telemetry, self._subjects
         self._loaded = loaded
-        context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
-        ledger = Ledger(self._kv_limit(context_tokens))
+        ledger = Ledger(self._kv_bytes)
         self._engine = Engine(
             self._device,
             ledger,
@@ -244,7 +255,7 @@ class App:
             folder=folder,
             tokenizer=loaded.tokenizer,
             telemetry=telemetry,
-            context_tokens=context_tokens,
+            context_tokens=self._context_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
         )

@@ -231,7 +231,7 @@ class Settings:
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
         None,
-        "an MLX folder, a GGUF file or a hub id; without it the packaged model",
+        "an MLX folder, a GGUF file or a hub id; without it SmolLM2-135M-Instruct, packaged or from the hub",
     )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),

@@ -220,7 +220,7 @@ def verify(
     folder = Folder(place) if quarantine else None
     try:
         with terminal_progress() as show:
-            found = survey.verify(place, lambda done, total: show(done, total, "verifying") if show else None)
+            found = survey.verify(place, lambda done, total: show(done, total, "verifying"))
         moved = []
         for name, _ in found.doubtful if folder is not None else ():
             digest = digest_of(name)

@@ -105,7 +105,7 @@ def model_path(config: Path | None, **flags: Any) -> None:
 
     settings = read(config, flags)
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
-    with terminal_progress() as progress:
+    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
     click.echo(folder)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.text import Text
 
 from worker.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.models import hub
 from worker.wire.broker import check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
 
@@ -26,6 +27,7 @@ from .printing import size, table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from worker.models.model import ModelEntry
     from worker.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -174,28 +176,31 @@ def _port(settings: Settings) -> Check:
 def _model(settings: Settings) -> Check:
     from worker.models import model, model_files
 
+    here = model.list_models(settings.data_dir)
     try:
         if settings.model is None:
-            path = model.packaged_gguf()
-            converted = any(entry.origin == "converted" for entry in model.list_models(settings.data_dir))
-            return Check("model", "ok", f"{path.stem}, {'converted' if converted else 'to be converted'}")
+            packaged = model.packaged_gguf()
+            if packaged is None:
+                mend = f"the first start downloads them; or {model.INSTALL_DEFAULT}"
+                return _hub_model(model.DEFAULT_ID, here, mend)
+            converted = any(entry.origin == "converted" for entry in here)
+            return Check("model", "ok", f"{packaged.stem}, {'converted' if converted else 'to be converted'}")
         path = Path(settings.model).expanduser()
         if path.is_dir():
             model_files.check_folder(path)
         elif not path.is_file():
-            return _hub_model(settings.model, {entry.name for entry in model.list_models(settings.data_dir)})
+            return _hub_model(settings.model, here, "the first start downloads them")
     except model_files.ModelError as error:
         return _failure("model", settings.model or "", error)
     return Check("model", "ok", str(path))
 
 
-def _hub_model(hub_id: str, names: set[str]) -> Check:
+def _hub_model(hub_id: str, here: Iterable[ModelEntry], mend: str) -> Check:
+    names = {entry.name for entry in here}
     if hub_id in names or hub_id.rpartition("/")[2] in names:
         return Check("model", "ok", f"{hub_id}, downloaded")
-    if hub_id.count("/") == 1 and not hub_id.startswith(("/", ".", "~")):
-        return Check(
-            "model", "warn", f"{hub_id} is not here yet", "its files", "the first start downloads them"
-        )
+    if hub.is_id(hub_id):
+        return Check("model", "warn", f"{hub_id} is not here yet", "its files", mend)
     return Check(
         "model",
         "fail",

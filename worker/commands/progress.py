@@ -1,4 +1,4 @@
-"""Progress bars of long steps on a terminal; nothing where standard error is no terminal."""
+"""What long steps show: a line as they begin, and a bar on a terminal while they last."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from worker.models.model import Progress
 
 
 @contextlib.contextmanager
-def terminal_progress() -> Iterator[Progress | None]:
-    """Give a callback that draws a bar for one step after the other, from any thread.
+def terminal_progress(begins: Callable[[str], object] = lambda _: None) -> Iterator[Progress]:
+    """Give a callback for progress, to be called from any thread.
 
-    A bar is on the screen only while its step lasts: a live display that stays redraws its line for ever,
-    and wipes out what others print there.
+    `begins(what)` is called once for each step. A bar is on the screen only while its step lasts: a live
+    display that stays redraws its line for ever, and wipes out what others print there.
     """
+    begun: set[str] = set()
+
+    def tell(done: int, total: int, what: str) -> None:
+        if what not in begun and done < total:
+            begun.add(what)
+            begins(what)
+
     if not sys.stderr.isatty():
-        yield None
+        yield tell
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +36,7 @@ def terminal_progress() -> Iterator[Progress | None]:
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def show(done: int, total: int, what: str) -> None:
+        tell(done, total, what)
         task = next((task for task in bars.tasks if task.description == what), None)
         if done >= total:
             for finished in bars.task_ids:

