@@ -3,6 +3,18 @@
 Imports nothing else of Turnkeep, so that it can be installed without MLX.
 """
 
-from .client import connect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import connect
 
 __all__ = ["connect"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client, and nats-py with it, for those who connect: messages need neither."""
+    if name in __all__:
+        from . import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
