@@ -1,22 +1,23 @@
-"""Carry snapshots from one cache to another, as a tar of their files. Blocking: for the command line.
+"""Carry snapshots from one cache to another, as a plain tar of their files. Blocking: for the command line.
 
-What comes out of an archive is believed no more than what lies in a cache: every file is proved before it
-gets its place, and none is ever written under a name of the archive's choice.
+Every file of an archive is proved before it gets its place, and none is ever written under a name of the
+archive's choice. That it is what it says does not prove that a model has computed it: see `import --help`.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
+import stat
 import tarfile
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
+from . import private
 from .entries import Row
-from .folder import scan
+from .folder import digest_of, scan
 from .format import SUFFIX, is_lack, prove
 from .header import read_name
 from .pruning import opened
@@ -24,7 +25,7 @@ from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from .catalog import Catalog
@@ -32,8 +33,20 @@ if TYPE_CHECKING:
     from .index import Index
     from .snapshot import Name
 
-_MEMBER: Final = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
 _COPY_BYTES: Final = 4 << 20
+#: An archive with more members that are no snapshots than this is not one of ours.
+_MOST_OTHERS: Final = 1000
+#: Members that describe the next one.
+_EXTENDED: Final = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+#: Members that nothing follows, whatever size they say.
+_EMPTY: Final = {
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+}
 
 
 @dataclass(slots=True)
@@ -56,14 +69,17 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Carr
     if not paths:
         raise CacheError(f"there is nothing to export in {directory}")
     carried = Carried()
-    draft = target.with_name(target.name + ".part")
+    made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # its owner's alone
+    draft = target.parent / name
     try:
-        with tarfile.open(draft, "w") as tar:
+        with (
+            os.fdopen(made, "wb") as to,
+            tarfile.open(fileobj=to, mode="w", format=tarfile.GNU_FORMAT) as tar,
+        ):
             for path in paths:
                 prove(path)
-                tar.add(path, path.name, filter=_plain)
+                carried.size_bytes += _put(tar, path)
                 carried.num_files += 1
-                carried.size_bytes += path.stat().st_size
         draft.replace(target)
     except DoubtfulSnapshotError as error:
         raise CacheError(f"{path.name} is doubtful ({error.reason}): see turnkeep cache verify") from None
@@ -81,18 +97,45 @@ def restore(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: in
     What is there already, is doubtful, lacks its prefix, or exceeds a limit is skipped with the reason.
     Raises `CacheError` where the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with opened(directory) as (folder, catalog, index):
+    with source.open("rb") as file, opened(directory) as (folder, catalog, index):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CacheError(f"{source} is no file: save the archive to one first")
         intake = _Intake(folder, catalog, index, max_bytes, min_free_bytes)
         try:
-            with tarfile.open(source, "r:*") as tar:
-                for member in tar:
-                    try:
-                        intake.take(tar, member)
-                    except DoubtfulSnapshotError as error:
-                        intake.carried.skipped.append((member.name, error.reason))
-        except (tarfile.TarError, EOFError) as error:
-            raise CacheError(f"{source} is no sound tar file: {error}") from None
+            for member in _members(file):
+                try:
+                    intake.take(member, file)
+                except DoubtfulSnapshotError as error:
+                    intake.carried.skipped.append((member.name, error.reason))
+        except tarfile.TarError as error:
+            raise CacheError(
+                f"{source} is no sound tar file ({error}); it must be whole, and not compressed"
+            ) from None
     return intake.carried
+
+
+def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Go through an archive; the file then stands where a member's content begins.
+
+    Of a member 512 bytes are taken for a header, whatever it is. Extended headers, of any length, are passed
+    over: a snapshot has a short name, and its size stands in its own. Raises `tarfile.TarError`.
+    """
+    at = num_others = 0
+    while num_others <= _MOST_OTHERS:
+        file.seek(at)
+        block = file.read(tarfile.BLOCKSIZE)
+        if block == bytes(tarfile.BLOCKSIZE):
+            return
+        member = tarfile.TarInfo.frombuf(block, "ascii", "surrogateescape")
+        if member.size < 0:
+            raise tarfile.ReadError("a member of less than no bytes")
+        at = file.tell() + (-(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE) * (
+            member.type not in _EMPTY
+        )
+        if member.type not in _EXTENDED:
+            num_others += not _is_snapshot(member)
+            yield member
+    raise tarfile.ReadError(f"more than {_MOST_OTHERS} members that are no snapshots")
 
 
 class _Intake:
@@ -109,12 +152,11 @@ class _Intake:
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
 
-    def take(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    def take(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
         """Raise `DoubtfulSnapshotError` with the reason where a member is not taken."""
-        fits = _MEMBER.fullmatch(member.name)
-        if fits is None or not member.isreg():
+        digest = digest_of(member.name)
+        if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
-        digest = bytes.fromhex(fits[1])
         if digest in self._names:
             raise DoubtfulSnapshotError("there already")
         if self._used_bytes + member.size > self._max_bytes:
@@ -125,11 +167,8 @@ class _Intake:
         if self._folder.free_bytes() - member.size < self._min_free_bytes:
             raise DoubtfulSnapshotError(f"the disk would have less than {self._min_free_bytes} bytes free")
         with self._folder.placing(digest) as path:
-            content = tar.extractfile(member)
-            if content is None:
-                raise DoubtfulSnapshotError("not a file with the name of a snapshot")
-            with path.open("wb") as file:
-                shutil.copyfileobj(content, file, _COPY_BYTES)
+            with open(path, "wb", opener=private.opener) as file:
+                _copy(content, file, member.size)
                 file.flush()
                 os.fsync(file.fileno())
             name = prove(path)
@@ -163,6 +202,8 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
         while digest not in starts:
             path = snapshots / f"{digest}{SUFFIX}"
             try:
+                if digest not in there:  # or only as a link
+                    raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
                 name = read_name(path)
             except (DoubtfulSnapshotError, OSError) as error:
                 if digests is None and not is_lack(error):
@@ -188,9 +229,25 @@ def _only(there: set[str], beginning: str) -> str:
     return fitting[0]
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who owned the file: it says nothing where it is going."""
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    member.mode = 0o600
-    return member
+def _put(tar: tarfile.TarFile, path: Path) -> int:
+    """Add a file under its name, without who owned it: that says nothing where it is going."""
+    with open(path, "rb", opener=private.opener) as file:
+        status = os.fstat(file.fileno())
+        member = tarfile.TarInfo(path.name)
+        member.size, member.mtime, member.mode = status.st_size, int(status.st_mtime), private.FILE_MODE
+        tar.addfile(member, file)
+    return member.size
+
+
+def _is_snapshot(member: tarfile.TarInfo) -> bool:
+    """Say whether a member is a plain file with a snapshot's name, and no hole in it that takes up room."""
+    return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and digest_of(member.name) is not None
+
+
+def _copy(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
+    while num_bytes:
+        piece = source.read(min(num_bytes, _COPY_BYTES))
+        if not piece:
+            raise tarfile.ReadError("it ends in the middle of a member")
+        target.write(piece)
+        num_bytes -= len(piece)

@@ -6,12 +6,14 @@ the order of use and the pins are lost with it.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from . import private
 from .entries import Columns
 from .pins import Pin
 
@@ -107,6 +109,8 @@ class Catalog:
         return db
 
     def _connect(self) -> sqlite3.Connection:
+        with suppress(OSError):  # SQLite says it in its own words; its log gets the same mode
+            os.close(private.opener(str(self._path), os.O_RDWR | os.O_CREAT))
         # Opened on one thread, then used by the writer alone.
         db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         # Else the log's index is a mapped file, and on a full disk that copies on write (btrfs) changing it

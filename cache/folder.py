@@ -13,10 +13,12 @@ import fcntl
 import os
 import re
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from . import private
 from .blocks import DIGEST_BYTES
 from .format import SUFFIX
 from .snapshot import CacheError
@@ -75,9 +77,9 @@ class Folder:
         self.tmp = directory / "tmp"
         self.quarantined = directory / "quarantine"
         self.catalog = directory / "index.sqlite"
-        for path in (self.snapshots, self.tmp, self.quarantined):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        for path in (directory, self.snapshots, self.tmp, self.quarantined):
+            path.mkdir(parents=True, exist_ok=True, mode=private.DIRECTORY_MODE)
+        self._lock = private.opener(str(directory / "lock"), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -90,6 +92,16 @@ class Folder:
         with suppress(OSError):  # on a full disk nobody is told who holds it, but what is there is of use
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self._tighten()
+
+    def _tighten(self) -> None:
+        """Close what an older version has left open to others: once, since there may be very many files."""
+        rooms = (self.snapshots, self.tmp, self.quarantined)
+        files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
+        files += [(path for path in room.iterdir() if digest_of(path.name)) for room in rooms]
+        private.tighten(self.directory, chain(*files))
+        for room in rooms:
+            private.tighten(room, ())
 
     def close(self) -> None:
         """Give the lock back."""

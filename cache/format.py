@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from . import header as headers
+from . import private
 from .header import BLANK, CHECKSUM_AT, CHECKSUM_END, STATE_AT, STATE_END
 from .snapshot import DoubtfulSnapshotError, Layout, Name, Place, States, Tensor
 
@@ -74,7 +75,7 @@ def write(draft: Draft, path: Path) -> None:
     header = header[:CHECKSUM_AT] + hasher.hexdigest().encode() + header[CHECKSUM_END:]
     # Few system calls for all tensors: one for each takes half as much of the processor again, and waits for
     # the GIL as often.
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=private.opener) as file:
         for group in _batches((memoryview(header), *(tensor.data for tensor in draft.tensors))):
             _pour(file.fileno(), group)
         os.fsync(file.fileno())

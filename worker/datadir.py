@@ -67,6 +67,8 @@ class DataDir:
             opened = cls(path, fd)
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
+                if folder != opened.models:  # a copy, say, may have made the others for all to read
+                    folder.chmod(0o700)
         except BlockingIOError:
             owner = _owner(fd)
             os.close(fd)

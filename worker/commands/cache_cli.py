@@ -336,6 +336,10 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
     """Take the snapshots of a tar file into the cache, each once it is proved. Needs the lock.
 
     They serve the same model and the same tenant names as where they were made.
+
+    An archive is trusted content: take none from people whom you would not let change the model. What is
+    proved is that each file is whole and is what it says. That a model has computed it cannot be proved, and
+    a session that goes on from made-up KV answers as if something else had been said to it.
     """
     place, settings = _place(directory, config, flags)
     carried = archive.restore(

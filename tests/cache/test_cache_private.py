@@ -1,0 +1,240 @@
+"""What users have said is their worker's alone: modes of files, and archives that want out of their place."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+from made_kv import save_all
+
+from cache import archive
+from cache.snapshot import CacheError
+from worker.commands.cli import main
+from worker.datadir import DataDir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKENS = list(range(10))
+
+
+@pytest.fixture(autouse=True)
+def open_to_all() -> Iterator[None]:
+    """Let everybody read what is made without a mode of its own."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+async def filled(open_store, tmp_path) -> Path:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.close()
+    return tmp_path / "cache"
+
+
+def open_to_others(directory: Path) -> list[str]:
+    """Name what others than the owner have any access to."""
+    return sorted(
+        str(path.relative_to(directory))
+        for path in (directory, *directory.rglob("*"))
+        if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o077
+    )
+
+
+def take(directory: Path, source: Path) -> archive.Carried:
+    return archive.restore(directory, source, max_bytes=1 << 30, min_free_bytes=0)
+
+
+async def test_nothing_of_a_cache_is_there_for_others(open_store, tmp_path) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.pin("a", TOKENS)
+    assert (tmp_path / "cache" / "index.sqlite-wal").exists()
+    assert open_to_others(tmp_path / "cache") == []
+
+
+async def test_what_an_older_version_left_open_is_closed_at_the_next_start(
+    open_store, filled, tmp_path
+) -> None:
+    outside = tmp_path / "mine.txt"
+    outside.write_text("")
+    (filled / "snapshots" / f"{'ab' * 32}.safetensors").symlink_to(outside)
+    (filled / "notes.txt").write_text("")
+    for path in (filled, *filled.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o644)
+    store = await open_store()
+    assert open_to_others(filled) == ["notes.txt"]
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o644, "no link is followed"
+    assert store.match("a", TOKENS).num_tokens == 10
+    await store.close()
+    filled.chmod(0o700)
+    (filled / "quarantine").chmod(0o755)
+    await open_store()
+    assert stat.S_IMODE((filled / "quarantine").stat().st_mode) == 0o700
+
+
+def test_the_folders_of_a_data_directory_are_closed_too(tmp_path) -> None:
+    DataDir.open(tmp_path / "data").close()
+    for path in (tmp_path / "data").iterdir():
+        path.chmod(0o777)
+    with DataDir.open(tmp_path / "data"):
+        assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
+
+
+async def test_an_archive_is_its_owners_alone_and_none_is_written_through_a_link(filled, tmp_path) -> None:
+    target, victim = tmp_path / "all.tar", tmp_path / "victim"
+    victim.write_text("mine")
+    for name in (target, target.with_name("all.tar.part")):
+        name.symlink_to(victim)
+    archive.export(filled, None, target)
+    assert victim.read_text() == "mine"
+    assert not target.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+async def test_an_archive_is_a_plain_tar_that_others_can_read(filled, tmp_path) -> None:
+    archive.export(filled, None, tmp_path / "all.tar")
+    with tarfile.open(tmp_path / "all.tar", "r:") as tar:
+        members = tar.getmembers()
+        assert [member.isreg() for member in members] == [True] * 3
+        assert {(member.mode, member.uid, member.uname) for member in members} == {(0o600, 0, "")}
+    assert (tmp_path / "all.tar").read_bytes()[156:157] == tarfile.REGTYPE, (
+        "no extended header comes before it"
+    )
+
+
+async def test_a_linked_file_is_not_exported(filled, tmp_path) -> None:
+    """It may be anything by the time that it is read."""
+    first, *_, leaf = sorted((filled / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheError, match="cannot be exported"):
+        archive.export(filled, [leaf.name[:64]], tmp_path / "one.tar")
+
+
+async def test_an_archive_that_is_packed_is_refused(filled, tmp_path) -> None:
+    """A few kilobytes of it may unpack to a full disk."""
+    archive.export(filled, None, tmp_path / "all.tar")
+    for kind in ("gz", "bz2", "xz"):
+        with tarfile.open(tmp_path / f"all.{kind}", f"w:{kind}") as packed:
+            packed.addfile(*member_of("README", b""))
+        with pytest.raises(CacheError, match=r"no sound tar file .*not compressed"):
+            take(filled, tmp_path / f"all.{kind}")
+
+
+def member_of(name: str, content: bytes, kind: bytes = tarfile.REGTYPE) -> tuple[tarfile.TarInfo, io.BytesIO]:
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.linkname = kind, len(content), "/etc/passwd"
+    return member, io.BytesIO(content)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE),
+        *(tarfile.DIRTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE, b"Z"),
+    ],
+)
+async def test_only_plain_files_are_taken_from_an_archive(open_store, filled, tmp_path, kind) -> None:
+    archive.export(filled, None, tmp_path / "all.tar")
+    with tarfile.open(tmp_path / "all.tar", "r:") as tar:
+        name = tar.getnames()[0]
+        content = tar.extractfile(name).read()
+    member, _ = member_of(name, content, kind)
+    header = member.tobuf(tarfile.GNU_FORMAT)
+    with (tmp_path / "bad.tar").open("wb") as bad:
+        bad.write(header)
+        if kind in (tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE, b"Z"):
+            bad.write(content + bytes(-len(content) % 512))
+        bad.write(bytes(1024))
+    there = await open_store(directory=tmp_path / "there")
+    await there.close()
+    took = take(tmp_path / "there", tmp_path / "bad.tar")
+    assert (took.num_files, [reason for _, reason in took.skipped]) == (
+        0,
+        ["not a file with the name of a snapshot"],
+    )
+    assert list((tmp_path / "there" / "snapshots").iterdir()) == []
+
+
+async def test_extended_headers_of_any_length_take_no_memory(
+    open_store, filled, tmp_path, monkeypatch
+) -> None:
+    """1 GiB of a hole in a file, which says that it describes the next member."""
+    archive.export(filled, None, tmp_path / "all.tar")
+    sound = (tmp_path / "all.tar").read_bytes()
+    for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+        extended = tarfile.TarInfo("x")
+        extended.type, extended.size = kind, 1 << 30
+        with (tmp_path / "bad.tar").open("wb") as bad:
+            bad.write(extended.tobuf(tarfile.GNU_FORMAT))
+            bad.seek((1 << 30) + 512)
+            bad.write(sound)
+        most, frombuf = [], tarfile.TarInfo.frombuf
+        monkeypatch.setattr(
+            tarfile.TarInfo,
+            "frombuf",
+            lambda block, *rest, most=most, frombuf=frombuf: (most.append(len(block)), frombuf(block, *rest))[
+                1
+            ],
+        )
+        there = await open_store(directory=tmp_path / kind.hex())
+        await there.close()
+        took = take(tmp_path / kind.hex(), tmp_path / "bad.tar")
+        monkeypatch.undo()
+        assert (took.num_files, took.skipped) == (3, [])
+        assert set(most) == {512}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda whole: whole[:700], "ends in the middle of a member"),
+        (lambda whole: whole[:512], "ends in the middle of a member"),
+        (lambda whole: whole[:100], "truncated header"),
+        (lambda _: b"", "empty header"),
+        (lambda whole: b"\x00" + whole[1:], "bad checksum"),
+        (lambda whole: whole.rstrip(b"\0"), "header|ends"),
+    ],
+)
+async def test_an_archive_that_was_cut_off_or_spoiled_is_named(
+    open_store, filled, tmp_path, spoil, why
+) -> None:
+    archive.export(filled, None, tmp_path / "all.tar")
+    (tmp_path / "bad.tar").write_bytes(spoil((tmp_path / "all.tar").read_bytes()))
+    there = await open_store(directory=tmp_path / "there")
+    await there.close()
+    with pytest.raises(CacheError, match=rf"no sound tar file .*({why})"):
+        take(tmp_path / "there", tmp_path / "bad.tar")
+    assert list((tmp_path / "there" / "tmp").iterdir()) == []
+
+
+async def test_a_member_of_a_negative_size_is_no_endless_archive(filled, tmp_path) -> None:
+    header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = b"\xff" * 10 + b"\xfe\x00"  # -512, in base 256
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "bad.tar").write_bytes(bytes(header) * 2)
+    with pytest.raises(CacheError, match="less than no bytes"):
+        take(filled, tmp_path / "bad.tar")
+
+
+async def test_an_archive_of_other_things_is_given_up(filled, tmp_path) -> None:
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        for i in range(1100):
+            tar.addfile(tarfile.TarInfo(f"{i}.jpg"))
+    with pytest.raises(CacheError, match="more than 1000 members that are no snapshots"):
+        take(filled, tmp_path / "bad.tar")
+
+
+def test_the_help_of_import_says_that_an_archive_is_trusted_content() -> None:
+    said = CliRunner().invoke(main, ["cache", "import", "--help"]).stdout
+    assert "An archive is trusted content" in said
