@@ -8,6 +8,7 @@ class holds, `states` knows.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from . import states
+from .kv_size import KvSize, Window
 from .snapshot import STATE, Tensor
 from .states import leaves
 
@@ -161,13 +163,15 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 
 
 def shrink(caches: Sequence[Any]) -> None:
-    """Give back what plain caches have allocated but do not use, where that is more than they use.
+    """Give back what caches hold beyond what comes next: what windows and chunks drop, and unused room.
 
-    They grow by 256 tokens at a time and never shrink: a short session, or one that was rewound, would hold
-    many times what it needs. The copy is smaller than what is freed.
+    A window holds the last piece of a prompt besides until the next token. Plain caches grow by 256 tokens at
+    a time and never shrink: a short session, or one that was rewound, would hold many times what it needs.
+    Room is given back where it is more than what is used: the copy is smaller than what is freed.
     """
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
+        kept += states.drop_passed(cache)
         room = states.room(cache)
         if room is not None and room > 2 * cache.offset:
             held = {name: mx.contiguous(p[..., : cache.offset, :]) for name, p in states.parts(cache).items()}
@@ -182,15 +186,21 @@ def grows(cache: Any, num_tokens: int) -> bool | None:
     return None if room is None else bool(cache.offset + num_tokens > room)
 
 
-def sizes(caches: Sequence[Any]) -> tuple[int, int]:
-    """Measure on caches that hold something the bytes of each token, and of recurrent layers' fixed state."""
+def sizes(caches: Sequence[Any]) -> KvSize:
+    """Measure on caches that hold something what they take by the number of tokens."""
     per_token = fixed = 0
+    windows: Counter[int] = Counter()
     for _, cache in leaves(caches):
-        if hasattr(cache, "keys"):
-            per_token += sum(part.nbytes // part.shape[2] for part in states.parts(cache).values())
-        else:
+        if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
-    return per_token, fixed
+            continue
+        size = sum(part.nbytes // part.shape[2] for part in states.parts(cache).values())
+        most = states.most_tokens(cache)
+        if most is None:
+            per_token += size
+        else:
+            windows[most] += size
+    return KvSize(per_token, tuple(Window(*window) for window in sorted(windows.items())), fixed)
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:

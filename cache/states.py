@@ -81,6 +81,34 @@ def room(cache: Any) -> int | None:
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
+def most_tokens(cache: Any) -> int | None:
+    """Return how many tokens a window or a chunk holds beside what runs; None for other classes."""
+    if type(cache) is RotatingKVCache:
+        return int(cache.max_size)
+    return int(cache.chunk_size) if type(cache) is ChunkedKVCache else None
+
+
+def drop_passed(cache: Any) -> list[mx.array]:
+    """Drop what a window or a chunk would drop before its next token; returns what is left, unevaluated."""
+    most = most_tokens(cache)
+    if most is None or cache.keys is None:
+        return []
+    keep = getattr(cache, "keep", 0)
+    num_filled = cache.offset - getattr(cache, "start_position", cache.offset - cache.keys.shape[2])
+    passed = num_filled - most
+    if passed <= 0:
+        return []
+    cache.keys, cache.values = left = [
+        mx.contiguous(mx.concatenate([part[..., :keep, :], part[..., passed + keep : num_filled, :]], axis=2))
+        for part in parts(cache).values()
+    ]
+    if type(cache) is RotatingKVCache:
+        cache._idx = most  # noqa: SLF001  # part of its `state`
+    else:
+        cache.start_position += passed
+    return left
+
+
 def parts(cache: Any) -> dict[str, mx.array]:
     """Name the arrays of a plain cache; their axis 2 are the tokens, with room for more behind them."""
     found: dict[str, mx.array] = {}

@@ -184,7 +184,8 @@ class App:
             folder=str(folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
-            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            kv_bytes_per_token=loaded.kv.bytes_per_token,
+            kv_bounded_bytes=loaded.kv.bounded_bytes,
             caches=self._device.caches,
         )
         self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
@@ -243,8 +244,8 @@ class App:
             ledger,
             self._store,
             telemetry,
-            bytes_per_token=loaded.kv_bytes_per_token,
-            fixed_bytes=loaded.kv_fixed_bytes,
+            kv=loaded.kv,
+            piece_tokens=settings.block_tokens,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
         folder = Folder(loaded.tokenizer)
@@ -306,7 +307,7 @@ class App:
         room = estimator.room_for_kv(
             settings.max_batch, settings.block_tokens, min(context_tokens, _PLANNED_CONTEXT)
         )
-        if room < estimator.kv_bytes(settings.block_tokens):
+        if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
             raise WorkerError(
                 f"the weights take {size_text(estimator.weight_bytes)}, which leaves no room for KV in"
                 f" {size_text(estimator.limit_bytes)}: raise device_memory, or take a smaller model"

@@ -54,7 +54,7 @@ class Side:
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model
-        self._per_token = loaded.kv_bytes_per_token
+        self._per_token = loaded.kv.bytes_per_token
         self._plan = plan
         self._bits = kv_bits
         Forward(loaded.model)  # so that it attends as in a worker

@@ -100,9 +100,8 @@ async def make_engine(make_model):
             stall_s=0.25,
         )
         devices.append(device)
-        per_token = model.kv_bytes_per_token
-        ledger = Ledger(num_tokens * per_token)
-        engine = Engine(device, ledger, None, Telemetry(), bytes_per_token=per_token, fixed_bytes=0)
+        ledger = Ledger(model.kv.held(num_tokens))
+        engine = Engine(device, ledger, None, Telemetry(), kv=model.kv, piece_tokens=8)
         await asyncio.to_thread(device.start)
         return engine
 

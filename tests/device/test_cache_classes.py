@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
-from tiny_models import BLOCK, CONFIGS, alone, append, generate, prefill, prompt
+from tiny_models import CONFIGS, alone, append, generate, prompt
 
 from cache import layers
 from worker.models.model import cache_sizes
@@ -44,23 +44,26 @@ def test_a_rewound_session_goes_on_with_the_tokens_of_a_run_from_scratch(make_mo
     assert after.num_reused == (21 if kind == "llama" else 0), "what cannot be trimmed starts anew"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_live_bytes_are_what_the_sizes_of_the_model_predict(make_model, make_rig, kind) -> None:
-    """Exactly, for the classes that keep everything; never more, for windows."""
+@pytest.mark.parametrize("kind", [*CONFIGS, "gemma3_text", "gpt_oss", "llama4", "qwen3_next"])
+def test_a_session_holds_what_the_sizes_of_the_model_say_at_any_length(make_model, make_rig, kind) -> None:
+    """To the byte, behind prompts and answers: windows and chunks hold no more than their size."""
     model = make_model(kind)
-    per_token, fixed = cache_sizes(model)
-    caches = make_prompt_cache(model)
-    assert layers.live_bytes(caches) == 0
-    prefill(model, caches, prompt(5))
-    assert layers.live_bytes(caches) == fixed + 5 * per_token
-    prefill(model, caches, prompt(35))
-    live_bytes = layers.live_bytes(caches)
-    if kind in {"llama", "mamba2", "rwkv7"}:
-        assert live_bytes == fixed + 40 * per_token
-    else:
-        assert fixed + BLOCK * per_token < live_bytes < fixed + 40 * per_token, (
-            "a window wraps, a layer does not"
-        )
+    size, rig, history = cache_sizes(model), make_rig(model), []
+    assert layers.live_bytes(make_prompt_cache(model)) == size.held(0) == 0
+    for turn_index in range(4):
+        num_held = max(len(history) - 1, 0)
+        history = history + prompt((3, 6, 40, 1)[turn_index], salt=turn_index + 1)
+        added = append(history, num_kept=num_held)
+        rig.run(added)
+        assert rig.end(added).live_bytes == size.held(added.num_cached)
+        turn = generate(history, 2 + 3 * turn_index, num_kept=added.num_cached)
+        rig.run(turn)
+        assert rig.end(turn).live_bytes == size.held(turn.num_cached)
+        assert rig.tokens(turn) == alone(model, history, 2 + 3 * turn_index)[0]
+        history = history + rig.tokens(turn)
+    assert size.held(10_000) == size.bytes_per_token * 10_000 + size.bounded_bytes
+    per_token = {"mamba2": 0, "rwkv7": 0, "exaone4": 128, "gemma3_text": 128, "gpt_oss": 128, "llama4": 128}
+    assert size.bytes_per_token == per_token.get(kind, size.bytes_per_token)
 
 
 def test_live_bytes_of_quantised_and_chunked_caches_leave_out_what_is_allocated_ahead() -> None:

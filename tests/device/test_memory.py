@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
+from cache.kv_size import KvSize
 from worker.batch.batch import Batch, Piece
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 
@@ -62,7 +63,7 @@ def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, nu
     batch, caches = Batch(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([Piece(caches, start, prompt(256))])
-    estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, 2 * 2 * 8 * 4 * 2, 0, 2, fused=False)
+    estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
     expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
     batch.step([Piece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
     before = mx.get_active_memory()
@@ -79,15 +80,14 @@ def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
         shape=shape,
         limit_bytes=GIB,
         weight_bytes=GIB // 2,
-        bytes_per_token=2**16,
-        fixed_bytes=0,
+        kv=KvSize(2**16),
         num_layers=8,
         fused=False,
     )
 
     def needed(num_tokens: int, longest: int) -> int:
         step = estimator.scratch_bytes(4, [(128, longest)]) + estimator.growth_bytes([longest] * 4)
-        return estimator.kv_bytes(num_tokens) + step
+        return estimator.kv.held(num_tokens) + step
 
     room = estimator.room_for_kv(4, 128, 100_000)
     num_tokens = room // 2**16

@@ -36,7 +36,7 @@ def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
 
 def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int:
     """Find the limit that leaves KV for just so many tokens."""
-    wanted = estimator.kv_bytes(num_tokens)
+    wanted = estimator.kv.held(num_tokens)
     low, high = wanted, wanted + 2**26
     while low < high:
         middle = (low + high) // 2

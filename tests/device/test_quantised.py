@@ -13,6 +13,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, generate, prefill, prompt
 
 from cache import layers
+from cache.kv_size import KvSize
 from worker.batch import batch as batch_module
 from worker.batch import cpu, forward
 from worker.batch.batch import Batch, Piece, Row
@@ -163,7 +164,7 @@ def test_turns_fork_and_rewind_on_quantised_kv(make_model, make_rig) -> None:
 @pytest.mark.parametrize("kv_bits", [8, 4])
 def test_quantised_kv_has_the_size_that_is_told(make_model, kv_bits) -> None:
     model = make_model("llama", kv_bits)
-    assert cache_sizes(model) == (TOKEN_BYTES[kv_bits], 0)
+    assert cache_sizes(model) == KvSize(TOKEN_BYTES[kv_bits])
     caches = make_prompt_cache(model)
     assert layers.describe(caches) == f"2*QuantizedKVCache(32,{kv_bits})"
     prefill(model, caches, prompt(20))
@@ -248,7 +249,7 @@ def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
     estimator = make_rig(model).device.estimator
     on_cpu = mx.default_device() == mx.cpu
     assert (estimator.fused, estimator.unpacked_bytes) == (False, 2 * 2 * 32 * 4 if on_cpu else 0)
-    assert estimator.bytes_per_token == TOKEN_BYTES[kv_bits]
+    assert estimator.kv.bytes_per_token == TOKEN_BYTES[kv_bits]
     batch, caches = Batch(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([Piece(caches, start, prompt(256))])

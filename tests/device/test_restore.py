@@ -16,6 +16,7 @@ from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key,
 from cache import layers
 from cache.blocks import as_tokens
 from cache.identity import Identity
+from cache.kv_size import KvSize
 from cache.store import Store
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
@@ -109,7 +110,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
             queue_bytes=queue_bytes,
             min_free_bytes=0,
         )
-        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), bytes_per_token=1024, fixed_bytes=0)
+        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=BLOCK)
         device.cut_snapshots(store.room)
         try:
             yield Process(engine, store, recorded)

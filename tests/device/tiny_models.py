@@ -253,15 +253,13 @@ class Endless:
 
 
 def loaded(model: Any) -> LoadedModel:
-    per_token, fixed = cache_sizes(model)
     return LoadedModel(
         model=model,
         tokenizer=None,  # type: ignore[arg-type]  # the device has no use for it
         config=vars(getattr(model, "args", model)),
         name="tiny",
         folder=Path(),
-        kv_bytes_per_token=per_token,
-        kv_fixed_bytes=fixed,
+        kv=cache_sizes(model),
         context_tokens=2048,
         vocab_size=VOCABULARY,
         eos_ids=frozenset(),

@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny_gguf import TinyLlama
 
+from cache.kv_size import KvSize
 from worker.models import gguf_model, model
 from worker.models.model import ModelError
 
@@ -46,7 +47,7 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
     reports: list[tuple[int, int, str]] = []
     found = model.load(packaged_folder, dtype="float32", progress=lambda *report: reports.append(report))
     assert found.name == "SmolLM2-135M-Instruct.Q4_1"
-    assert found.kv_bytes_per_token == 46_080
+    assert found.kv.bytes_per_token == 46_080
     assert found.context_tokens == 8192
     assert found.vocab_size == 49_152
     assert 2 in found.eos_ids
@@ -89,7 +90,7 @@ def test_what_was_loaded_on_a_thread_runs_on_it(tiny: Path) -> None:
     ("dtype", "kv_bytes"), [("keep", 2 * 2 * 2 * 32 * 4), ("float16", 2 * 2 * 2 * 32 * 2)]
 )
 def test_kv_bytes_follow_layers_heads_and_dtype(tiny: Path, dtype: str, kv_bytes: int) -> None:
-    assert model.load(tiny, dtype=dtype).kv_bytes_per_token == kv_bytes
+    assert model.load(tiny, dtype=dtype).kv == KvSize(kv_bytes)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def tokens_of(num: int, vocabulary: int) -> list[int]:
 @pytest.mark.parametrize(("kv_bits", "kv_bytes"), [(None, 1024), (8, 2 * 2 * 2 * 40), (4, 2 * 2 * 2 * 24)])
 def test_a_model_is_loaded_with_the_bits_that_are_asked_for(tiny: Path, kv_bits: int, kv_bytes: int) -> None:
     loaded = model.load(tiny, dtype="float32", kv_bits=kv_bits)
-    assert loaded.kv_bytes_per_token == kv_bytes
+    assert loaded.kv.bytes_per_token == kv_bytes
     sizes = Side(loaded, PLAN, kv_bits).sizes(tokens_of(32, loaded.vocab_size))
     assert sizes["kv_bytes_per_token"] == kv_bytes
     assert kv_bytes < sizes["disk_bytes_per_token"] < kv_bytes + 4096 / PLAN.block

@@ -170,6 +170,19 @@ async def test_a_model_whose_kv_cannot_be_quantised_stops_the_start_with_one_lin
         await local_worker(kv_bits=8)
 
 
+async def test_a_window_is_priced_by_what_it_holds(local_worker, make_folder) -> None:
+    """600 tokens of 256 bytes would not fit. One of the two layers has them all, the other one 24."""
+    worker = await local_worker(model=str(make_folder("gemma3_text")), max_memory=100 * 2**10)
+    session = worker.client.session("s")
+    appended = await session.append(text="x" * 600)
+    assert appended.kv_live_bytes == (599 + 24) * 128
+    assert (await session.info()).kv_live_bytes == (599 + 24) * 128
+    answer = await session.generate(max_tokens=20)
+    assert answer.kv_live_bytes == (answer.position - 1 + 24) * 128
+    with pytest.raises(RequestFailedError, match="take 103168 bytes of KV, the limit is 102400"):
+        await session.append(text="x" * (782 - answer.position))
+
+
 async def test_the_log_says_how_kv_is_kept(local_worker, make_folder) -> None:
     with structlog.testing.capture_logs() as lines:
         await local_worker(model=str(make_folder("llama")), kv_bits=8)

@@ -46,14 +46,11 @@ class Cutting:
         """Count the copies for the disk that a step's pieces of prompts make."""
         if self.room is None:
             return 0
-        ready = sum(
-            span.num_tokens
-            for turn, num in step.prefill
-            for span in turn.spans
-            if span.end <= turn.num_cached + num
-        )
-        waiting = sum(span.num_tokens for _, span in self._due)
-        return (ready + waiting) * self._estimator.bytes_per_token
+        ready = [
+            span for turn, num in step.prefill for span in turn.spans if span.end <= turn.num_cached + num
+        ]
+        spans = [*ready, *(span for _, span in self._due)]
+        return sum(self._estimator.kv.snapshot(span.num_tokens, at=span.end) for span in spans)
 
     def prompt(self, turn: Turn) -> None:
         """Note the missing pieces of the prompt that KV covers by now."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cache.blocks import Tokens
+    from cache.kv_size import KvSize
     from cache.store import Forgotten, Held, Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
@@ -131,16 +132,16 @@ class Engine:
         store: Store | None,
         telemetry: Telemetry,
         *,
-        bytes_per_token: int,
-        fixed_bytes: int,
+        kv: KvSize,
+        piece_tokens: int,
     ) -> None:
-        """A session's KV takes `fixed_bytes` on the device and `bytes_per_token` for each token."""
+        """`kv` says what a session's KV takes; prompts run in pieces of up to `piece_tokens`."""
         self.ledger = ledger
         self._device = device
         self._store = store
         self._telemetry = telemetry
-        self._bytes_per_token = bytes_per_token
-        self._fixed_bytes = fixed_bytes
+        self._kv = kv
+        self._piece_tokens = piece_tokens
         self._resident: dict[SessionKey, Tokens] = {}
         self._running: dict[SessionKey, _Running] = {}
         self._waiters: list[_Waiter] = []
@@ -162,8 +163,8 @@ class Engine:
         return len(self._waiters)
 
     def size_bytes(self, num_tokens: int) -> int:
-        """Estimate the device memory that the KV of `num_tokens` takes."""
-        return self._fixed_bytes + num_tokens * self._bytes_per_token if num_tokens else 0
+        """Count the device memory that the KV of `num_tokens` takes."""
+        return self._kv.held(num_tokens)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
@@ -196,7 +197,8 @@ class Engine:
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
         num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
         # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
-        allocated = min(self.size_bytes(grown(num_tokens)), self.ledger.max_bytes)
+        allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
+        allocated = min(allocated, self.ledger.max_bytes)
         needed = max(allocated, self.size_bytes(num_tokens))
         if cancelled() or not await self._admitted(key, needed, priority):
             return None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cache.kv_size import KvSize
+
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
 #: What computes in 16 bits still has its softmax in 32.
@@ -93,15 +95,10 @@ class Estimator:
     shape: Shape
     limit_bytes: int
     weight_bytes: int
-    bytes_per_token: int
-    fixed_bytes: int
+    kv: KvSize
     num_layers: int
     fused: bool
     unpacked_bytes: int = 0
-
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Count what the KV of so many tokens takes, without what is allocated ahead."""
-        return self.fixed_bytes + num_tokens * self.bytes_per_token if num_tokens else 0
 
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_held: int = 0) -> int:
         """Estimate what a step needs that is free again after it.
@@ -124,12 +121,13 @@ class Estimator:
 
         A cache is cut to its length, then joined with the new room; it gets `most_new` tokens at the most.
         """
-        copied = 2 * max(lengths, default=0) * self.bytes_per_token // self.num_layers
-        return len(lengths) * grown(most_new) * self.bytes_per_token + copied
+        copied = 2 * self.kv.held(max(lengths, default=0)) // self.num_layers
+        room = self.kv.held(grown(most_new), ahead=most_new) - self.kv.fixed_bytes
+        return len(lengths) * room + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:
         """Estimate what a restore takes: the KV of so many tokens, a layer of it twice, a block's rest."""
-        return self.kv_bytes(num_tokens + block) + self.kv_bytes(num_tokens) // self.num_layers
+        return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
         """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead.
@@ -140,13 +138,10 @@ class Estimator:
         left = self.limit_bytes - self.weight_bytes
 
         def fits(size_bytes: int) -> bool:
-            longest = num_context
-            if self.bytes_per_token:
-                longest = min((size_bytes - self.fixed_bytes) // self.bytes_per_token, num_context)
-            longest = max(longest, chunk)
+            longest = max(self.kv.most_tokens(size_bytes, num_context), chunk)
             num_held = max_rows * longest
-            if self.bytes_per_token:
-                num_held = min(num_held, size_bytes // self.bytes_per_token)
+            if self.kv.bytes_per_token:
+                num_held = min(num_held, size_bytes // self.kv.bytes_per_token)
             step = self.scratch_bytes(max_rows, [(chunk, longest)], num_held)
             return size_bytes + step + self.growth_bytes([longest] * max_rows) <= left
 

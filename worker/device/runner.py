@@ -79,8 +79,7 @@ class Runner:
             shape=shape_of(loaded.config),
             limit_bytes=limit_bytes or machine.default_limit_bytes(),
             weight_bytes=loaded.weight_bytes,
-            bytes_per_token=loaded.kv_bytes_per_token,
-            fixed_bytes=loaded.kv_fixed_bytes,
+            kv=loaded.kv,
             num_layers=len(caches),
             fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
             unpacked_bytes=unpacked if machine.on_cpu() else 0,
@@ -145,15 +144,16 @@ class Runner:
         """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
 
         Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
-        for the answers to end. Where no answer runs, prompts that have come less far begin anew later; one
-        that has the device to itself gives up.
+        for the answers to end. Where no answer runs, the prompt that has come the furthest goes on alone, and
+        those that have come less far begin anew later; one that has the device to itself gives up.
         """
         if self._batch.is_ahead:
             return Step(self._scheduler.decoding, ()), 0
         num_rows = len(self._scheduler.decoding)
         budget = self._pace.budget(num_rows)
+        only: Turn | None = None
         while True:
-            step = self._scheduler.next(budget)
+            step = self._scheduler.next(budget, only)
             pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
             scratch = self.estimator.scratch_bytes(num_rows, pieces, self._batch.num_held)
             growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
@@ -173,9 +173,12 @@ class Runner:
             elif self.resident.is_promised:
                 self.resident.wait_for_restore()  # its turn, or its end, is the next command
                 return Step((), ()), 0
-            elif not self._give_way() and not self._comes_free(scratch + growth):
-                turn = step.prefill[0][0]
-                self._fault(turn, NoRoomError(self._no_room(turn, scratch + growth)))
+            elif only is None:  # whoever else went on would take what another one needs to come to its end
+                only = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
+                budget = LEAST
+            elif not self._give_way(only) and not self._comes_free(scratch + growth):
+                self._fault(only, NoRoomError(self._no_room(only, scratch + growth)))
+                only = None
 
     def _comes_free(self, size_bytes: int) -> bool:
         """Have what waits for the disk given up, and wait for its memory; False where that is not enough."""
@@ -183,13 +186,13 @@ class Runner:
         self._hand_over(0, 0.0, 0, 0)
         return self.resident.comes_free(size_bytes)
 
-    def _give_way(self) -> bool:
-        """Let the prompt that has come the least far begin anew later; False where only one holds KV.
+    def _give_way(self, to: Turn) -> bool:
+        """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
 
         Those that hold each other up so are few: the ledger has room for what each of them says it needs.
         """
-        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached]
-        if len(holding) < 2:
+        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
+        if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
         self.cutting.cut(turn)  # what was to be cut later
@@ -297,7 +300,7 @@ class Runner:
         num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
         if held is None or num_tokens <= num_own:
             return None
-        if not self.resident.make_room(self.estimator.kv_bytes(num_tokens), but=turn.source):
+        if not self.resident.make_room(self.estimator.kv.held(num_tokens), but=turn.source):
             return None
         caches = layers.fork(held.caches, make_prompt_cache(self._model), num_tokens)
         return Held(caches, turn.context[:num_tokens])

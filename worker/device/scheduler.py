@@ -102,11 +102,14 @@ class Scheduler(Generic[T]):
             if not queue:
                 del self._prefilling[turn.tenant]
 
-    def next(self, budget: int) -> Step[T]:
-        """Choose a step with up to `budget` tokens of prompts. Nothing changes until it is `taken`."""
+    def next(self, budget: int, only: T | None = None) -> Step[T]:
+        """Choose a step with up to `budget` tokens of prompts, or of `only` this one.
+
+        Nothing changes until it is `taken`.
+        """
         num_free = self._max_rows - len(self._decoding)
         pieces: list[tuple[T, int]] = []
-        for turn in self._rotation():
+        for turn in self._rotation() if only is None else [only]:
             if budget == 0:
                 break
             start = turn.num_cached

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
     from mlx.nn.layers.base import Module
 
+    from cache.kv_size import KvSize
+
 __all__ = [
     "LoadedModel",
     "ModelEntry",
@@ -53,18 +55,14 @@ _UNBOUNDED: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere.
-
-    A session of n tokens takes `kv_fixed_bytes + n * kv_bytes_per_token` on the device.
-    """
+    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere."""
 
     model: Module
     tokenizer: Tokenizer
     config: dict[str, Any]
     name: str
     folder: Path
-    kv_bytes_per_token: int
-    kv_fixed_bytes: int
+    kv: KvSize
     context_tokens: int
     vocab_size: int
     eos_ids: frozenset[int]
@@ -167,15 +165,13 @@ def load(
         from .quantised import quantise_kv
 
         quantise_kv(model, kv_bits)
-    kv_bytes_per_token, kv_fixed_bytes = cache_sizes(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=config,
         name=_name(folder, config),
         folder=folder,
-        kv_bytes_per_token=kv_bytes_per_token,
-        kv_fixed_bytes=kv_fixed_bytes,
+        kv=cache_sizes(model),
         context_tokens=_context_tokens(config),
         vocab_size=_text_config(config).get("vocab_size") or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
@@ -183,8 +179,8 @@ def load(
     )
 
 
-def cache_sizes(model: Module) -> tuple[int, int]:
-    """Measure, by running one token, the bytes of each token's KV and of recurrent layers' fixed state."""
+def cache_sizes(model: Module) -> KvSize:
+    """Measure, by running one token, what the KV of a session takes."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
