@@ -22,6 +22,13 @@ Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(description="raw text, tokenised as it is")]
+SpecialTokens = Annotated[
+    bool,
+    Meta(
+        description="whether special tokens that are written out are read as such; unless given, in text and"
+        " not in messages"
+    ),
+]
 Deadline = Annotated[
     float, Meta(gt=0, le=31_536_000, description="seconds from when the log stored the request")
 ]
@@ -100,6 +107,7 @@ class _Input(_Request, frozen=True):
     messages: tuple[Message, ...] | None = None
     text: Text | None = None
     tokens: tuple[TokenId, ...] | None = None
+    special_tokens: SpecialTokens | None = None
     deadline_s: Deadline | None = None
     priority: Priority = 0
 

@@ -57,7 +57,7 @@ class Sampling(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
-    stop: Sequence[str]
+    stop: Sequence[str] | str
     raw: bool
     deadline_s: float | None
     priority: int
@@ -95,6 +95,7 @@ class Session:
         messages: Messages | None = None,
         text: str | None = None,
         tokens: Sequence[int] | None = None,
+        special_tokens: bool | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
         deadline_s: float | None = None,
@@ -103,6 +104,7 @@ class Session:
     ) -> Appended:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
+        With `special_tokens` what is written like a special token in messages is one: for trusted ones only.
         After `deadline_s` the worker gives it up, where `timeout_s` only ends the wait.
         """
         request = build(
@@ -111,6 +113,7 @@ class Session:
             messages=messages,
             text=text,
             tokens=tokens,
+            special_tokens=special_tokens,
             expect_position=expect_position,
             deadline_s=deadline_s,
             priority=priority,
@@ -123,6 +126,7 @@ class Session:
         messages: Messages | None = None,
         text: str | None = None,
         tokens: Sequence[int] | None = None,
+        special_tokens: bool | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
         timeout_s: float | None = None,
@@ -138,6 +142,7 @@ class Session:
             messages=messages,
             text=text,
             tokens=tokens,
+            special_tokens=special_tokens,
             expect_position=expect_position,
             **sampling,
         )

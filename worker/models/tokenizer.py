@@ -1,6 +1,7 @@
 """Text to tokens and back, and the chat template's rendering: a thin wrapper over a Hugging Face tokenizer.
 
-Special tokens in text are parsed, since chat templates contain them. Decoding works on each token's bytes, so
+Special tokens in text are parsed, since chat templates contain them; in what people say they are text
+(`content`). Decoding works on each token's bytes, so
 it is right in the middle of a session too, where a tokenizer's own decoder would cut a leading space. Every
 method may be called from any thread. Must not import MLX.
 """
@@ -12,6 +13,7 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from .content import ControlTokens, is_marked, place, unmarked
 from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Tokenizer:
         #: The chat template's source; None where there is none, or more than one.
         self.template: str | None = hf.chat_template if isinstance(hf.chat_template, str) else None
         self._template, self._date_formats = _with_given_date(hf.chat_template)
+        self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
         self._guard: int = self._ids("a")[-1]
@@ -88,6 +91,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Give the text of tokens, special ones included; bytes that are no UTF-8 become U+FFFD."""
         return self._join(ids).decode("utf-8", "replace")
+
+    def as_content(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Give a message for `render` whose content is data: no special token can come of it."""
+        return self._controls.mark(message)
+
+    def as_text(self, text: str) -> str:
+        """Give a text for `encode` of which no special token can come."""
+        return self._controls.mark_text(text)
+
+    def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Give the `answer_lead` that an answer begins with, and its content for `render`.
+
+        Special tokens are what was sampled as such; what was spelled out is text.
+        """
+        text = self._controls.mark_answer(tokens, self.decode)
+        lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
+        return lead, text[place(text, len(lead)) :]
 
     def token_bytes(self, token: int) -> bytes:
         """Give the bytes that a token stands for inside a text; none for an id beyond the vocabulary."""
@@ -147,6 +167,8 @@ class Tokenizer:
         return lead if found and answered.startswith(header) else ""
 
     def _ids(self, text: str) -> list[int]:
+        if is_marked(text):
+            return self._controls.encode(text, lambda piece: self.encode(piece, at_start=False))
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from cache.blocks import as_tokens, pack
 from turnkeep_client.messages import (
@@ -178,9 +179,10 @@ class Folder:
             case Open(), Opened():
                 after = self.opened(history)
             case Append(), Appended():
-                after = self._replay_extend(history, request)
+                after = self._replay_extend(history, request, result.position)
             case Generate(), Generated(tokens=tokens):
-                after = self.answered(self._replay_extend(history, request), tokens)
+                extended = self._replay_extend(history, request, result.position - len(tokens))
+                after = self.answered(extended, tokens)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
             case Close(), Closed():
@@ -195,20 +197,30 @@ class Folder:
             )
         return after
 
-    def _replay_extend(self, history: History, request: Append | Generate) -> History:
+    def _replay_extend(self, history: History, request: Append | Generate, position: int) -> History:
+        """Add a request's input again, which has brought the session to `position`."""
         try:
-            return self.extend(history, request).history
+            extended = self.extend(history, request).history
+            if extended.position != position and request.messages and request.special_tokens is None:
+                # Earlier versions took what looked like a special token in a message for one.
+                as_then = replace_fields(request, special_tokens=True)
+                return self.extend(history, as_then).history
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
+        return extended
 
     def _steps(self, request: Append | Generate) -> Iterator[Step]:
         """List what a request adds: its input, then for a generate the answer header."""
         if request.messages:
             # A template need not know that an assistant who only calls tools says nothing.
             messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
+            if not request.special_tokens:
+                messages = [self._tokenizer.as_content(message) for message in messages]
             yield lambda state: state.conversation.add_messages(state.tokens, messages)
         if request.text:
-            text = request.text
+            text = (
+                request.text if request.special_tokens is not False else self._tokenizer.as_text(request.text)
+            )
             yield lambda state: self._raw(state, self._tokenizer.encode(text, at_start=not state.tokens))
         if request.tokens:
             tokens = list(request.tokens)

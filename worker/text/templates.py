@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from worker.models.content import place, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .locality import num_first
@@ -163,13 +164,13 @@ class Conversation:
 
     def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> _Step:
         closed = tokens[-1] in self.tokenizer.eos_ids
-        content = self.tokenizer.decode(tokens[:-1] if closed else tokens)
+        lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
         return _Step(
             "answer",
             start,
             start + len(tokens),
-            self.tokenizer.decode(tokens),
-            ({"role": "assistant", "content": content.removeprefix(self.tokenizer.answer_lead)},),
+            lead + content + (self.tokenizer.decode(tokens[-1:]) if closed else ""),
+            ({"role": "assistant", "content": content},),
             closed=closed,
             num_before=num_before,
         )
@@ -330,7 +331,7 @@ class Conversation:
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
         """Count the tokens that `text` starts with, and their characters; only whole characters count."""
-        target = text.encode()
+        target = unmarked(text).encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):
             piece = self.tokenizer.token_bytes(token)
@@ -339,7 +340,7 @@ class Conversation:
             num_bytes += len(piece)
             if target[num_bytes : num_bytes + 1] < b"\x80" or target[num_bytes] >= 0xC0:
                 best_tokens, best_bytes = count, num_bytes
-        return best_tokens, len(target[:best_bytes].decode())
+        return best_tokens, place(text, len(target[:best_bytes].decode()))
 
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
         """Tokenise what stands behind `position`, which is the session's start or the end of an answer."""
