@@ -59,7 +59,7 @@ $(BIN)/pip:
 		fi; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml | $(BIN)/pip
+$(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/dev.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/corpora.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .

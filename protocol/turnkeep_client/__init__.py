@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client import connect
 
+__version__ = "0.1.0"
 __all__ = ["connect"]
 
 

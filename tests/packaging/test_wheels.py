@@ -5,6 +5,7 @@ Nothing of this checkout is on the path there. Each test makes one environment.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -22,7 +23,9 @@ import pytest
 from tests.conftest import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from tests.conftest import LocalWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +65,7 @@ class Environment:
 
 def wheel(project: Path, folder: Path) -> Path:
     """Build a wheel of a project of this checkout."""
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "-w", str(folder), str(project)], check=True, cwd=folder)
     (found,) = folder.glob("*.whl")
@@ -108,3 +112,46 @@ def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_an
         assert "converting weights" in log.read_text()
         answer, _ = environment.run("turnkeep", "ask", "--nats-port", port, "What is the capital of France?")
     assert "Paris" in answer
+
+    # The client beside it has the same files: nothing changes; if it is removed, one line says so.
+    environment.run(
+        "python", "-m", "pip", "install", "-q", "--no-deps", wheel(ROOT / "protocol", tmp_path / "client")
+    )
+    environment.run("turnkeep", "--version")
+    environment.run("python", "-m", "pip", "uninstall", "-q", "-y", "turnkeep-client")
+    _, errors = environment.run("turnkeep", "--version", code=1)
+    assert errors.startswith("turnkeep: its package turnkeep_client is missing and must be ")
+    environment.run("python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", built)
+    environment.run("turnkeep", "--version")
+
+
+TALK = """
+import asyncio, importlib.util, sys
+from turnkeep_client import connect
+
+async def main():
+    async with await connect(sys.argv[1], prefix=sys.argv[2]) as client:
+        answer = client.session("fresh").generate(text="abc", max_tokens=5)
+        async for chunk in answer:
+            pass
+        print(answer.result.finish_reason, answer.result.usage.completion_tokens)
+
+assert importlib.util.find_spec("mlx") is None
+asyncio.run(main())
+"""
+
+
+async def test_the_client_installs_by_itself_without_mlx_and_talks_to_a_worker(
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+) -> None:
+    worker = await local_worker()
+
+    def talk() -> str:
+        environment = Environment(tmp_path / "fresh")
+        built = wheel(ROOT / "protocol", tmp_path / "client")
+        environment.run("python", "-m", "pip", "install", "-q", "--only-binary", ":all:", built)
+        assert environment.packages() - {"pip", "setuptools"} == {"turnkeep-client", "nats-py", "msgspec"}
+        url, prefix = worker.settings.nats, worker.settings.prefix
+        return environment.run("python", "-c", TALK, url, prefix)[0]
+
+    assert await asyncio.to_thread(talk) in {"length 5\n", "stop 5\n"}

