@@ -122,7 +122,7 @@ def read(
 ) -> int:
     """Read the first `num_tokens` tokens of a snapshot into their places, and verify what is read.
 
-    `layout` is what all snapshots of a chain share, `places` are in its order. Each byte is read once, to
+    `layout` is what all snapshots of the model share, `places` are in its order. Each byte is read once, to
     where it stays, and hashed there. The header is checked before anything is written; the checksum can only
     be checked afterwards: after a `DoubtfulSnapshotError` the places of this span hold what nobody may use.
 
@@ -137,7 +137,7 @@ def read(
         if state is not None and not found.header.name.resumable:
             raise DoubtfulSnapshotError("no state to resume from")
         if found.header.layout != layout:
-            raise DoubtfulSnapshotError("layers unlike those before it")
+            raise DoubtfulSnapshotError("layers unlike the model's")
         runs = [
             row[start * place.token_bytes : (start + num_tokens) * place.token_bytes]
             for place in places

@@ -18,11 +18,11 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from . import states
 from .kv_size import KvSize, Window
-from .snapshot import STATE, Tensor
+from .snapshot import GROWING, STATE, ModelLayout, Tensor
 from .states import leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _DTYPES: Final = {
     mx.float32: "F32",
@@ -58,6 +58,27 @@ def describe(caches: Sequence[Any]) -> str:
     ]
     runs = [(name, len(list(run))) for name, run in groupby(named)]
     return " ".join(name if length == 1 else f"{length}*{name}" for name, length in runs)
+
+
+def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
+    """Describe a model's snapshots by its caches, which have run some tokens, and by what makes new ones."""
+    kv, whole = [], []
+    for path, cache in leaves(caches):
+        if states.is_plain(cache):
+            for part, array in states.parts(cache).items():
+                kv.append((f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3])))
+            continue
+        for part, array in states.state(cache, states.num_tokens(cache) or 0).items():
+            shape = list(array.shape)
+            if hasattr(cache, part):  # keys and values
+                shape[GROWING] = -1
+            whole.append((f"{STATE}{path}.{part}", _DTYPES[array.dtype], tuple(shape)))
+
+    def prove(tensors: dict[str, mx.array], num_tokens: int) -> None:
+        with mx.stream(mx.cpu):  # on an I/O thread, which gives the device no work
+            rebuild(tensors, new(), num_tokens)
+
+    return ModelLayout(tuple(kv), tuple(whole), prove)
 
 
 def cut(

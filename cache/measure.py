@@ -27,7 +27,7 @@ from .catalog import Catalog
 from .entries import Row
 from .folder import Folder
 from .identity import Identity
-from .snapshot import Name, Tensor
+from .snapshot import ModelLayout, Name, Tensor
 from .store import Store
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class Shape:
     heads: int
     dim: int
 
+    @property
+    def layout(self) -> ModelLayout:
+        """What a store is told of that model."""
+        names = (f"{layer}.{part}" for layer in range(self.layers) for part in ("keys", "values"))
+        return ModelLayout(tuple((name, "F32", (self.heads, self.dim)) for name in names))
+
     def cut(self, span: Span, chance: np.random.Generator) -> tuple[Tensor, ...]:
         """Make up the KV of a span."""
         shape = (1, self.heads, span.num_tokens, self.dim)
@@ -63,7 +69,7 @@ class Shape:
 
 async def restore(folder: Path, shape: Shape, block: int, num_tokens: int, rounds: int) -> None:
     """Store a session, then read it: MLX alone, and the store, in turns."""
-    store = await _opened(folder, block)
+    store = await _opened(folder, block, shape)
     tokens = _tokens(1, num_tokens)
     chance = np.random.default_rng(0)
     for span in store.wanted(TENANT, tokens, 0, num_tokens):
@@ -95,7 +101,7 @@ async def index(folder: Path, block: int, num_blocks: int, chain: int, rounds: i
     _tell(kind="filled", blocks=num_blocks)
     for _ in range(rounds):
         started_s = time.perf_counter()
-        store = await _opened(folder, block)
+        store = await _opened(folder, block, Shape(1, 1, 1))
         open_s = time.perf_counter() - started_s
         if store.stats().stored != num_blocks:
             raise SystemExit(f"{store.stats().stored} of {num_blocks} blocks were found again")
@@ -165,9 +171,14 @@ def _fill(folder: Path, block: int, num_blocks: int, chain: int) -> None:
     opened.close()
 
 
-async def _opened(folder: Path, block: int) -> Store:
+async def _opened(folder: Path, block: int, shape: Shape) -> Store:
     return await Store.open(
-        folder, identity=_identity(block), max_bytes=1 << 50, queue_bytes=1 << 50, min_free_bytes=0
+        folder,
+        identity=_identity(block),
+        layout=shape.layout,
+        max_bytes=1 << 50,
+        queue_bytes=1 << 50,
+        min_free_bytes=0,
     )
 
 

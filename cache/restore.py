@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .arrays import Arrays, Blank
     from .folder import Folder
-    from .snapshot import Layout, States
+    from .snapshot import Layout, ModelLayout, States
 
 #: Hands work to another I/O thread; cancelled where that has not begun with it.
 Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
@@ -76,6 +76,7 @@ def restore(
     folder: Folder,
     pieces: Sequence[Piece],
     identity: bytes,
+    model: ModelLayout,
     room_tokens: int,
     limit_s: float,
     help_out: Help,
@@ -91,29 +92,33 @@ def restore(
 
     started = time.perf_counter()
     until = started + limit_s
-    first, last = pieces[0], pieces[-1]
-    reading, doubt = None, None
-    num_read = 0
+    last = pieces[-1]
+    reading, restored, doubt = None, None, None
+    num_read = len(pieces) - 1  # that is the one in doubt, where its state is
     try:
-        layout, _ = snapshot_format.look(folder.path(first.digest), first.digest, first.start, identity)
         states: States = ()
-        if last.state:
-            num_read = len(pieces) - 1  # that is the one in doubt, if any
-            _, states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)
         num_tokens = sum(piece.num_tokens for piece in pieces)
-        blank = arrays.Blank(layout, max(num_tokens, room_tokens), states)
-        reading = _Reading(folder, pieces, identity, layout, blank, until)
+        if last.state:
+            states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)[1]
+            model.check_states(states, num_tokens)
+        blank = arrays.Blank(model.kv, max(num_tokens, room_tokens), states)
+        reading = _Reading(folder, pieces, identity, model.kv, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
     if time.perf_counter() > until:  # who wanted it has gone on without it
         raise TimeoutError
-    restored = None
     # With a doubt there is no state at the end of what was read.
     if reading is not None and num_read and not (last.state and doubt):
         num_tokens = sum(piece.num_tokens for piece in pieces[:num_read])
         size_bytes = sum(reading.sizes[:num_read])
-        restored = Restored(num_tokens, blank.arrays(), time.perf_counter() - started, size_bytes)
+        tensors = blank.arrays()
+        try:
+            if last.state and model.prove is not None:
+                model.prove(tensors, num_tokens)
+            restored = Restored(num_tokens, tensors, time.perf_counter() - started, size_bytes)
+        except ValueError as error:
+            num_read, doubt = len(pieces) - 1, str(error)
     if doubt is not None:
         folder.quarantine(pieces[num_read].digest)
     return Outcome(restored, num_read, doubt, folder.quarantined_bytes() if doubt else 0)

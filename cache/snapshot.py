@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .blocks import TOKEN_BYTES, Span, link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
@@ -50,6 +53,34 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 #: Name, type and whole shape of every tensor of a state.
 States = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+#: The axis along which a window's or a chunk's keys and values grow, up to the tokens that were run.
+GROWING: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """What the snapshots of a model hold, taken from its own caches: a file that differs is not used.
+
+    `kv` are the tensors that are cut by tokens. `states` are those of a state; a length of -1 along `GROWING`
+    is any. `prove(tensors, num_tokens)` raises `ValueError` where the caches could not be made of them: the
+    numbers in a state make no sense, say.
+    """
+
+    kv: Layout
+    states: States = ()
+    prove: Callable[[dict[str, Any], int], None] | None = None
+
+    def check_states(self, states: States, num_tokens: int) -> None:
+        """Raise `DoubtfulSnapshotError` where these are not the tensors of a state after so many tokens."""
+        if len(states) != len(self.states):
+            raise DoubtfulSnapshotError("states unlike the model's")
+        for (name, dtype, shape), (own_name, own_dtype, own_shape) in zip(states, self.states, strict=True):
+            grown = shape
+            if -1 in own_shape and len(shape) > GROWING and shape[GROWING] <= num_tokens:
+                grown = (*shape[:GROWING], -1, *shape[GROWING + 1 :])
+            if (name, dtype, grown) != (own_name, own_dtype, own_shape):
+                raise DoubtfulSnapshotError(f"{name} unlike the model's")
 
 
 class Name(NamedTuple):

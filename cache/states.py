@@ -174,8 +174,15 @@ def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None
         return
     if set(held) != {"keys", "values"} or len(numbers) != 2:
         raise ValueError(f"not the keys and values of a {describe(cache)}")
+    num_held = held["keys"].shape[2]
+    is_ring = type(cache) is RotatingKVCache
+    # Where a ring is written next lies in it, and a chunk ends where its tokens do.
+    if held["values"].shape[2] != num_held or not (
+        0 <= numbers[1] <= num_held if is_ring else 0 <= numbers[1] == position - num_held
+    ):
+        raise ValueError(f"not a place in a {describe(cache)}")
     cache.keys, cache.values, cache.offset = held["keys"], held["values"], position
-    if type(cache) is RotatingKVCache:
+    if is_ring:
         cache._idx = numbers[1]  # noqa: SLF001  # part of its `state`
     else:
         cache.start_position = numbers[1]

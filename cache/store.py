@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .blocks import Span
     from .entries import Entry
     from .identity import Identity
-    from .snapshot import Tensor
+    from .snapshot import ModelLayout, Tensor
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -86,7 +86,7 @@ class Store:
         opened: Opened,
         *,
         identity: Identity,
-        stateful: bool,
+        layout: ModelLayout,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
@@ -96,9 +96,10 @@ class Store:
         self._catalog = opened.catalog
         self._identity = identity
         self._identity_digest = identity.digest()
-        self._stateful = stateful
+        self._layout = layout
+        self._stateful = bool(layout.states)
         self._index = opened.index
-        self._prefixes = Prefixes(opened.index, identity.block_tokens, stateful=stateful)
+        self._prefixes = Prefixes(opened.index, identity.block_tokens, stateful=self._stateful)
         self._writer = Writer(
             opened.folder,
             opened.catalog,
@@ -132,7 +133,7 @@ class Store:
         directory: Path,
         *,
         identity: Identity,
-        stateful: bool = False,
+        layout: ModelLayout,
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
@@ -143,16 +144,17 @@ class Store:
         """Lock the directory, and bring index and files together.
 
         Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
-        `stateful` says that the model has layers whose state is saved whole: a match then ends where a
-        snapshot with a state does. `queue_bytes` bounds what waits in memory for the disk; `min_free_bytes`
-        is left free on the file system, at the cost of snapshots. `model` is what people call the model, for
-        listings. `clock` orders uses, `monotonic` times pauses. Raises `DirectoryLockedError`, `OSError`.
+        `layout` is what the model's own caches hold: a file that differs is doubtful; where it has states,
+        saved whole, a match ends where a snapshot with one does. `queue_bytes` bounds what waits in memory
+        for the disk; `min_free_bytes` is left free on the file system, at the cost of snapshots. `model` is
+        what people call the model, for listings. `clock` orders uses, `monotonic` times pauses. Raises
+        `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock)
         return cls(
             opened,
             identity=identity,
-            stateful=stateful,
+            layout=layout,
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
@@ -213,7 +215,9 @@ class Store:
 
         def read() -> Outcome:
             help_out = partial(self._readers.submit, limit_s=limit_s)
-            return restore(self._folder, pieces, self._identity_digest, room_tokens, limit_s, help_out)
+            return restore(
+                self._folder, pieces, self._identity_digest, self._layout, room_tokens, limit_s, help_out
+            )
 
         try:
             outcome = await self._readers.run(read, limit_s)

@@ -219,7 +219,7 @@ class App:
             self._store = await Store.open(
                 directory.snapshots,
                 identity=identity,
-                stateful=not self._device.trimmable,
+                layout=self._device.layout,
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from made_kv import identity
+from made_kv import LAYOUT, identity
 
 from cache.store import Store
 
@@ -20,7 +20,8 @@ async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[St
     opened: list[Store] = []
 
     async def open_(directory: Path = tmp_path / "cache", **changes: Any) -> Store:
-        settings = {"identity": identity(), "max_bytes": 1 << 30, "queue_bytes": 1 << 30, "min_free_bytes": 0}
+        settings = {"identity": identity(), "layout": LAYOUT, "min_free_bytes": 0}
+        settings |= {"max_bytes": 1 << 30, "queue_bytes": 1 << 30}
         store = await Store.open(directory, **{**settings, **changes})
         opened.append(store)
         return store

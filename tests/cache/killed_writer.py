@@ -7,14 +7,14 @@ import itertools
 import sys
 from pathlib import Path
 
-from made_kv import identity, save_all
+from made_kv import LAYOUT, identity, save_all
 
 from cache.store import Store
 
 
 async def main(directory: Path, first: int) -> None:
     store = await Store.open(
-        directory, identity=identity(), max_bytes=120_000, queue_bytes=50_000, min_free_bytes=0
+        directory, identity=identity(), layout=LAYOUT, max_bytes=120_000, queue_bytes=50_000, min_free_bytes=0
     )
     for session in itertools.count(first):
         for end in range(3, 16, 3):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cache.identity import Identity
-from cache.snapshot import Tensor
+from cache.snapshot import ModelLayout, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,9 @@ def kv(tokens: Sequence[int], num_layers: int = 2) -> dict[str, np.ndarray]:
         for layer in range(num_layers)
         for part in ("keys", "values")
     }
+
+
+LAYOUT = ModelLayout(tuple((name, "F32", (HEADS, DIM)) for name in kv([0])))
 
 
 def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import structlog
-from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import store as store_module
 from cache.snapshot import CacheError
@@ -48,6 +48,7 @@ async def opened(directory: Path, clock: Clock) -> Store:
     return await Store.open(
         directory,
         identity=identity(),
+        layout=LAYOUT,
         max_bytes=1 << 20,
         queue_bytes=1 << 20,
         min_free_bytes=0,

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import tarfile
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +24,7 @@ from cache.catalog import Catalog
 from cache.entries import Row
 from cache.folder import Folder
 from cache.header import read_header
-from cache.snapshot import DoubtfulSnapshotError, Name
+from cache.snapshot import DoubtfulSnapshotError, Name, Tensor
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def crafted(whole: bytes, changes: dict[str, Any]) -> tuple[bytes, str]:
 
 def imported(tmp_path: Path, content: bytes, name: str) -> Any:
     """Bring a file in as a user would: from an archive that somebody gave them."""
-    (tmp_path / "cache" / "snapshots").mkdir(parents=True, exist_ok=True)
+    Folder(tmp_path / "cache").close()
     with tarfile.open(tmp_path / "given.tar", "w") as tar:
         member = tarfile.TarInfo(name)
         member.size = len(content)
@@ -273,3 +274,24 @@ def test_a_header_that_would_take_all_memory_to_parse_is_not_read(tmp_path) -> N
     path.write_bytes(signed(text, b""))
     with pytest.raises(DoubtfulSnapshotError, match="header length"):
         read_header(path)
+
+
+async def test_a_shape_takes_no_memory_that_the_model_would_not_take(tmp_path, open_store) -> None:
+    """A file of some hundred bytes says that it has a million heads, of no size."""
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    assert (await store.load(store.match("a", TOKENS))) is not None, "all that it takes has been imported"
+    tensors = tuple(
+        Tensor(f"0.{part}", "F32", (1, 1 << 20, BLOCK, 0), memoryview(b"")) for part in ("keys", "values")
+    )
+    path = tmp_path / "cache" / "snapshots" / f"{NAME.digest.hex()}.safetensors"
+    snapshot_format.write(snapshot_format.draft(NAME, identity(), tensors), path)
+    tracemalloc.start()
+    try:
+        assert await store.load(store.match("a", TOKENS)) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert store.stats().rejected == 1
+    assert (tmp_path / "cache" / "quarantine" / path.name).exists()

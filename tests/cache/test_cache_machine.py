@@ -17,7 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import blocks
 from cache import format as snapshot_format
@@ -60,6 +60,7 @@ class Driven(RuleBasedStateMachine):
             Store.open(
                 self.directory,
                 identity=identity(),
+                layout=LAYOUT,
                 max_bytes=self.max_bytes,
                 queue_bytes=self.queue_bytes,
                 min_free_bytes=0,

@@ -8,16 +8,18 @@ import struct
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
 
 from cache import blocks
 from cache import format as snapshot_format
 from cache.arrays import Blank
 from cache.blocks import Span
-from cache.snapshot import DoubtfulSnapshotError, Name, Tensor
+from cache.snapshot import DoubtfulSnapshotError, ModelLayout, Name, Tensor
 
 IDENTITY = identity()
 TOKENS = list(range(20, 34))
+STATES = (("state.2.0.numbers", "I64", (3, 5)),)
+STATEFUL = ModelLayout(LAYOUT.kv, STATES)
 
 
 def state(end: int) -> Tensor:
@@ -49,7 +51,7 @@ async def restored(store, tokens) -> int:
 
 async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
     """Of a plain model's snapshot a part can be used; of a state nothing but the whole."""
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):
         assert save(store, TOKENS, end)
     assert await store.barrier(5)
@@ -61,7 +63,7 @@ async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
 
 async def test_the_longest_of_several_tails_is_found(open_store) -> None:
     """Among many that begin alike, and go on differently or too far."""
-    store = await open_store(stateful=True, identity=identity(block_tokens=16))
+    store = await open_store(layout=STATEFUL, identity=identity(block_tokens=16))
     many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
     for tokens in many:
         whole = (*cut(tokens, Span(0, len(tokens))), state(len(tokens)))
@@ -77,7 +79,7 @@ async def test_the_longest_of_several_tails_is_found(open_store) -> None:
 
 async def test_a_gap_is_closed_without_a_state_and_matched_over(open_store) -> None:
     """The second block was dropped when its state was there: without it nothing after it could be stored."""
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
     assert store.stats().dropped == {"no_parent": 1}
@@ -93,7 +95,7 @@ async def test_a_gap_is_closed_without_a_state_and_matched_over(open_store) -> N
 
 @pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
 async def test_which_snapshots_have_a_state_is_known_after_a_restart(open_store, tmp_path, lost) -> None:
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     save(store, TOKENS, 8, resumable=False)
     save(store, TOKENS, 12)
@@ -102,18 +104,18 @@ async def test_which_snapshots_have_a_state_is_known_after_a_restart(open_store,
     if lost:
         for path in (tmp_path / "cache").glob("*index*"):
             path.unlink()
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     expected = {8: 4, 12: 12, 14: 12}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
 
 
 async def test_a_model_of_states_alone_is_restored_from_the_last_one(open_store) -> None:
     """Its gaps are files with nothing but a header."""
-    store = await open_store(stateful=True)
+    store = await open_store(layout=ModelLayout((), STATES))
     for end in (4, 8, 12, 14):
         assert save(store, TOKENS, end, only_state=True, resumable=end != 4)
     assert await store.close()
-    store = await open_store(stateful=True)
+    store = await open_store(layout=ModelLayout((), STATES))
     expected = {4: 0, 8: 8, 13: 12, 14: 14}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
 
@@ -133,7 +135,7 @@ def file_of(tmp_path, tokens, end):
 
 
 async def test_a_doubtful_state_is_a_miss_and_the_one_before_it_is_found_next(open_store, tmp_path) -> None:
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     for end in (4, 8, 12):
         save(store, TOKENS, end)
     assert await store.barrier(5)
@@ -150,7 +152,7 @@ async def test_a_doubtful_state_is_a_miss_and_the_one_before_it_is_found_next(op
 
 
 async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_store) -> None:
-    store = await open_store(stateful=True)
+    store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 6)
     save(store, TOKENS, 4)
     save(store, TOKENS, 6)
@@ -158,7 +160,7 @@ async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_
     save(store, TOKENS, 8, resumable=False)
     assert await store.barrier(5)
     assert await restored(store, TOKENS) == 6
-    other = await open_store(stateful=True, directory=store._folder.path(b"").parent.parent / "other")
+    other = await open_store(layout=STATEFUL, directory=store._folder.path(b"").parent.parent / "other")
     for end in (4, 6, 8):
         save(other, TOKENS, end)
     assert await other.barrier(5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
 from cache import blocks
 from cache.blocks import Span
@@ -58,7 +58,7 @@ HISTORIES = st.lists(
 def test_whatever_was_saved_is_found_through_growth_rewinds_and_forks(history) -> None:
     async def live(directory: Path) -> None:
         settings = {"max_bytes": 1 << 30, "queue_bytes": 1 << 30, "min_free_bytes": 0}
-        store = await Store.open(directory, identity=identity(block_tokens=LONG), **settings)
+        store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
         sessions: list[list[int]] = [[], [], [], []]
         for session, keep, more in history:
             sessions[session] = [*sessions[keep % 4][:keep], *more]  # of itself, or of another one
@@ -74,7 +74,7 @@ def test_whatever_was_saved_is_found_through_growth_rewinds_and_forks(history) -
             assert_sum_rule(store)
         before = piece_starts(store)
         assert await store.close()
-        store = await Store.open(directory, identity=identity(block_tokens=LONG), **settings)
+        store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
         assert piece_starts(store) == before
         for tokens in sessions:
             match = store.match("a", tokens)

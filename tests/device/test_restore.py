@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,10 +14,12 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
-from cache import layers
+from cache import format as snapshot_format
+from cache import header, layers
 from cache.blocks import as_tokens
 from cache.identity import Identity
 from cache.kv_size import KvSize
+from cache.snapshot import ITEM_BYTES, Tensor
 from cache.store import Store
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
@@ -28,6 +31,7 @@ from worker.telemetry import Telemetry
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from worker.device.engine import Outcome
 
@@ -105,7 +109,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
         store = await Store.open(
             tmp_path / folder,
             identity=replace(IDENTITY, caches=device.caches),
-            stateful=not device.trimmable,
+            layout=device.layout,
             max_bytes=1 << 30,
             queue_bytes=queue_bytes,
             min_free_bytes=0,
@@ -446,6 +450,107 @@ async def test_a_doubtful_state_costs_what_was_run_after_the_one_before_it(open_
         assert (outcome.num_cached, outcome.num_prefilled) == (2 * BLOCK, 5)
         assert got == alone(after.model, tokens, 6)[0]
         assert after.store.stats().rejected == 1
+
+
+def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    """Put other tensors into a file under the same name, with the right checksums."""
+    with header.opened(path) as (file, head, payload_bytes):
+        found, payload = header.parse(head, payload_bytes=payload_bytes), memoryview(file.read())
+    specs = [
+        (name, dtype, (1, heads, found.name.num_tokens, dim)) for name, dtype, (heads, dim) in found.layout
+    ]
+    tensors = []
+    for name, dtype, shape in [*specs, *found.states]:
+        size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+        tensors.append(Tensor(name, dtype, shape, payload[:size_bytes]))
+        payload = payload[size_bytes:]
+    snapshot_format.write(snapshot_format.draft(found.name, identity, tuple(change(tensors))), path)
+
+
+def more_heads(tensors: list[Tensor]) -> list[Tensor]:
+    shapes = [(1, 2 * one.shape[1], one.shape[2], one.shape[3] // 2) for one in tensors]
+    return [replace(one, shape=shape) for one, shape in zip(tensors, shapes, strict=True)]
+
+
+def another_type(tensors: list[Tensor]) -> list[Tensor]:
+    return [replace(one, dtype="I32") for one in tensors]
+
+
+def one_layer_less(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors[:-2]
+
+
+def one_layer_more(tensors: list[Tensor]) -> list[Tensor]:
+    return [*tensors, *(replace(one, name=f"9{one.name[1:]}") for one in tensors[-2:])]
+
+
+def heads_of_nothing(tensors: list[Tensor]) -> list[Tensor]:
+    return [replace(one, shape=(1, 1 << 20, one.shape[2], 0), data=memoryview(b"")) for one in tensors]
+
+
+def numbers(place: int, number: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Change a number in each state."""
+
+    def change(tensors: list[Tensor]) -> list[Tensor]:
+        changed = []
+        for one in tensors:
+            data = bytearray(one.data)
+            if one.name.endswith(".numbers") and len(data) > 8 * place:
+                data[8 * place : 8 * place + 8] = number.to_bytes(8, "little", signed=True)
+            changed.append(replace(one, data=memoryview(bytes(data))))
+        return changed
+
+    return change
+
+
+def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
+    return [
+        replace(one, shape=(1, 2 * one.shape[1], *one.shape[2:-1], one.shape[-1] // 2))
+        if one.of_state and len(one.shape) == 4
+        else one
+        for one in tensors
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", more_heads),
+        ("llama", another_type),
+        ("llama", one_layer_less),
+        ("llama", one_layer_more),
+        ("llama", heads_of_nothing),
+        ("gemma3_text", states_of_other_heads),
+        ("gemma3_text", numbers(0, 7)),
+        ("gemma3_text", numbers(1, 99)),
+        ("gemma3_text", numbers(1, -1)),
+        ("llama4", numbers(1, 1 << 40)),
+        ("llama4", numbers(1, -5)),
+        ("falcon_h1", numbers(0, 7)),
+        ("falcon_h1", numbers(1, 0)),
+        ("falcon_h1", states_of_other_heads),
+    ],
+)
+async def test_a_sound_file_that_is_not_of_the_models_layout_is_a_miss_and_goes(
+    open_process, tmp_path, kind, change
+) -> None:
+    """Before the device gets it: there it would fail, or end the turn, each time anew."""
+    tokens = prompt(BLOCK + 3)
+    async with open_process(kind=kind) as before:
+        await before.append(tokens)
+        identity = before.store._identity
+    for path in (tmp_path / "snapshots" / "snapshots").iterdir():
+        remade(path, identity, change)
+    async with open_process(kind=kind) as after:
+        outcome, got, _ = await after.generate(tokens, 6)
+        assert got == alone(after.model, tokens, 6)[0]
+        assert outcome.num_cached == 0
+        assert 1 <= after.store.stats().rejected <= 2
+        assert list((tmp_path / "snapshots" / "quarantine").iterdir())
+    async with open_process(kind=kind) as later:
+        outcome, *_ = await later.generate([*tokens, *got], 6)
+        assert outcome.num_cached >= len(tokens)
+        assert later.store.stats().rejected == 0
 
 
 async def test_a_class_that_is_not_known_is_named(make_model, make_rig) -> None:

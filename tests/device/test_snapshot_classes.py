@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
-from tiny_models import BLOCK, VOCABULARY, append, prompt
+from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, append, prompt
 
 from cache import layers
 from cache.blocks import Span
@@ -38,6 +38,8 @@ KINDS = [
     "concatenated",
 ]
 PLAIN = {"llama", "deepseek_v3", "longcat_flash", "quantized", "concatenated"}
+#: MLX computes these in float32 alone on a CPU.
+MIXTURES = {"gpt_oss", "deepseek_v3", "llama4", "longcat_flash", "granitemoehybrid", "qwen3_next"}
 #: Windows and chunks of 8 and of 12 tokens have wrapped by the last ones.
 POSITIONS = [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
 
@@ -63,7 +65,9 @@ def make_caches(make_model) -> Callable[[str], tuple[Any, Callable[[], list[Any]
     return make
 
 
-async def open_store(folder: Path, caches: list[Any]) -> Store:
+async def open_store(folder: Path, model: Any, new: Callable[[], list[Any]]) -> Store:
+    caches = new()
+    run(model, caches, [0])
     identity = Identity(
         weights="w",
         config="c",
@@ -75,7 +79,7 @@ async def open_store(folder: Path, caches: list[Any]) -> Store:
     return await Store.open(
         folder,
         identity=identity,
-        stateful=not layers.trimmable(caches),
+        layout=layers.layout(caches, new),
         max_bytes=1 << 30,
         queue_bytes=1 << 30,
         min_free_bytes=0,
@@ -113,7 +117,7 @@ def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int
 async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path, kind) -> None:
     """On, before and after a block's boundary; by a store that was opened anew."""
     model, new = make_caches(kind)
-    store = await open_store(tmp_path, new())
+    store = await open_store(tmp_path, model, new)
     expected = {}
     for position in POSITIONS:
         tokens, caches = prompt(position, salt=position), new()
@@ -121,7 +125,7 @@ async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path
         expected[position] = first, layers.live_bytes(caches), decode(model, caches, first, 18)
     assert await store.close()
 
-    store = await open_store(tmp_path, new())
+    store = await open_store(tmp_path, model, new)
     for position, (first, live_bytes, went_on) in expected.items():
         # What follows differs from what was saved: nothing but the prompt itself can be meant.
         match = store.match("a", prompt(position, salt=position) + [VOCABULARY - 1] * BLOCK)
@@ -138,7 +142,7 @@ async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path
 async def test_a_prompt_goes_on_from_a_boundary_with_the_same_bits(make_caches, tmp_path, kind) -> None:
     """Pieces longer than a token write windows in another way than single tokens do."""
     model, new = make_caches(kind)
-    store = await open_store(tmp_path, new())
+    store = await open_store(tmp_path, model, new)
     tokens, caches = prompt(5 * BLOCK + 3), new()
     spill(store, model, caches, tokens[: 3 * BLOCK])
     expected = [run(model, caches, tokens[at : at + BLOCK]) for at in range(3 * BLOCK, len(tokens), BLOCK)]
@@ -150,6 +154,25 @@ async def test_a_prompt_goes_on_from_a_boundary_with_the_same_bits(make_caches, 
     for at, logits in zip(range(3 * BLOCK, len(tokens), BLOCK), expected, strict=True):
         assert mx.array_equal(run(model, caches, tokens[at : at + BLOCK]), logits)
     assert await store.close()
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
+def test_what_a_model_is_cut_into_is_as_its_layout_says(build_model, kind) -> None:
+    """In half precision too, where parts of a state may be kept in another one; at any length."""
+    model = build_model(kind)
+    if kind not in MIXTURES:
+        model.set_dtype(mx.bfloat16)
+    first = make_prompt_cache(model)
+    run(model, first, [0])
+    layout = layers.layout(first, lambda: make_prompt_cache(model))
+    for position in POSITIONS:
+        caches = make_prompt_cache(model)
+        run(model, caches, prompt(position))
+        cut = layers.cut(caches, 0, position, at_end=True)
+        assert cut is not None
+        kv = [(one.name, one.dtype, (one.shape[1], one.shape[3])) for one in cut if not one.of_state]
+        assert tuple(kv) == layout.kv
+        layout.check_states(tuple((one.name, one.dtype, one.shape) for one in cut if one.of_state), position)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from .turn import Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
@@ -89,10 +90,11 @@ class Device:
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         #: Known once `start` has returned: what memory is needed for, the cache class that cannot be
-        #: snapshotted, the classes of all layers, whether KV can be cut and trimmed at any token, and the
-        #: device.
+        #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
+        #: any token, and the device.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
+        self.layout: ModelLayout
         self.caches = ""
         self.trimmable = True
         self.name = ""
@@ -169,6 +171,7 @@ class Device:
         self._runner = runner = self._make_runner(loaded)
         self.estimator = runner.estimator
         self.unsupported_cache = runner.unsupported_cache
+        self.layout = runner.layout
         self.caches = runner.caches
         self.trimmable = runner.trimmable
         self.name = machine.name()

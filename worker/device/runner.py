@@ -7,6 +7,7 @@ thread itself it knows nothing.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import structlog
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
+from cache.snapshot import ModelLayout
 from worker.batch.batch import Batch, Piece, Row
 from worker.models.quantised import unpacked_bytes
 
@@ -69,9 +71,12 @@ class Runner:
         self._block = block_tokens
         caches = make_prompt_cache(loaded.model)
         mx.eval(loaded.model(mx.array([[0]]), cache=caches))
-        #: The cache class that cannot be snapshotted, the classes of all layers, and whether KV can be cut
-        #: and trimmed at any token.
+        #: The cache class that cannot be snapshotted, what snapshots hold where there is none, the classes of
+        #: all layers, and whether KV can be cut and trimmed at any token.
         self.unsupported_cache = layers.unsupported(caches)
+        self.layout = ModelLayout(())
+        if self.unsupported_cache is None:
+            self.layout = layers.layout(caches, partial(make_prompt_cache, loaded.model))
         self.caches = layers.describe(caches)
         self.trimmable = layers.trimmable(caches)
         unpacked = unpacked_bytes(caches)
