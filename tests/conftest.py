@@ -209,6 +209,11 @@ class WorkerProcess:
         return self._process.wait(30)
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -30,6 +30,7 @@ from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.sessions.execution import Execution
+from worker.sessions.gate import Gate
 from worker.sessions.history import Folder
 from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
@@ -67,6 +68,9 @@ _PLANNED_CONTEXT = 65_536
 
 #: The settings that a reload takes over.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
+
+#: So many logs are read from their beginning at a time: each takes a thread, and memory for a page or two.
+_MAX_FOLDS = 4
 
 #: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
 _STOP_S = 10.0
@@ -260,10 +264,27 @@ class App:
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
         )
-        intake = Intake(nc, names, telemetry, ack_wait_s=settings.ack_wait_s, max_held=settings.max_waiting)
+        intake = Intake(
+            nc,
+            names,
+            telemetry,
+            journal.refuse,
+            ack_wait_s=settings.ack_wait_s,
+            max_sessions=settings.max_waiting,
+            max_sessions_per_tenant=settings.max_waiting_per_tenant,
+            max_message_bytes=settings.max_message_bytes,
+        )
         self._intake = intake
         services = Services(
-            journal, outbox, self._engine, execution, folder, telemetry, intake.settle, loaded.name
+            journal=journal,
+            outbox=outbox,
+            engine=self._engine,
+            execution=execution,
+            folder=folder,
+            telemetry=telemetry,
+            release=intake.release,
+            folds=Gate(_MAX_FOLDS),
+            model=loaded.name,
         )
         self._sessions = Sessions(
             services,
@@ -355,6 +376,8 @@ class App:
             requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
             waiting=max(intake.num_held - engine.num_running, 0),
             waiting_for_memory=engine.num_waiting,
+            returned=intake.num_returned,
+            ignored=dict(telemetry.ignored),
             running=engine.num_running,
             sessions=len(self._sessions),
             resident_sessions=engine.ledger.num_resident,

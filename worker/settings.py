@@ -293,7 +293,12 @@ class Settings:
     max_waiting: int = _setting(
         _count(1, 1_000_000),
         1024,
-        "requests that this worker takes up at a time; beyond it they wait in the log",
+        "sessions that this worker works on at a time; the requests of others wait in the log",
+    )
+    max_waiting_per_tenant: int = _setting(
+        _count(1, 1_000_000),
+        256,
+        "sessions of one tenant among them",
     )
     max_context: int | None = _setting(
         _or("auto", None, _count(16, 2**31)),

@@ -42,6 +42,8 @@ class Telemetry:
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        #: What came over the wire and fits nowhere, by its kind.
+        self.ignored: Counter[str] = Counter()
         self.prefilled_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0

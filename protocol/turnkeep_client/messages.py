@@ -275,12 +275,16 @@ def failure(
 Result = Opened | Appended | Generated | Rewound | Closed | Failed
 
 
-class Chunk(Struct, frozen=True):
-    """Some tokens of a running generate. `i` is the index of the first one; `text` is whole characters."""
+class Chunk(Struct, frozen=True, omit_defaults=True):
+    """Some tokens of a running generate. `i` is the index of the first one; `text` is whole characters.
+
+    `seq` is the generate's stream sequence: what does not name it is not of this request.
+    """
 
     i: int
     tokens: tuple[int, ...]
     text: str
+    seq: int | None = None
 
 
 class InfoRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info"):
@@ -389,8 +393,10 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
-    `waiting` are the requests that the worker has taken up and that are not on the device, of which
-    `waiting_for_memory` only want room there.
+    `waiting` are the sessions that the worker has taken up and that are not on the device, of which
+    `waiting_for_memory` only want room there; `returned` are the requests that it gave back, since their
+    tenant has as many sessions at work as it may. `ignored` counts what fitted nowhere, by its kind: somebody
+    else than a worker has published it.
     """
 
     worker: str
@@ -401,6 +407,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     requests: dict[str, dict[str, int]]
     waiting: int
     waiting_for_memory: int
+    returned: int = 0
+    ignored: dict[str, int] = {}
     running: int
     sessions: int
     resident_sessions: int

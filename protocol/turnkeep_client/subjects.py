@@ -23,6 +23,9 @@ DEFAULT_TENANT: Final = "default"
 ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?![\s\S])"
 ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
 
+#: Where a tenant's requests under names like `*` are answered; no session can have this name.
+REFUSED: Final = "_refused"
+
 Kind = Literal["in", "commit", "out", "tok", "ctl", "ask"]
 SessionKind = Literal["in", "commit", "out", "ctl", "ask"]
 

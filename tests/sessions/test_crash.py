@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
 
 import hypothesis.strategies as st
 import nats
@@ -110,6 +111,9 @@ class Followed:
         return result
 
 
+KINDS: tuple[Literal["in", "out"], ...] = ("in", "out")
+
+
 class LogReader:
     """What a session's log and token streams hold, read past client and worker."""
 
@@ -119,7 +123,14 @@ class LogReader:
     async def entries(self, name: str) -> list[Entry]:
         nc = await nats.connect(self._url)
         try:
-            return await Journal(nc, nc.jetstream(), SUBJECTS).read(SessionKey("default", name), 0, 0)
+            journal, found = Journal(nc, nc.jetstream(), SUBJECTS), []
+            for kind in KINDS:
+                after, more = 0, True
+                while more:
+                    entries, more = await journal.page(SessionKey("default", name), kind, after)
+                    found += entries
+                    after = entries[-1].seq if entries else after
+            return sorted(found, key=lambda entry: entry.seq)
         finally:
             await nc.close()
 
@@ -156,7 +167,7 @@ async def assert_stream_is_record(log: LogReader, name: str, result: Generated) 
 
 def seed_of(name: str, request: Generate, seq: int) -> int:
     """Return the seed that the worker draws a request with, its own one included."""
-    return _sampling(SessionKey("default", name), request, Pending(seq, request, "")).seed
+    return _sampling(SessionKey("default", name), request, Pending(seq, request, "", datetime.now(UTC))).seed
 
 
 async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started: Any, alone: Client) -> None:

@@ -17,6 +17,8 @@ from worker.wire.journal import Journal
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from worker.wire.journal import Entry
+
 NUM_SESSIONS = 12
 #: More than one request's worth.
 NUM_ENTRIES = 300
@@ -45,7 +47,12 @@ def key(session: int) -> SessionKey:
 
 async def bodies(journal: Journal, session: int) -> list[str]:
     until = NUM_SESSIONS * (NUM_ENTRIES - 1) + session + 1  # its last entry
-    return [entry.body.decode() for entry in await journal.read(key(session), 0, until)]
+    found: list[Entry] = []
+    more = True
+    while more:
+        entries, more = await journal.page(key(session), "in", found[-1].seq if found else 0, until=until)
+        found += entries
+    return [entry.body.decode() for entry in found]
 
 
 async def test_sessions_that_read_at_once_get_their_own_entries_in_order(journal: Journal) -> None:

@@ -152,7 +152,9 @@ class Execution:
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        reading = pending.published or asyncio.create_task(self._journal.published(key, request.id))
+        reading = pending.published or asyncio.create_task(
+            self._journal.published(key, request.id, pending.seq, pending.stored)
+        )
         try:
             extended = await self._extend(history, request)
             published = await reading
@@ -212,7 +214,7 @@ class Execution:
         num_known = len(answer.tokens)
 
         async def publish(index: int, tokens: list[int], text: str) -> None:
-            await self._outbox.tokens(key, request.id, Chunk(index, tuple(tokens), text))
+            await self._outbox.tokens(key, request.id, Chunk(index, tuple(tokens), text, pending.seq))
 
         outcome = await self._engine.run(
             key,

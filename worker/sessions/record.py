@@ -9,17 +9,16 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from hashlib import blake2b
-from time import monotonic, time
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
-from turnkeep_client.messages import Append, Failed, Generate, decode_request, decode_result, encode
-from worker.wire.journal import FencedError
+from turnkeep_client.messages import Append, Failed, Generate, Generated, decode_request, decode_result
 
+from .answered import Answered, AnsweredIds
 from .history import DivergedError
 
 if TYPE_CHECKING:
@@ -39,15 +38,15 @@ class Pending:
     """A request without a result.
 
     `request` is None where the body is no valid one; `error` says why, `named` is the id that it names.
-    `stored_s` is when the log took it, in seconds since 1970. `held_text` is what an answer that was ended
-    early still had to say; `published` are its chunks in the token stream, where they are being read already.
+    `stored` is when the log took it. `held_text` is what an answer that was ended early still had to say;
+    `published` are its chunks in the token stream, where they are being read already.
     """
 
     seq: int
     request: Request | None
     error: str
+    stored: datetime
     received_s: float = field(default_factory=monotonic)
-    stored_s: float = field(default_factory=time)
     cancelled: bool = False
     expired: bool = False
     held_text: str = ""
@@ -74,7 +73,7 @@ class Pending:
         request = self.request
         if not isinstance(request, Append | Generate) or request.deadline_s is None:
             return None
-        return self.stored_s + request.deadline_s
+        return self.stored.timestamp() + request.deadline_s
 
     @property
     def priority(self) -> int:
@@ -88,110 +87,154 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An id's first request and result: the request's digest, and both sequences."""
+class _Recorded:
+    """A result of a request that has not been read yet, or is being folded."""
 
-    digest: bytes
-    in_seq: int
-    out_seq: int
+    result: Result
+    entry: Entry
 
 
 class Record:
-    """One session's state as its log tells it. Starts empty, at sequence 0."""
+    """One session's state as its log tells it. Starts empty, before its first request.
+
+    Requests and results are read separately, a page at a time: first results, then the requests that they
+    answer. What is not read yet stays in the log, so a session with a long queue takes no more memory.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.history: History = folder.begin(datetime.fromtimestamp(0, UTC))
-        self.answered: dict[str, Answered] = {}
+        self.answered = AnsweredIds()
         self.pending: deque[Pending] = deque()
-        self.read_seq = 0
+        #: Whether the results up to now have been read; until then there may be more than `out_seq` tells.
+        self.folded = False
+        #: Whether the log has requests behind `in_seq`.
+        self.more = False
+        self.in_seq = 0
         self.out_seq = 0
+        #: Entries of `out` that answer nothing: only somebody who may not publish there makes these.
+        self.num_foreign = 0
         #: Why the log cannot be continued by this worker, if so.
         self.diverged: str | None = None
+        #: The last result, and before it its sequence and its request.
+        self.last: tuple[int, Pending, Result] | None = None
+        self._early: dict[int, _Recorded] = {}
+        self._called_off: set[int] = (
+            set()
+        )  # requests that were not read yet, and have a result of this worker
+        self._proof: Entry | None = None  # the last result that told what it made of the history
 
-    def take(self, entries: Sequence[Entry]) -> None:
+    def has_result(self, seq: int) -> bool:
+        """Whether the result of a request that was not read yet is known."""
+        return seq in self._early or seq in self._called_off
+
+    def take_results(self, entries: Sequence[Entry]) -> bool:
+        """Note results; says whether there was any for a request that had none.
+
+        What does not fit is passed over: what is no result, one for a request that came later or has been
+        answered, and one that does not say what it made of the history, as every worker's does.
+        """
+        found = False
+        waiting = {pending.seq for pending in self.pending}
+        for entry in entries:
+            self.out_seq = max(self.out_seq, entry.seq)
+            recorded = _recorded(entry)
+            seq = recorded.result.seq if recorded else None
+            if recorded and seq and seq not in self._early and (seq > self.in_seq or seq in waiting):
+                self._early[seq] = recorded
+                found = True
+            else:
+                self._pass_over(entry)
+        return found
+
+    def lacks_result(self, pending: Pending) -> bool:
+        """Whether a request waits, or is still to be read and has no result."""
+        return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
+
+    def take_requests(self, entries: Sequence[Entry]) -> None:
         """Read on: apply what has a result, queue what has none.
 
-        The first time it folds, which tokenises and is for another thread; after that it does no more than
-        decode. Raises `FencedError` where another worker has committed
-        a result since this record was begun: it must then be folded anew.
+        A fold tokenises, and is for another thread; requests without results are no more than decoded.
         """
-        fresh = self.read_seq == 0
-        if fresh and entries:
+        if self.in_seq == 0 and entries:
             self.history = self._folder.begin(entries[0].stored)
-        outs = [entry for entry in entries if entry.kind == "out" and entry.seq > self.out_seq]
-        if outs and not fresh:
-            raise FencedError(f"a result at sequence {outs[0].seq} is not this worker's")
-        results: dict[int, tuple[Result, Entry]] = {}
-        for entry in outs:
-            if (result := _result(entry)) and result.seq:
-                results.setdefault(result.seq, (result, entry))  # the first one is what clients have seen
         for entry in entries:
-            if entry.kind == "in":
-                self._take_request(entry, results.get(entry.seq))
-            self.read_seq = max(self.read_seq, entry.seq)
-        if outs:
-            self.out_seq = outs[-1].seq
-            self._check_digest(results)
+            if entry.seq in self._called_off:
+                self._called_off.remove(entry.seq)  # its id was noted then
+            else:
+                self._take_request(entry, self._early.pop(entry.seq, None))
+            self.in_seq = max(self.in_seq, entry.seq)
+
+    def end_fold(self) -> None:
+        """Hold the fold, whose results have all been read, against the last one's digest of the history."""
+        self.folded = True
+        proof = self._proof
+        if self.diverged is None and proof and proof.headers[HISTORY_HEADER] != self.history.digest():
+            self._diverge("this model makes other tokens of the same log", proof)
 
     def committed(self, pending: Pending, out_seq: int, history: History) -> None:
         """Note that a request's result is in the log, and what the session is after it."""
-        self.pending.remove(pending)
+        if pending in self.pending:
+            self.pending.remove(pending)
+        else:
+            self._called_off.add(pending.seq)
         self.out_seq = out_seq
         self.history = history
         if pending.request is not None:
-            self._note(pending.request, pending.seq, out_seq)
+            self.answered.note(pending.request.id, Answered(pending.seq, out_seq))
 
-    def _take_request(self, entry: Entry, answer: tuple[Result, Entry] | None) -> None:
-        request, error, named = _decode(entry.body)
-        if answer is None:
-            stored_s = entry.stored.timestamp()
-            self.pending.append(Pending(entry.seq, request, error, stored_s=stored_s, named=named))
+    def _take_request(self, entry: Entry, recorded: _Recorded | None) -> None:
+        pending = pending_at(entry)
+        request = pending.request
+        if recorded is not None and self.pending and not _changes_nothing(recorded.result):
+            self._pass_over(recorded.entry)  # nobody answers out of turn but to call a request off
+            recorded = None
+        if recorded is None:
+            self.pending.append(pending)
             return
-        result, out = answer
-        if request is None:
-            return
-        self._note(request, entry.seq, out.seq)
-        if result.repeat_of is not None or self.diverged is not None:
+        result, out = recorded.result, recorded.entry
+        if self.last is None or self.last[0] < out.seq:
+            self.last = (out.seq, pending, result)
+        if request is not None:
+            self.answered.note(request.id, Answered(entry.seq, out.seq))
+        if HISTORY_HEADER in out.headers and (self._proof is None or self._proof.seq < out.seq):
+            self._proof = out
+        if request is None or result.repeat_of is not None or self.diverged is not None:
             return
         try:
             self.history = self._folder.replay(self.history, request, result)
         except DivergedError as error:
             self._diverge(str(error), out)
 
-    def _note(self, request: Request, in_seq: int, out_seq: int) -> None:
-        # The first record stands: repeats point to it, and a conflicting body does not replace it.
-        self.answered.setdefault(request.id, Answered(request_digest(request), in_seq, out_seq))
-
-    def _check_digest(self, results: dict[int, tuple[Result, Entry]]) -> None:
-        """Hold the fold against the digest of the last result that changed the history."""
-        for result, entry in sorted(results.values(), key=lambda pair: -pair[1].seq):
-            digest = entry.headers.get(HISTORY_HEADER)
-            if digest is not None and not isinstance(result, Failed):
-                if digest != self.history.digest() and self.diverged is None:
-                    self._diverge("this model makes other tokens of the same log", entry)
-                return
+    def _pass_over(self, entry: Entry) -> None:
+        self.num_foreign += 1
+        if self.num_foreign == 1:
+            log.warning("ignoring what is no result of this session, here and from now on", seq=entry.seq)
 
     def _diverge(self, why: str, entry: Entry) -> None:
         model = entry.headers.get(MODEL_HEADER, "an unknown model")
         self.diverged = f"{why}; it was written with {model}: serve that one, or go on in a new session"
 
 
-def request_digest(request: Request) -> bytes:
-    """Name what a request says, whatever the spacing and order of its JSON."""
-    return blake2b(encode(request), digest_size=16).digest()
-
-
-def _result(entry: Entry) -> Result | None:
+def pending_at(entry: Entry) -> Pending:
+    """Read a request."""
     try:
-        return decode_result(entry.body)
-    except InvalidMessageError as error:  # somebody else's: no reason to lose the session
-        log.warning("ignoring what is no result", seq=entry.seq, error=str(error))
-        return None
-
-
-def _decode(body: bytes) -> tuple[Request | None, str, str | None]:
-    try:
-        return decode_request(body), "", None
+        return Pending(entry.seq, decode_request(entry.body), "", entry.stored)
     except InvalidMessageError as error:
-        return None, str(error), error.request_id
+        return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
+
+
+def _recorded(entry: Entry) -> _Recorded | None:
+    """Read an entry of `out`; None where no worker has made it."""
+    try:
+        result = decode_result(entry.body)
+    except InvalidMessageError:
+        return None
+    seq = result.seq
+    if seq is None or not 0 < seq < entry.seq:
+        return None
+    return _Recorded(result, entry) if isinstance(result, Failed) or HISTORY_HEADER in entry.headers else None
+
+
+def _changes_nothing(result: Result) -> bool:
+    return isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)

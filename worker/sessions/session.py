@@ -10,7 +10,7 @@ import asyncio
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic, time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import structlog
@@ -33,7 +33,7 @@ from worker.wire.journal import FencedError, TooLargeError
 
 from .execution import failed, withdrawn
 from .history import RefusedError
-from .record import Record, request_digest
+from .record import Record, pending_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -43,22 +43,32 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine
     from worker.telemetry import Telemetry
+    from worker.wire.intake import Delivery
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
 
+    from .answered import Answered
     from .execution import Execution
+    from .gate import Gate
     from .history import Folder, History
-    from .record import Answered, Pending
+    from .record import Pending
 
 log = structlog.get_logger()
 
 #: What was read of the token stream counts for so long: less than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
+#: What a session in memory takes, and each of its tokens: its id, and what the template keeps of its text.
+_SIZE_BYTES: Final = 12_000
+_TOKEN_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all sessions of a worker share. `settle` is told each request whose result is in the log."""
+    """What all sessions of a worker share.
+
+    `release` is told of a session with nothing left to answer; `folds` bounds how many logs are read from
+    their beginning at a time.
+    """
 
     journal: Journal
     outbox: Outbox
@@ -66,8 +76,16 @@ class Services:
     execution: Execution
     folder: Folder
     telemetry: Telemetry
-    settle: Callable[[int], Coroutine[Any, Any, None]]
+    release: Callable[[SessionKey], Coroutine[Any, Any, None]]
+    folds: Gate
     model: str
+
+
+class Known(NamedTuple):
+    """A request that was answered, as the log has it."""
+
+    request: Request
+    at: Answered
 
 
 class Session:
@@ -79,8 +97,9 @@ class Session:
         self._services = services
         self._wake = wake
         self._record = Record(services.folder)
-        self._rung: set[int] = set()  # deliveries that the record has not been asked about yet
-        self._delivered = b""  # the first of them
+        self._rung_seq = 0  # the newest request that was delivered
+        self._delivered: Delivery | None = None  # the first one since the log was read
+        self._in_doubt = False  # whether a worker may have died over this session
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.used_s = monotonic()
@@ -109,12 +128,19 @@ class Session:
     @property
     def has_work(self) -> bool:
         """Whether `run` has something to do."""
-        return bool(self._record.pending or self._rung)
+        record = self._record
+        return bool(record.pending) or record.more or self._rung_seq > record.in_seq
 
-    def ring(self, seq: int, body: bytes) -> None:
-        """Take a delivery: the log has an entry at `seq`, which is to be settled once it has its result."""
-        self._rung.add(seq)
-        self._delivered = self._delivered or body
+    @property
+    def size_bytes(self) -> int:
+        """About what the session takes in memory."""
+        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered.size_bytes
+
+    def ring(self, delivery: Delivery) -> None:
+        """Take a delivery: the log has a request at its sequence."""
+        self._rung_seq = max(self._rung_seq, delivery.seq)
+        self._delivered = self._delivered or delivery
+        self._in_doubt = self._in_doubt or delivery.again
         self._wake(self)
 
     async def run(self) -> None:
@@ -123,12 +149,14 @@ class Session:
             try:
                 with self._reading_ahead() as give:
                     await self.catch_up()
-                    await self._settle_answered()
+                    await self._end_in_doubt()
                     if self._record.pending:
                         give(self._record.pending[0])
                         await self._answer(self._record.pending[0])
                     elif not self.has_work:
-                        return
+                        await self._services.release(self.key)
+                        if not self.has_work:  # else it was rung meanwhile
+                            return
             except FencedError as error:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
@@ -140,18 +168,20 @@ class Session:
         They are given to the request if that is the next one, and if the log did not take so long that
         another worker may have gone on with it since.
         """
-        body, self._delivered = self._delivered, b""
+        delivery, self._delivered = self._delivered, None
         request = None
         with suppress(InvalidMessageError):
-            request = decode_request(body) if body and not self._record.pending else None
-        if not isinstance(request, Generate) or self._bad_name is not None:
+            request = decode_request(delivery.body) if delivery and not self._record.pending else None
+        if delivery is None or not isinstance(request, Generate) or self._bad_name is not None:
             yield lambda _: None
             return
-        begun_s, name = monotonic(), request.id
-        reading = asyncio.create_task(self._services.journal.published(self.key, name))
+        begun_s = monotonic()
+        reading = asyncio.create_task(
+            self._services.journal.published(self.key, request.id, delivery.seq, delivery.stored)
+        )
 
         def give(pending: Pending) -> None:
-            if pending.id == name and monotonic() - begun_s < _FRESH_S:
+            if pending.seq == delivery.seq and monotonic() - begun_s < _FRESH_S:
                 pending.published = reading
 
         try:
@@ -160,22 +190,55 @@ class Session:
             reading.cancel()
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
-        """Read the log as far as deliveries have told of it; the first time, or if asked to, all of it.
+        """Read the log until there is a request to answer, or as far as deliveries have told of it.
 
-        Raises `FencedError` where another worker has gone on with the session.
+        The first time, or if asked to, beyond that too. Raises `FencedError` where another worker has gone on
+        with the session.
         """
         async with self._log_lock:
             record = self._record  # the entries are its successors, and not those of one that replaces it
-            until = max(self._rung, default=0)
-            if 0 < record.read_seq >= until and not beyond_bell:
-                return
-            entries = await self._services.journal.read(self.key, record.read_seq, until)
-            if record.read_seq:
-                record.take(entries)  # requests to be queued: a thread would take longer to begin
-            else:
-                # A fold tokenises everything that was ever said; that is not for the event loop.
-                await asyncio.to_thread(record.take, entries)
-            record.read_seq = max(record.read_seq, until)  # also where the entry itself is gone by now
+            num_foreign = record.num_foreign
+            if not record.folded:
+                async with self._services.folds.enter(self.key.tenant):
+                    await self._fold(record)
+            elif beyond_bell or (not record.pending and self.has_work):
+                await self._read_on(record)
+            self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
+
+    async def _fold(self, record: Record) -> None:
+        """Read results and the requests that they answer, page by page, up to what waits for an answer."""
+        journal, until = self._services.journal, self._rung_seq
+        if self._in_doubt:  # a dead worker may have acknowledged what came behind the delivery
+            until = max(until, await journal.last_seq(self.key, "in"))
+        record.more = more_results = True
+        while record.more and not record.pending:
+            requests, record.more = await journal.page(self.key, "in", record.in_seq, until=until)
+            while more_results and not all(record.has_result(entry.seq) for entry in requests):
+                results, more_results = await journal.page(self.key, "out", record.out_seq)
+                record.take_results(results)
+            # A fold tokenises everything that was ever said; that is not for the event loop.
+            await asyncio.to_thread(record.take_requests, requests)
+        while more_results:
+            results, more_results = await journal.page(self.key, "out", record.out_seq)
+            record.take_results(results)
+        record.end_fold()
+        if not self._in_doubt:
+            record.last = None
+        if not record.more:
+            record.in_seq = max(record.in_seq, until)  # also where the entry itself is gone by now
+
+    async def _read_on(self, record: Record) -> None:
+        """Read the next requests, unless some wait already; and whether another worker has answered any."""
+        journal, until = self._services.journal, self._rung_seq
+        results, _ = await journal.page(self.key, "out", record.out_seq)
+        if record.take_results(results):
+            raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
+        if record.pending:
+            return
+        requests, record.more = await journal.page(self.key, "in", record.in_seq, until=until)
+        record.take_requests(requests)  # to be queued: a thread would take longer to begin
+        if not record.more:
+            record.in_seq = max(record.in_seq, until)
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
@@ -187,9 +250,9 @@ class Session:
                 raise
             self.forget()  # nothing is under way here, so nobody else would find out
             await self.catch_up(beyond_bell=True)
-        known = request_id in self._record.answered  # then what is pending is a repeat of it
-        pending = next((pending for pending in self.pending if pending.id == request_id), None)
-        if pending is None or known:
+        known = await self._answered(request_id) is not None  # then what is pending is a repeat of it
+        pending = None if known else await self._waiting(request_id)
+        if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
@@ -199,58 +262,71 @@ class Session:
         self._services.engine.cancel(self.key)
         self._wake(self)
         await pending.done.wait()
-        if request_id not in self._record.answered:  # the record was given up meanwhile
+        if await self._answered(request_id) is None:  # the record was given up meanwhile
             return await self.cancel(request_id)
         return Cancelled(id=request_id, was="running")
+
+    async def _waiting(self, request_id: str) -> Pending | None:
+        """Find a request without a result: among those that were read, then in the rest of the log."""
+        for pending in self.pending:
+            if pending.id == request_id:
+                return pending
+        after, more = self._record.in_seq, True
+        while more:
+            entries, more = await self._services.journal.page(self.key, "in", after)
+            for entry in entries:
+                pending = pending_at(entry)
+                if pending.id == request_id and not self._record.has_result(entry.seq):
+                    return pending
+            after = entries[-1].seq if entries else after
+        return None
+
+    async def _answered(self, request_id: str) -> Known | None:
+        """Find an id's first request and result in the log; None where it has none."""
+        found = self._record.answered.find(request_id)
+        if found is None:
+            return None
+        body = await self._services.journal.get(found.in_seq)
+        with suppress(InvalidMessageError):
+            if body is not None and (request := decode_request(body)).id == request_id:
+                return Known(request, found)
+        return None
 
     def forget(self) -> None:
         """Drop everything that is in memory; the log is read anew when the session goes on."""
         record, self._record = self._record, Record(self._services.folder)
-        self._rung.update(pending.seq for pending in record.pending)
+        self._rung_seq = max(self._rung_seq, record.in_seq)
         self._services.engine.forget(self.key)
         for pending in record.pending:
             pending.done.set()
 
     async def _begun(self, pending: Pending) -> bool:
         """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay."""
-        if pending is self.active or not isinstance(pending.request, Generate):
-            return pending is self.active
-        return await self._published(pending.request)
+        return pending is self.active or bool(await self._published(pending))
 
-    async def _published(self, request: Generate) -> bool:
-        """Say whether clients may have seen tokens of a request."""
-        return bool(await self._services.journal.published(self.key, request.id))
+    async def _published(self, pending: Pending) -> list[Chunk]:
+        """Read what clients may have seen of a request's tokens."""
+        request = pending.request
+        if not isinstance(request, Generate):
+            return []
+        return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
-    async def _settle_answered(self) -> None:
-        """Settle deliveries of requests that had their result when they were read: somebody died before this.
-
-        Those that are pending are settled with their result.
-        """
-        pending = {pending.seq for pending in self._record.pending}
-        read = {seq for seq in self._rung if seq <= self._record.read_seq}
-        self._rung -= read
-        for seq in sorted(read - pending):
-            await self._end_again(seq)
-            await self._services.settle(seq)
-
-    async def _end_again(self, seq: int) -> None:
-        """Close the token stream of an answered generate: who answered it may have died before it could."""
-        journal = self._services.journal
-        answered = next(
-            (found for found in list(self._record.answered.values()) if found.in_seq == seq), None
-        )
-        body, recorded = await journal.get(seq), await journal.get(answered.out_seq) if answered else None
-        if body is None or recorded is None:
+    async def _end_in_doubt(self) -> None:
+        """Close the token stream of the last answer: who committed it may have died before it could."""
+        last, self._record.last = self._record.last, None
+        if last is None:
             return
-        request, result = decode_request(body), decode_result(recorded)
-        if isinstance(request, Generate):
-            tokens = result.tokens if isinstance(result, Generated) else ()
-            chunks = await journal.published(self.key, request.id)
-            held_text = ""
-            # Only behind all the others: who has lost chunks reads the record.
-            if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
-                held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
-            await self._end_tokens(request.id, len(tokens), held_text)
+        _, pending, result = last
+        request = pending.request
+        if not isinstance(request, Generate):
+            return
+        tokens = result.tokens if isinstance(result, Generated) else ()
+        chunks = await self._published(pending)
+        held_text = ""
+        # Only behind all the others: who has lost chunks reads the record.
+        if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
+            held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
+        await self._end_tokens(pending, request.id, len(tokens), held_text)
 
     async def _answer(self, pending: Pending) -> None:
         self.active = pending
@@ -303,33 +379,33 @@ class Session:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
             raise RefusedError("invalid_request", pending.error)
-        answered = self._record.answered.get(request.id)
-        if answered is not None:
-            return await self._repeated(request, pending, answered), history
+        known = await self._answered(request.id)
+        if known is not None:
+            return await self._repeated(request, pending, known), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have tokens out
             return withdrawn(pending, history), history
-        if pending.expired and not (isinstance(request, Generate) and await self._published(request)):
+        if pending.expired and not await self._published(pending):
             return withdrawn(pending, history), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
         self._services.folder.check(history, request)
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
-    async def _repeated(self, request: Request, pending: Pending, answered: Answered) -> Result:
+    async def _repeated(self, request: Request, pending: Pending, known: Known) -> Result:
         """Answer an id that was answered before from the record."""
-        if request_digest(request) != answered.digest:
+        if request != known.request:
             raise RefusedError(
                 "id_conflict",
-                f"the id {request.id!r} was used before for another request (sequence {answered.in_seq}); "
+                f"the id {request.id!r} was used before for another request (sequence {known.at.in_seq}); "
                 "a new request needs a new id",
             )
-        body = await self._services.journal.get(answered.out_seq)
+        body = await self._services.journal.get(known.at.out_seq)
         if body is None:
             raise RefusedError(
                 "invalid_request", "this id was used before, and its result is gone from the log"
             )
         first = decode_result(body)
-        return msgspec.structs.replace(first, seq=pending.seq, repeat_of=answered.in_seq)
+        return msgspec.structs.replace(first, seq=pending.seq, repeat_of=known.at.in_seq)
 
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> None:
         """Store a result and the history after it, then tell everybody who waits for it.
@@ -337,9 +413,9 @@ class Session:
         Without a history the result changes none: so may a request that was cancelled while it waited be
         committed out of turn.
         """
-        services = self._services
+        services, record = self._services, self._record
         async with self._log_lock:
-            if pending not in self._record.pending:
+            if record is not self._record or not record.lacks_result(pending):
                 return
             history = history or self.history
             try:
@@ -349,28 +425,38 @@ class Session:
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, history, "invalid_request", message)
                 out_seq = await self._store(result, history)
-            self._record.committed(pending, out_seq, history)
+            record.committed(pending, out_seq, history)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
         if isinstance(pending.request, Generate):
             num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
-            await self._end_tokens(pending.request.id, num_tokens, pending.held_text)
-        await services.settle(pending.seq)
+            await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)
 
     async def _store(self, result: Result, history: History) -> int:
+        """Commit a result behind the last one; what is no result of this session is no fence either."""
+        journal, record = self._services.journal, self._record
         headers = {MODEL_HEADER: self._services.model}
         if not isinstance(result, Failed):
             headers[HISTORY_HEADER] = history.digest()
-        return await self._services.journal.commit(self.key, result, self._record.out_seq, headers)
+        while True:
+            try:
+                return await journal.commit(self.key, result, record.out_seq, headers)
+            except FencedError:
+                entries, _ = await journal.page(self.key, "out", record.out_seq)
+                if not entries or record.take_results(entries):
+                    raise
+                self._services.telemetry.ignored["result"] += len(entries)
 
-    async def _end_tokens(self, request_id: str, num_tokens: int, held_text: str) -> None:
+    async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int, held_text: str) -> None:
         """Close an answer's token stream.
 
         Text that a cancel has set free is published only now: before the commit, a crash would have let the
         answer go on differently.
         """
         if held_text:
-            await self._services.outbox.tokens(self.key, request_id, Chunk(num_tokens, (), held_text))
+            await self._services.outbox.tokens(
+                self.key, request_id, Chunk(num_tokens, (), held_text, pending.seq)
+            )
         await self._services.outbox.end(self.key, request_id)

@@ -22,7 +22,6 @@ from turnkeep_client.messages import (
     decode_control,
     failure,
 )
-from turnkeep_client.subjects import ID_RULE
 from worker.device.engine import StoppingError
 from worker.tasks import end
 from worker.wire.journal import FencedError
@@ -31,12 +30,13 @@ from . import pinning
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
+    from worker.wire.intake import Delivery
 
     from .session import Services
 
@@ -73,18 +73,14 @@ class Sessions:
         self._metrics = metrics
         self._sessions: dict[SessionKey, Session] = {}
         self._tasks: dict[SessionKey, asyncio.Task[None]] = {}
-        self._asides: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def ring(self, key: SessionKey, seq: int, body: bytes) -> None:
+    def ring(self, delivery: Delivery) -> None:
         """Take a delivery to its session; a name that breaks the rule is refused there."""
-        if {key.tenant, key.session} & {"*", ">"}:
-            self._aside(self._refuse_pattern(key, seq))
-        else:
-            self._hold(key).ring(seq, body)
+        self._hold(delivery.key).ring(delivery)
 
     async def control(self, subject: str, body: bytes) -> ControlReply:
         """Answer what came on a session's `ctl`."""
@@ -92,7 +88,7 @@ class Sessions:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
+            return failure(None, "invalid_request", str(error))
         session = self._hold(key)
         if isinstance(request, CancelRequest):
             try:
@@ -127,7 +123,7 @@ class Sessions:
     async def stop(self, timeout_s: float) -> None:
         """Wait for the sessions' tasks, then cancel them; the engine must have been told to stop before."""
         self._stopping.set()
-        tasks = {*self._tasks.values(), *self._asides}
+        tasks = set(self._tasks.values())
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             await end(late)
@@ -172,21 +168,6 @@ class Sessions:
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
             del self._tasks[session.key]
-
-    async def _refuse_pattern(self, key: SessionKey, seq: int) -> None:
-        """Answer a request under a name that NATS takes for a pattern.
-
-        It must never become a session: reading its log would be reading everybody's.
-        """
-        message = f"session {key} is not valid: a tenant and a session must be {ID_RULE}"
-        result = failure(None, "invalid_request", message, seq=seq)
-        await self._services.journal.commit_unread(key, result)
-        await self._services.settle(seq)
-
-    def _aside(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._asides.add(task)
-        task.add_done_callback(self._asides.discard)
 
     def _info(self, session: Session) -> SessionInfo:
         history, key, active = session.history, session.key, session.active

@@ -1,7 +1,11 @@
-"""Requests in: pull from the stream's consumer, keep each delivery alive, ack it when it is settled.
+"""Requests in: pull from the stream's consumer, hold one delivery for each session with work, ack the rest.
 
 A delivery is a doorbell, no more: the session reads its log in order, whatever the order of deliveries. So
-a redelivery after a crash, or a message that overtakes another one, cannot change a session's order.
+one unacknowledged delivery, the session's anchor, is enough: after a crash it comes again, and whoever gets
+it answers all that the session's log has no result for. Every other delivery of the session is acknowledged
+as it comes, and the anchor once nothing is left to answer. What is held grows with sessions, not requests.
+
+Tenants share the places for sessions: what is over a tenant's share is given back, to come again later.
 """
 
 from __future__ import annotations
@@ -10,15 +14,18 @@ import asyncio
 import contextlib
 import itertools
 import json
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
 
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.subjects import ID_RULE, SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from datetime import datetime
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -27,19 +34,25 @@ if TYPE_CHECKING:
 
     from .streams import Streams
 
-    Ring = Callable[[SessionKey, int, bytes], None]
+    Ring = Callable[["Delivery"], None]
 
 log = structlog.get_logger()
 
-_FETCH = 64
-_EXPIRES_S = 5.0
-_RETRY_S = 0.5
+_FETCH: Final = 64
+_FETCH_BYTES: Final = 8 * 2**20
+_EXPIRES_S: Final = 5.0
+_RETRY_S: Final = 0.5
+#: What is given back comes again after so long, and later where there is much of it: so many in a second.
+_RETURN_S: Final = 1.0
+_RETURNS_PER_S: Final = 200
 
 #: Ends of a pull that are no fault: nothing was there, or its time is over.
-_EMPTY = frozenset({"404", "408"})
-
+_EMPTY: Final = frozenset({"404", "408"})
 #: A longer name makes no subject: a server ends the connection of whoever sends a line of more than 4 KiB.
-_MAX_NAME_BYTES = 256
+_MAX_NAME_BYTES: Final = 256
+
+#: And this one: the next message is more than the rest of the pull's bytes.
+_FULL: Final = "Message Size Exceeds MaxBytes"
 
 
 def session_of(subject: str) -> SessionKey | None:
@@ -55,30 +68,57 @@ def session_of(subject: str) -> SessionKey | None:
 
 
 def _makes_a_subject(name: str) -> bool:
-    # U+FFFD stands for bytes that are not UTF-8; what is not printable nats-py may refuse to publish.
-    return name.isprintable() and "\ufffd" not in name and len(name.encode()) <= _MAX_NAME_BYTES
+    # A `*` or `>` is a pattern: reading its log would be reading everybody's. U+FFFD stands for bytes that
+    # are not UTF-8; what is not printable nats-py may refuse to publish.
+    if name in ("*", ">") or "\ufffd" in name:
+        return False
+    return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A request as the server delivered it. `again` says that it was delivered before."""
+
+    key: SessionKey
+    seq: int
+    stored: datetime
+    body: bytes
+    again: bool
 
 
 class Intake:
-    """Deliveries that this worker holds, by stream sequence. Event loop only."""
+    """The deliveries that this worker holds, one for each session with work. Event loop only."""
 
     def __init__(
         self,
         nc: Client,
         names: Streams,
         telemetry: Telemetry,
+        refuse: Callable[[str, int, str], Awaitable[None]],
         *,
         ack_wait_s: float,
-        max_held: int,
+        max_sessions: int,
+        max_sessions_per_tenant: int,
+        max_message_bytes: int,
     ) -> None:
-        """Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker."""
+        """`refuse(subject, sequence, message)` answers what can be answered nowhere else.
+
+        Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker.
+
+        At most `max_sessions` are worked on at a time, and `max_sessions_per_tenant` of one tenant. Where all
+        places are taken, a tenant with less than an equal share of them still gets one.
+        """
         self._nc = nc
         self._names = names
         self._telemetry = telemetry
+        self._refused = refuse
         self._ack_wait_s = ack_wait_s
-        self._max_held = max_held
-        self._held: dict[int, Msg] = {}
-        self._freed = asyncio.Event()
+        self._max_sessions = max_sessions
+        self._max_per_tenant = max_sessions_per_tenant
+        self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # the largest message must fit
+        self._anchors: dict[SessionKey, Msg] = {}
+        self._tenants: Counter[str] = Counter()
+        self._returned: set[int] = set()  # sequences that are to come again
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the pull that is out; older ones may still be answered
@@ -86,14 +126,16 @@ class Intake:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait or run here."""
-        return len(self._held)
+        """Sessions with requests that wait or run here."""
+        return len(self._anchors)
+
+    @property
+    def num_returned(self) -> int:
+        """Requests that were given back, since their tenant has as many sessions at work as it may."""
+        return len(self._returned)
 
     async def pull(self, ring: Ring) -> None:
-        """Pull until cancelled. At `max_held` it pauses: what is not pulled waits in the stream.
-
-        `ring(session, sequence, body)` is called for each delivery that is not held yet; it must not block.
-        """
+        """Pull until cancelled; `ring` is called for each delivery that is taken, and must not block."""
         while True:
             try:
                 inbox = self._nc.new_inbox()
@@ -109,16 +151,13 @@ class Intake:
                 await asyncio.sleep(_RETRY_S)
 
     async def _pull_some(self, inbox: str) -> None:
-        while len(self._held) >= self._max_held:
-            self._freed.clear()
-            await self._freed.wait()
-        self._num_to_come = min(_FETCH, self._max_held - len(self._held))
+        self._num_to_come = _FETCH
         self._fault = ""
         self._inbox = inbox
         self._pull_over.clear()
         # The raw request, since nats-py's `fetch` takes any message with a header `Status` for the server's
         # word on the pull. That header is the publisher's to set: it would lose the request, or end the pull.
-        request = {"batch": self._num_to_come, "expires": int(_EXPIRES_S * 1e9)}
+        request = {"batch": _FETCH, "max_bytes": self._fetch_bytes, "expires": int(_EXPIRES_S * 1e9)}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._names.log}.{self._names.consumer}"
         await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
         with contextlib.suppress(TimeoutError):  # the server's word may have been lost
@@ -134,26 +173,45 @@ class Intake:
                     return
                 headers = message.headers or {}
                 status = headers.get("Status", "")
-                if status not in _EMPTY:
-                    self._fault = f"the server ended the pull: {status} {headers.get('Description', '')}"
+                reason = headers.get("Description", "")
+                if status not in _EMPTY and reason != _FULL:
+                    self._fault = f"the server ended the pull: {status} {reason}"
                 self._pull_over.set()
                 return
             self._num_to_come -= 1
             if self._num_to_come <= 0:
                 self._pull_over.set()
-            key, seq = session_of(message.subject), message.metadata.sequence.stream
-            if key is None:
-                await self._refuse(message, seq)
-                return
-            known = seq in self._held
-            self._held[seq] = message  # the newest delivery is the one whose ack counts
-            if not known:
-                ring(key, seq, message.data)
+            await self._take(message, ring)
 
         return arrived
 
+    async def _take(self, message: Msg, ring: Ring) -> None:
+        metadata = message.metadata
+        seq = metadata.sequence.stream
+        self._returned.discard(seq)
+        key = session_of(message.subject)
+        if key is None:
+            await self._refuse(message, seq)
+            return
+        anchor = self._anchors.get(key)
+        if anchor is None and not self._has_room(key.tenant):
+            self._returned.add(seq)
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await message.nak(delay=max(_RETURN_S, len(self._returned) / _RETURNS_PER_S))
+            return
+        again = (metadata.num_delivered or 1) > 1
+        ring(Delivery(key, seq, metadata.timestamp, message.data, again))
+        if anchor is None:
+            self._tenants[key.tenant] += 1
+        elif anchor.metadata.sequence.stream != seq:  # rung above, and covered by the anchor from here on
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await message.ack()
+            return
+        message.data = b""  # it may be held for long
+        self._anchors[key] = message  # the newest delivery is the one whose ack counts
+
     async def _refuse(self, message: Msg, seq: int) -> None:
-        """End a delivery that can be answered nowhere, so that it does not come again."""
+        """End a delivery from whose names no subject can be built, so that it does not come again."""
         counts = self._telemetry.requests["unnamed"]
         counts["terminated"] += 1
         if counts["terminated"] == 1:  # whoever sends one may send thousands
@@ -162,35 +220,46 @@ class Intake:
                 seq=seq,
                 subject=message.subject[:80],
             )
+        await self._refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
         with contextlib.suppress(nats.errors.Error, OSError):  # lost, it comes again and is ended again
             await message.term()
+
+    def _has_room(self, tenant: str) -> bool:
+        mine = self._tenants[tenant]
+        if len(self._anchors) < self._max_sessions:
+            return mine < self._max_per_tenant
+        return mine < min(self._max_sessions // (len(self._tenants) or 1), self._max_per_tenant)
 
     async def pull_again(self) -> None:
         """Give up the outstanding pull, which the server forgot when the connection was lost."""
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
-        """Tell the server again and again that the held requests are worked on, until cancelled.
+        """Tell the server again and again that the held sessions are worked on, until cancelled.
 
         It must outlive the pulling: while the worker drains, its deliveries are still its own.
         """
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
-            for message in list(self._held.values()):
+            for message in list(self._anchors.values()):
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
 
-    async def settle(self, seq: int) -> None:
-        """Ack a request whose result is in the log. A lost ack costs a redelivery that is settled again."""
-        message = self._held.pop(seq, None)
-        self._freed.set()
-        if message is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await message.ack()
+    async def release(self, key: SessionKey) -> None:
+        """Ack a session's anchor: all that was delivered has its result. A lost ack costs a redelivery."""
+        message = self._anchors.pop(key, None)
+        if message is None:
+            return
+        self._tenants[key.tenant] -= 1
+        if not self._tenants[key.tenant]:
+            del self._tenants[key.tenant]
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await message.ack()
 
     async def give_back(self) -> None:
         """Return what is not settled, so that the next worker gets it without waiting for a time-out."""
-        for message in list(self._held.values()):
+        for message in list(self._anchors.values()):
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()
-        self._held.clear()
+        self._anchors.clear()
+        self._tenants.clear()

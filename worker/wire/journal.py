@@ -7,6 +7,7 @@ this worker last read. What entries mean is `history`'s business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from contextlib import asynccontextmanager
@@ -19,7 +20,8 @@ import structlog
 from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Chunk, Result, decode_chunk, encode
+from turnkeep_client.messages import Chunk, Result, decode_chunk, encode, failure
+from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from turnkeep_client.subjects import SessionKey, Subjects
+    from turnkeep_client.subjects import Subjects
 
 log = structlog.get_logger()
 
@@ -38,7 +40,7 @@ _WRONG_LAST_SEQUENCE: Final = 10071
 #: The stream refuses the message for its size, now and always.
 MESSAGE_TOO_LARGE: Final = 10054
 _BATCH: Final = 256
-_BATCH_BYTES: Final = 8 * 2**20
+_BATCH_BYTES: Final = 2 * 2**20
 _TIMEOUT_S: Final = 5.0
 _MAX_BACKOFF_S: Final = 5.0
 
@@ -53,7 +55,7 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One message of a session's log; `stored` is when the server took it."""
+    """One stored message; `stored` is when the server took it."""
 
     seq: int
     kind: Literal["in", "out"]
@@ -75,31 +77,37 @@ class Journal:
         self._subjects = subjects
         self._replies = _Replies(nc)
 
-    async def read(self, key: SessionKey, after: int, until: int) -> list[Entry]:
-        """Read a session's entries with a stream sequence above `after`, in order.
+    async def page(
+        self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
+    ) -> tuple[list[Entry], bool]:
+        """Read a session's next requests, or results, above the stream sequence `after`, in order.
 
-        `until` is the sequence of an entry that was delivered: a replica that answers without it lags, and
-        is asked again, unless the stream's leader says that the entry was removed.
+        At most `_BATCH` entries or some MiB come at a time; the flag says whether there are more. `until` is
+        the sequence of an entry that was delivered: a replica that ends before it lags, and is asked again,
+        unless the stream's leader says that the entry was removed.
         """
+        stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
         pause_s = 0.01
         while True:
-            entries = [
-                entry
-                async for entry in self._direct(self._subjects.log_stream, self._subjects.log(key), after)
-            ]
-            if (
-                until <= after
-                or any(entry.seq >= until for entry in entries)
-                or await self.get(until) is None
-            ):
-                return entries
+            try:
+                entries, more = await self._direct_batch(stream, subject, after)
+            except (nats.errors.Error, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            last = entries[-1].seq if entries else after
+            if more or last >= until or await self.get(until) is None:
+                return entries, more
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
-    async def published(self, key: SessionKey, request_id: str) -> list[Chunk]:
-        """Read back the token chunks of a request: those from index 0 on, without a gap."""
+    async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> list[Chunk]:
+        """Read back the token chunks of the request at `seq`: those from index 0 on, without a gap.
+
+        Whoever may publish there may have done so before the request, to have the answer begin with it: only
+        what names the request's sequence and came after it (`stored`) is the worker's.
+        """
         chunks: list[Chunk] = []
-        num_tokens = 0
+        num_tokens = num_foreign = 0
         async for entry in self._direct(
             self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
         ):
@@ -108,12 +116,17 @@ class Journal:
             try:
                 chunk = decode_chunk(entry.body)
             except InvalidMessageError:
-                break
+                chunk = None
+            if chunk is None or chunk.seq != seq or entry.stored < stored:
+                num_foreign += 1
+                continue
             if chunk.i > num_tokens:
                 break
             if chunk.i == num_tokens:
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
+        if num_foreign:
+            log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
         return chunks
 
     async def get(self, seq: int) -> bytes | None:
@@ -127,6 +140,18 @@ class Journal:
                 await self._wait_out("reading the log", error, 1.0)
                 continue
             return message.data or b""
+
+    async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
+        """Ask the stream's leader for the sequence of a session's last request, or result; 0 without one."""
+        while True:
+            try:
+                found = await self._js.get_last_msg(self._subjects.log_stream, self._subjects.of(key, kind))
+            except NotFoundError:
+                return 0
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            return found.seq or 0
 
     async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
         """Store a result as the successor of the session's result at sequence `after` (0: the first).
@@ -156,12 +181,20 @@ class Journal:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
-    async def commit_unread(self, key: SessionKey, result: Result) -> None:
-        """Store a result under a name whose log cannot be read; after a crash it may be there twice."""
-        try:
-            await self._js.publish(self._subjects.of(key, "commit"), encode(result), timeout=_TIMEOUT_S)
-        except (nats.errors.Error, APIError, OSError) as error:
-            log.warning("a refusal could not be stored", session=str(key), error=str(error))
+    async def refuse(self, subject: str, seq: int, message: str) -> None:
+        """Answer the request at `seq` under names that no log can be kept for: at its tenant's `_refused`.
+
+        Nothing can be said where the tenant's name is none either. After a crash it may be there twice.
+        """
+        tenant = subject.rsplit(".", 3)[1]
+        with contextlib.suppress(InvalidMessageError):
+            answer = self._subjects.of(SessionKey(check_id("tenant", tenant), REFUSED), "commit")
+            try:
+                await self._js.publish(
+                    answer, encode(failure(None, "invalid_request", message, seq=seq)), timeout=_TIMEOUT_S
+                )
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("a refusal could not be stored", seq=seq, error=str(error))
 
     async def _ours(self, subject: str, body: bytes, after: int) -> int:
         """Tell a commit whose ack was lost from one that another worker won."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 #: The durable pull consumer of the log stream; every worker pulls from it.
 CONSUMER: Final = "worker"
-MAX_ACK_PENDING: Final = 4096
+#: What was given back counts too: at this number of sessions waiting for a place nobody is delivered to.
+MAX_ACK_PENDING: Final = 1_000_000
 
 #: Message ids are compared across the whole stream, so one tenant's could swallow another's message.
 #: A window of 0 means two minutes to the server; this is the shortest that it takes.

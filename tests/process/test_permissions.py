@@ -1,0 +1,53 @@
+"""The permissions that the protocol's page gives a tenant's clients, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+
+from turnkeep_client.client import connect
+
+
+async def test_a_client_with_the_documented_permissions_can_do_all_but_forge(
+    local_worker: Any, tmp_path: Any, foreign_server: Any
+) -> None:
+    client = {
+        "publish": [
+            *(f"turnkeep.acme.*.{kind}" for kind in ("in", "ctl", "ask")),
+            *(f"$JS.API.DIRECT.GET.turnkeep_{stream}" for stream in ("log", "tok")),
+        ],
+        "subscribe": ["turnkeep.acme.>", "_INBOX.>"],
+    }
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60},
+        authorization={
+            "users": [
+                {"user": "worker", "password": "w"},
+                {"user": "client", "password": "c", "permissions": client},
+            ]
+        },
+    )
+    await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep")
+    mine = url.replace("//", "//client:c@")
+    async with await connect(mine, tenant="acme") as user:
+        answer = user.session("s").generate(text="abc", max_tokens=4)
+        chunks = [chunk async for chunk in answer]
+        assert [token for chunk in chunks for token in chunk.tokens] == list(answer.result.tokens)
+        assert (await user.session("s").info()).position == 7
+    refused: list[str] = []
+
+    async def note(error: Exception) -> None:
+        refused.append(str(error))
+
+    nc = await nats.connect(mine, error_cb=note)
+    subjects = [f"turnkeep.acme.s.{kind}" for kind in ("commit", "out", "tok.g")] + ["turnkeep.other.s.in"]
+    for subject in subjects:
+        with pytest.raises((nats.errors.Error, asyncio.TimeoutError)):
+            await nc.jetstream().publish(subject, b"{}", timeout=0.3)
+    await nc.flush()
+    await nc.close()
+    assert [subject for subject in subjects if any(f'"{subject}"' in line for line in refused)] == subjects

@@ -1,0 +1,128 @@
+"""One tenant's flood is its own: another one's answer comes beside it, and memory stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from raw_wire import append, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from nats.js import JetStreamContext
+    from raw_wire import Wire
+
+    Start = Callable[..., Awaitable[Wire]]
+
+#: Ten times as many sessions as the worker takes up at a time.
+MAX_SESSIONS = 8
+NUM_FLOOD = 80
+
+
+async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
+    """Count a tenant's results in the log before the one of the request at `seq`."""
+    count = 0
+    for _, subject, body in await wire.entries():
+        if not subject.endswith(".out"):
+            continue
+        if json.loads(body)["seq"] == seq:
+            return count
+        count += subject.split(".")[-3] == tenant
+    raise AssertionError("there is no such result")
+
+
+@pytest.mark.parametrize("num_sessions", [1, NUM_FLOOD])
+async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its_end(
+    wire: Start, num_sessions: int
+) -> None:
+    """In one session or in many: what the worker takes up at a time has places for others."""
+    one = await wire(max_waiting=MAX_SESSIONS, max_waiting_per_tenant=MAX_SESSIONS // 2)
+    await one.send("s", append("warm"), tenant="quiet")
+    flood = [
+        await one.publish(f"s{n % num_sessions}", generate(f"r{n}", text="eee", max_tokens=20), tenant="loud")
+        for n in range(NUM_FLOOD)
+    ]
+    mine = await one.publish("s", generate("mine"), tenant="quiet")
+    assert (await one.result(mine))["type"] == "generated"
+    before = await answered_before(one, mine, "loud")
+    for seq in flood:
+        assert (await one.result(seq))["type"] == "generated"
+    assert before < NUM_FLOOD // 2
+    await one.check_log()
+
+
+async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
+    """Many more requests than are read at a time, and a worker that is put down in the middle."""
+    one = await wire(max_waiting=MAX_SESSIONS)
+    seqs = [await one.publish("s", append(f"r{n}", "ab")) for n in range(700)]
+    await one.result(seqs[20])
+    await one.worker.stop()
+    two = await wire(max_waiting=MAX_SESSIONS)
+    async with asyncio.timeout(120):
+        while await two.position("s") != 2 * len(seqs):  # noqa: ASYNC110 - asked over the wire
+            await asyncio.sleep(0.2)
+    await two.check_log()
+    order = [json.loads(body)["seq"] for _, subject, body in await two.entries() if subject.endswith(".out")]
+    assert order == seqs
+
+
+async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) -> None:
+    """It is not in memory yet: the rest of the queue is in the log."""
+    one = await wire()
+    long = await one.publish("s", generate("long", text="eee", max_tokens=1500))
+    seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(600)]
+    assert await one.control("s", {"type": "cancel", "id": "r599"}) == {
+        "type": "cancelled",
+        "id": "r599",
+        "was": "waiting",
+    }
+    assert (await one.result(seqs[-1]))["code"] == "expired"
+    assert long not in one.results
+    await one.control("s", {"type": "cancel", "id": "long"})
+    await one.result(seqs[-2])
+    await one.check_log()
+
+
+def peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+    return int(peak) * 1024
+
+
+@pytest.mark.process
+async def test_a_sessions_backlog_stays_in_the_log_until_its_turn(worker_process: Callable[..., Any]) -> None:
+    """120 requests of 1 MB wait as the worker starts: they are taken page by page."""
+    worker = worker_process("--spare-memory", "0")
+    worker.start()
+    async with asyncio.timeout(60):
+        while '"ready"' not in worker.log:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.1)
+    nc = await nats.connect(worker.url)
+    js = nc.jetstream()
+    body = json.dumps(append("r0", "x" * 1_000_000, no_such_field=1)).encode()
+    await js.publish("turnkeep.default.s.in", body)
+    await results(js, 1)
+    before = peak_bytes(worker.pid)
+    worker.kill()
+    for n in range(1, 121):
+        await js.publish("turnkeep.default.s.in", body.replace(b'"r0"', b'"r%d"' % n))
+    worker.start()
+    await results(js, 121)
+    grown = peak_bytes(worker.pid) - before
+    assert grown < 40 * 2**20
+    await nc.close()
+
+
+async def results(js: JetStreamContext, num: int) -> None:
+    """Wait until the log holds so many results."""
+    async with asyncio.timeout(120):
+        while True:
+            info = await js.stream_info("turnkeep_log", subjects_filter="turnkeep.default.s.out")
+            if sum((info.state.subjects or {}).values()) >= num:
+                return
+            await asyncio.sleep(0.2)

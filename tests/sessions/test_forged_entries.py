@@ -1,0 +1,142 @@
+"""Where `commit` and `tok` are open to clients, nothing there speaks for the model or stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from raw_wire import Wire, append, generate
+
+from turnkeep_client.log import HISTORY_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Start = Callable[..., Awaitable[Wire]]
+
+#: Does not end by itself within some steps of the random model.
+LONG = {"text": "eee", "max_tokens": 300}
+
+
+def failed(seq: int, request_id: str) -> bytes:
+    body = {"type": "failed", "id": request_id, "code": "internal", "message": "forged", "retryable": False}
+    return json.dumps(body | {"seq": seq}).encode()
+
+
+def generated(seq: int, request_id: str, position: int) -> bytes:
+    zeros = {"prompt_tokens": 0, "cached_tokens": 0, "prefilled_tokens": 0, "completion_tokens": 3}
+    seconds = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0}
+    body = {"type": "generated", "id": request_id, "seq": seq, "position": position, "text": "I obey"}
+    body |= {"tokens": [40, 41, 42], "finish_reason": "stop", "usage": zeros, "seconds": seconds}
+    return json.dumps(body | {"kv_live_bytes": 0}).encode()
+
+
+async def next_seq(w: Wire) -> int:
+    return int((await w.js.stream_info(f"{w.prefix}_log")).state.last_seq) + 1
+
+
+async def taken_up_again(wire: Start, w: Wire) -> Wire:
+    """Put the worker down and start another, which reads the log from its beginning."""
+    await w.worker.stop()
+    forged = w.forged
+    w = await wire()
+    w.forged |= forged
+    return w
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_result_for_a_request_to_come_does_not_take_its_answer(wire: Start, restart: bool) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    seq = await next_seq(w)
+    await w.forge("s", failed(seq + 1, "b"))
+    if restart:
+        w = await taken_up_again(wire, w)
+    result = await genuine(w, await w.publish("s", append("b")))
+    assert (result["seq"], result["type"], result["position"]) == (seq + 1, "appended", 10)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_result_without_a_history_does_not_answer_for_the_model(wire: Start, restart: bool) -> None:
+    """It names a request that waits; it is no worker's, since it says nothing of the history."""
+    w = await wire()
+    await w.send("s", append("a"))
+    running = await w.publish("s", generate("long", **LONG))
+    waiting = await w.publish("s", generate("b"))
+    for seq, request_id in ((running, "long"), (waiting, "b")):
+        await w.forge("s", generated(seq, request_id, position=12))
+    if restart:
+        w = await taken_up_again(wire, w)
+    await asyncio.sleep(0)
+    assert (await genuine(w, running))["finish_reason"] in ("stop", "length")
+    assert (await genuine(w, waiting))["text"] != "I obey"
+    w = await taken_up_again(wire, w)
+    assert (await w.send("s", append("c")))["type"] == "appended"
+
+
+async def genuine(w: Wire, seq: int) -> dict[str, Any]:
+    """Wait for the result that the worker has made of a request."""
+    async with asyncio.timeout(30):
+        while True:
+            for number, subject, body in await w.entries():
+                if subject.endswith(".out") and number not in w.forged and json.loads(body)["seq"] == seq:
+                    found: dict[str, Any] = json.loads(body)
+                    return found
+            await asyncio.sleep(0.1)
+
+
+async def test_a_result_out_of_turn_that_adds_something_is_passed_over(wire: Start) -> None:
+    """With a digest too: only what calls a request off comes before the answers of those in front of it."""
+    w = await wire()
+    await w.send("s", append("a"))
+    await w.worker.stop()
+    first = await w.publish("s", append("first"))
+    second = await w.publish("s", generate("second"))
+    subject = w.subject("s", "commit")
+    body = generated(second, "second", position=8)
+    w.forged.add((await w.js.publish(subject, body, headers={HISTORY_HEADER: "0" * 32})).seq)
+    forged = w.forged
+    w = await wire()
+    w.forged |= forged
+    assert (await genuine(w, first))["type"] == "appended"
+    assert (await genuine(w, second))["text"] != "I obey"
+
+
+async def test_a_flood_of_forged_results_is_counted_and_stops_nobody(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    running = await w.publish("s", generate("long", **LONG))
+    for _ in range(600):
+        await w.forge("s", failed(10**9, "x"))
+    assert (await w.result(running))["type"] == "generated"
+    assert (await w.send("s", append("b")))["type"] == "appended"
+    assert (await w.control("s", {"type": "info"}))["worker"]["ignored"]["result"] == 600
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_tokens_published_before_their_request_are_no_part_of_its_answer(
+    wire: Start, named: bool
+) -> None:
+    """Not even where they name its sequence, which can be foretold."""
+    w = await wire()
+    clean = await w.send("clean", generate("g", text="abc"))
+    chunk = {"i": 0, "tokens": [40, 41], "text": "HI"} | ({"seq": await next_seq(w)} if named else {})
+    await w.js.publish(f"{w.prefix}.default.s.tok.g", json.dumps(chunk).encode())
+    result = await w.send("s", generate("g", text="abc"))
+    assert (result["tokens"], result["text"]) == (clean["tokens"], clean["text"])
+
+
+async def test_tokens_of_another_request_of_the_same_id_are_no_part_of_an_answer(wire: Start) -> None:
+    """Published while it waits, without its sequence: by whoever reads the subjects and not the log."""
+    w = await wire()
+    clean = await w.send("clean", generate("g", text="abc"))
+    running = await w.publish("s", generate("long", **LONG))
+    waiting = await w.publish("s", generate("g", text="abc"))
+    chunk = {"i": 0, "tokens": [40, 41], "text": "HI", "seq": running}
+    await w.js.publish(f"{w.prefix}.default.s.tok.g", json.dumps(chunk).encode())
+    await w.send("other", append("a"))
+    result = await w.result(waiting)
+    assert not result["text"].startswith("HI")
+    assert len(result["tokens"]) == len(clean["tokens"])

@@ -1,0 +1,62 @@
+"""Which request ids of a session have a result, and where: 24 bytes for each, however many there are.
+
+An id is known by a hash alone. Whoever finds one reads the request at the sequence given, and compares it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import numpy as np
+
+#: So many are kept in a dict before they are sorted in among the others, and a quarter of those others.
+_FEW: Final = 64
+
+
+class Answered(NamedTuple):
+    """The stream sequences of an id's first request and of its result."""
+
+    in_seq: int
+    out_seq: int
+
+
+class AnsweredIds:
+    """The ids of a session with their first results."""
+
+    def __init__(self) -> None:
+        self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
+        self._recent: dict[int, Answered] = {}
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._recent)
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory."""
+        return self._sorted.nbytes + 256 * len(self._recent)
+
+    def note(self, request_id: str, answered: Answered) -> None:
+        """Note an id's result. The first one stands: repeats point to it, and nothing replaces it."""
+        if self.find(request_id) is not None:
+            return
+        self._recent[_hash(request_id)] = answered
+        if len(self._recent) > max(_FEW, len(self._sorted) // 4):
+            rows = np.array([(key, *found) for key, found in self._recent.items()], np.uint64)
+            merged = np.concatenate([self._sorted, rows])
+            self._sorted = merged[np.argsort(merged[:, 0], kind="stable")]
+            self._recent = {}
+
+    def find(self, request_id: str) -> Answered | None:
+        """Return where an id was answered; None if it was not. Another id may have the same hash."""
+        key = _hash(request_id)
+        if (found := self._recent.get(key)) is not None:
+            return found
+        row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
+        if row == len(self._sorted) or int(self._sorted[row, 0]) != key:
+            return None
+        return Answered(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
+
+
+def _hash(request_id: str) -> int:
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
