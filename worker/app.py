@@ -39,6 +39,7 @@ from worker.wire.connection import connect
 from worker.wire.desk import Desk
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
+from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
 
 from .datadir import DataDir
@@ -137,16 +138,17 @@ class App:
                 loaded = await self._load_model(directory, stack)
                 stack.push_async_callback(server.stop)
                 await server.start()
-                nc = await self._connect(server.url, stack)
+                nc = await self._connect(server.url, directory, stack)
             else:
-                nc = await self._connect(settings.nats, stack)
+                nc = await self._connect(settings.nats, directory, stack)
                 loaded = await self._load_model(directory, stack)
             js = nc.jetstream()
             names = await streams.ensure(js, self._subjects, settings)
             await self._open_store(directory, loaded, stack)
             await self._serve(nc, js, names, loaded)
 
-    async def _connect(self, url: str, stack: contextlib.AsyncExitStack) -> Client:
+    async def _connect(self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
+        """Connect to NATS, and be the one worker of the prefix there."""
         nc = await connect(
             url,
             name=f"turnkeep {self._settings.worker}",
@@ -155,6 +157,15 @@ class App:
             on_closed=self._closed,
         )
         stack.push_async_callback(nc.close)
+        lease = Lease(
+            nc.jetstream(),
+            self._subjects,
+            worker=self._settings.worker,
+            directory=directory.name,
+            lost=self._fail,
+        )
+        stack.push_async_callback(lease.give_back)
+        await lease.take()
         return nc
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:

@@ -9,7 +9,8 @@ import errno
 import fcntl
 import json
 import os
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+from uuid import uuid4
 
 from turnkeep_client.errors import TurnkeepError
 
@@ -43,8 +44,10 @@ class DataDirInUseError(DataDirError):
 class DataDir:
     """An open data directory. The lock holds until `close`, or until the process ends in any way."""
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, name: str) -> None:
         self.path = path
+        #: Its own among all data directories, for as long as it exists.
+        self.name = name
         self._lock_fd = lock_fd
 
     @classmethod
@@ -61,10 +64,12 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file is never unlinked: two workers could then each lock an inode of this name.
+            name = _noted(fd).get("directory") or uuid4().hex
             os.ftruncate(fd, 0)
-            os.write(fd, json.dumps({"pid": os.getpid(), "worker": worker}).encode())
+            note = {"pid": os.getpid(), "worker": worker, "directory": name}
+            os.pwrite(fd, json.dumps(note).encode(), 0)
             os.fsync(fd)  # a full disk shows here and not in the middle of a turn
-            opened = cls(path, fd)
+            opened = cls(path, fd, name)
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 if folder != opened.models:  # a copy, say, may have made the others for all to read
@@ -118,9 +123,17 @@ class DataDir:
 
 
 def _owner(lock_fd: int) -> str:
-    try:
-        owner = json.loads(os.read(lock_fd, 1024))
-        name = f"worker {owner['worker']} " if owner["worker"] else "a worker "
-        return f"{name}(pid {owner['pid']})"
-    except (OSError, ValueError, KeyError, TypeError):  # between its lock and its first write
+    owner = _noted(lock_fd)
+    if "pid" not in owner:  # between its lock and its first write
         return "another worker that is just starting"
+    name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
+    return f"{name}(pid {owner['pid']})"
+
+
+def _noted(lock_fd: int) -> dict[str, Any]:
+    """Read what the last owner has written into the lock file."""
+    try:
+        noted = json.loads(os.pread(lock_fd, 1024, 0))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}

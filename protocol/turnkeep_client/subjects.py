@@ -113,6 +113,11 @@ class Subjects:
         """Name the JetStream stream that keeps token chunks for some minutes."""
         return f"{self.prefix.replace('.', '_')}_tok"
 
+    @property
+    def lease_bucket(self) -> str:
+        """Name the KV bucket that holds the lease of the worker that serves the prefix."""
+        return f"{self.prefix.replace('.', '_')}_lease"
+
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
         """Take a session's subject apart: key, kind, and the request id of a `tok` subject.
 

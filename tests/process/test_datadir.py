@@ -27,7 +27,17 @@ def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
             assert folder.is_dir()
             assert folder.parent == path
         assert path.stat().st_mode & 0o077 == 0
-        assert json.loads((path / "worker.lock").read_text()) == {"pid": os.getpid(), "worker": "w1"}
+        note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name}
+        assert json.loads((path / "worker.lock").read_text()) == note
+
+
+def test_a_directory_keeps_its_name_for_as_long_as_it_exists(tmp_path):
+    with DataDir.open(tmp_path / "a", "a longer name") as opened:
+        name = opened.name
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "worker.lock").write_text('["no note"]')
+    with DataDir.open(tmp_path / "a", "w") as again, DataDir.open(tmp_path / "b") as other:
+        assert again.name == name != other.name
 
 
 def test_a_second_worker_is_told_the_pid_of_the_first_until_it_is_killed(tmp_path):

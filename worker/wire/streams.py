@@ -29,7 +29,7 @@ MAX_ACK_PENDING: Final = 1_000_000
 
 #: Message ids are compared across the whole stream, so one tenant's could swallow another's message.
 #: A window of 0 means two minutes to the server; this is the shortest that it takes.
-_DEDUPE_S: Final = 0.1
+DEDUPE_S: Final = 0.1
 
 _NAME_IN_USE: Final = 10058
 _SUBJECTS_OVERLAP: Final = 10065
@@ -59,8 +59,8 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     Any number of workers may do it at the same time. What an operator set beyond the settings (replicas,
     placement, metadata) is kept. Raises `BrokerError` where a stream exists that cannot be made to fit.
     """
-    await _ensure_stream(js, _log_stream(subjects, settings))
-    await _ensure_stream(js, _token_stream(subjects, settings))
+    await ensure_stream(js, _log_stream(subjects, settings))
+    await ensure_stream(js, _token_stream(subjects, settings))
     await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
 
@@ -79,7 +79,7 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         max_bytes=settings.log_max_bytes,
         max_msg_size=settings.max_message_bytes,
         allow_direct=True,
-        duplicate_window=_DEDUPE_S,
+        duplicate_window=DEDUPE_S,
     )
 
 
@@ -94,7 +94,7 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         max_age=settings.token_ttl_s,
         max_msg_size=settings.max_message_bytes,
         allow_direct=True,
-        duplicate_window=_DEDUPE_S,
+        duplicate_window=DEDUPE_S,
     )
 
 
@@ -110,7 +110,8 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
     )
 
 
-async def _ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
+async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
+    """Create a stream, or bring it to these settings. Raises `BrokerError`."""
     name = str(wanted.name)
     try:
         try:
@@ -168,7 +169,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
             log.info("set up consumer", stream=stream, consumer=CONSUMER, **changes)
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(
-            f"the consumer {CONSUMER} of stream {stream} cannot be set up ({_reason(error)}); if something"
+            f"the consumer {CONSUMER} of stream {stream} cannot be set up ({reason(error)}); if something"
             " else made it, remove it"
         ) from None
 
@@ -196,8 +197,9 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
             f"the NATS server has no room for the stream {wanted.name} of up to {wanted.max_bytes} bytes;"
             " raise its JetStream storage limit, or lower --log-max-bytes and --token-max-bytes"
         )
-    return f"the NATS server refuses the stream {wanted.name}: {_reason(error)}"
+    return f"the NATS server refuses the stream {wanted.name}: {reason(error)}"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Say why the server refused something."""
     return str(getattr(error, "description", None) or error or type(error).__name__)
