@@ -22,6 +22,7 @@ from cache.snapshot import CacheError
 from cache.store import Store
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, SnapshotCounters
+from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
 from worker.device.device import Device
@@ -314,7 +315,11 @@ class App:
             asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
             asyncio.create_task(self._publish_metrics(outbox, intake), name="metrics"),
         ]
-        log.info("ready", worker=settings.worker, nats=nc.connected_url.netloc if nc.connected_url else None)
+        log.info(
+            "ready",
+            worker=settings.worker,
+            nats=shown(nc.connected_url.geturl()) if nc.connected_url else None,
+        )
         self.ready.set()
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
+
+from turnkeep_client.redact import redact
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -21,15 +23,21 @@ def configure(log_format: str, log_level: str) -> None:
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
     ]
     rendered: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(pad_event_to=36)]
+        # No rich tracebacks: they show what is in the variables.
+        [structlog.dev.ConsoleRenderer(pad_event_to=36, exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
-        processors=shared + rendered,
+        processors=[*shared, *rendered, _redacted],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[log_level.upper()]
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _redacted(_logger: object, _method: str, line: Any) -> str:
+    """Take credentials out of a line: an exception's text, say, is not ours."""
+    return redact(line)

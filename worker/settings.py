@@ -164,6 +164,9 @@ def _nats_url(value: object) -> str:
         parts = urlsplit(url)
         if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
             raise ValueError(url)
+        # A password with one of these has to be percent-encoded: what is behind it would not be sent.
+        if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme in {"nats", "tls"}):
+            raise ValueError(url)
     return ",".join(urls)
 
 
@@ -202,6 +205,9 @@ _MODEL = Kind("text", "MODEL", _text)
 _SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
+_NATS_URLS = _or(
+    "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +224,13 @@ class Settings:
         "where the worker keeps log, snapshots and models",
     )
     nats: str | None = _setting(
-        _or("embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)),
-        None,
-        "the NATS servers to use; without it the worker runs its own",
+        _NATS_URLS, None, "the NATS servers to use; without it the worker runs its own"
     )
     nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
     prefix: str = _setting(
         _name("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
         DEFAULT_PREFIX,
-        "the first part of every subject; workers with one prefix share their sessions",
+        "the first part of every subject; one worker at a time serves a prefix",
     )
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
@@ -404,7 +408,7 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
         try:
             parsed = kind.parse(value)
         except (ValueError, OverflowError):
-            shown = "its value" if "@" in str(value) else repr(value)  # a URL may hold a password
+            shown = "its value" if kind is _NATS_URLS else repr(value)  # it may hold a password
             raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
         values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
     return values

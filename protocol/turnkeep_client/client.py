@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -29,6 +28,7 @@ from .messages import (
     encode,
 )
 from .nats_client import Nats
+from .redact import redact, shown
 from .session import Messages, Sampling, Session, build
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
@@ -61,7 +61,6 @@ _END_OF_BATCH: Final = "204"
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
 _T = TypeVar("_T")
-_CREDENTIALS: Final = re.compile(r"(?<=//)[^/@]*@")
 
 
 async def connect(
@@ -179,7 +178,7 @@ class _NatsWire:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._nats.connect(
-                    url,
+                    url.split(","),
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
@@ -190,8 +189,8 @@ class _NatsWire:
                 )
         except _NATS_ERRORS as error:
             await self._nats.close()
-            why = self._last_error or str(error) or f"no answer within {timeout_s} s"
-            raise NoWorkerError(f"no NATS server at {_CREDENTIALS.sub('', url)}: {why}") from None
+            why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
+            raise NoWorkerError(f"no NATS server at {shown(url)}: {why}") from None
         self._connected.set()
 
     async def close(self) -> None:

@@ -77,6 +77,7 @@ async def foreign_server(tmp_path, free_port):
             await asyncio.sleep(0.05)
         raise AssertionError("the server did not start")
 
+    start.processes = processes
     yield start
     for process in processes:
         process.kill()

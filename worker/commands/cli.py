@@ -17,6 +17,7 @@ import click
 
 from bench.cli import bench
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from turnkeep_client.redact import redact
 from worker.settings import SettingsError
 
 from .cache_cli import cache
@@ -51,7 +52,7 @@ class _Group(click.Group):
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"turnkeep: {message}", err=True)
+    click.echo(f"turnkeep: {redact(message)}", err=True)
     sys.exit(code)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import nats.errors
 import nats.js.errors
@@ -15,6 +14,8 @@ import structlog
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats
+from turnkeep_client.redact import redact
+from turnkeep_client.redact import shown as shown_urls
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,7 +47,7 @@ async def connect(
     it refuses the credentials, has no JetStream, or takes messages of less than `min_payload_bytes`.
     """
     client = Nats()
-    shown = ",".join(_without_password(url) for url in urls.split(","))
+    shown = shown_urls(urls)
     watch = _Watch(client, shown, on_reconnected, on_closed)
     try:
         async with asyncio.timeout(timeout_s):
@@ -89,6 +90,7 @@ class _Watch:
         self.shown = shown
         self.is_connected = False
         self.failures: list[Exception] = []
+        self._said = ""
         self._client = client
         self._on_reconnected = on_reconnected
         self._on_closed = on_closed
@@ -105,14 +107,16 @@ class _Watch:
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
         elif isinstance(error, OSError):
             log.debug("NATS is not back yet", error=_first_line(error))  # said once by `disconnected`
-        else:
-            log.warning("NATS error", error=_first_line(error))
+        elif (text := _first_line(error)) != self._said:  # a refused reconnect is tried four times a second
+            self._said = text
+            log.warning("NATS error", error=text)
 
     async def disconnected(self) -> None:
         if self.is_connected and not self._client.is_closed:
             log.warning("lost the connection to NATS; trying again", servers=self.shown)
 
     async def reconnected(self) -> None:
+        self._said = ""
         log.info("connected to NATS again", servers=self.shown)
         if self._on_reconnected:
             await self._on_reconnected()
@@ -148,9 +152,4 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return redact((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,0 +1,28 @@
+"""Keeps the user, password or token of a NATS URL out of whatever is shown. Pure; imports nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
+_PLACE: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:@\[\]]+)(?::\d{0,5})?")
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^\s/]*@")
+
+
+def shown(urls: str) -> str:
+    """Write NATS URLs, joined by commas, as scheme, host and port; nothing of what cannot be read."""
+    return ",".join(_shown(url.strip()) for url in urls.split(","))
+
+
+def redact(text: str) -> str:
+    """Take the credentials out of the URLs in a text that somebody else has written."""
+    return _CREDENTIALS.sub("", text)
+
+
+def _shown(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        scheme, rest = "nats", url
+    place = re.split(r"[/?#]", rest.rpartition("@")[2])[0]
+    return f"{scheme}://{place}" if _PLACE.fullmatch(place) else f"{scheme}://(not a host and port)"
