@@ -19,7 +19,7 @@ from . import private
 from .entries import Row
 from .folder import digest_of, scan
 from .format import SUFFIX, is_lack, prove
-from .header import read_name
+from .header import read_header, read_name
 from .pruning import opened
 from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check
@@ -173,6 +173,8 @@ class _Intake:
                 os.fsync(file.fileno())
             name = prove(path)
             self._check_prefix(name)
+            if name.start == 0:
+                self._catalog.note_identities([bytes.fromhex(read_header(path).identity)])
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000

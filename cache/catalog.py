@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 has brought the pins, and states; version 3 the rows' proofs. What older ones hold is taken over.
-_SCHEMA_VERSION: Final = 3
+#: Version 2 has brought the pins, and states; version 3 the rows' proofs; since version 4 what is deleted is
+#: overwritten. What older ones hold is taken over.
+_SCHEMA_VERSION: Final = 4
 #: Errors that say nothing of the file's contents: it is left alone.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -40,7 +41,7 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-_READABLE: Final = (1, 2, _SCHEMA_VERSION)
+_READABLE: Final = (1, 2, 3, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
@@ -125,6 +126,8 @@ class Catalog:
         db.execute("PRAGMA wal_autocheckpoint=100")
         # Nor its own 2 MiB of pages: the system has them too, and 10,000 sessions are to cost little.
         db.execute("PRAGMA cache_size=-256")
+        # Rows have tokens, and what was forgotten is to be gone.
+        db.execute("PRAGMA secure_delete=ON")
         if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
@@ -132,7 +135,10 @@ class Catalog:
             for name, kind in _ADDED.items():
                 if name not in there:
                     db.execute(f"ALTER TABLE snapshot ADD COLUMN {name} {kind}")
-            db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            with suppress(sqlite3.OperationalError):  # no room for it: the next start tries again
+                if version:
+                    db.execute("VACUUM")  # what was deleted before is in the file still
+                db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def read(self) -> tuple[Columns, Sequence[bytes | None]]:
@@ -162,6 +168,21 @@ class Catalog:
         if known != (name,):
             with self._transaction() as db:
                 db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
+
+    def identities(self) -> list[bytes]:
+        """Read the identities that snapshots may have been made with."""
+        return [row[0] for row in self._db.execute("SELECT identity FROM model")]
+
+    def note_identities(self, identities: Iterable[bytes]) -> None:
+        """Note identities that there are snapshots of, whatever people call their models."""
+        with self._transaction() as db:
+            rows = [(identity, "") for identity in identities]
+            db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
+
+    def settle(self) -> bool:
+        """See to it that what was deleted is in no file of the catalog any more; False where it cannot be."""
+        # The log has the pages as they were before.
+        return self.is_lasting and self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 
     def clear(self, _: Iterable[object] = ()) -> None:
         """Delete all rows and pins."""

@@ -47,6 +47,10 @@ class Row(NamedTuple):
         """Which KV it holds."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
+    def is_of(self, packed: bytes) -> bool:
+        """Say whether it holds nothing but a part of a run of packed tokens."""
+        return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
+
 
 class Columns(NamedTuple):
     """Very many rows, a sequence for each field: making a `Row` of each would take a fifth of a start."""

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from . import private
-from .blocks import DIGEST_BYTES
+from .blocks import DIGEST_BYTES, TOKEN_BYTES
 from .format import SUFFIX
-from .snapshot import CacheError
+from .header import read_name
+from .snapshot import CacheError, DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +67,16 @@ def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
                     stat = entry.stat(follow_symlinks=False)
                     found[digest] = (stat.st_size, stat.st_mtime_ns)
     return found
+
+
+def may_hold(directory: Path) -> bool:
+    """Say whether there may be snapshots, or what is left of some, in a directory that nobody opens."""
+    try:
+        return any(any(path.iterdir()) for path in directory.iterdir() if path.is_dir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 class Folder:
@@ -117,7 +128,7 @@ class Folder:
 
     def clear_tmp(self) -> int:
         """Remove what a process that died was writing; count it."""
-        leftovers = list(self.tmp.iterdir())
+        leftovers = _within(self.tmp)
         for path in leftovers:
             path.unlink()
         return len(leftovers)
@@ -135,11 +146,7 @@ class Folder:
     def place(self, path: Path, digest: bytes) -> None:
         """Move a complete, synced file to its place, and sync the move."""
         path.rename(self.path(digest))
-        fd = os.open(self.snapshots, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(self.snapshots)
 
     def remove(self, digest: bytes) -> None:
         """Remove a snapshot; one that is gone already is no fault."""
@@ -160,6 +167,27 @@ class Folder:
         except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
             _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
+    def release(self, digest: bytes) -> None:
+        """Remove a file from the quarantine, if it is there."""
+        (self.quarantined / file_name(digest)).unlink(missing_ok=True)
+
+    def release_of(self, packed: bytes) -> None:
+        """Remove what the quarantine has of a run of tokens, and what does not say which it has."""
+        for path in _within(self.quarantined):
+            try:
+                name = read_name(path)
+                is_of_them = packed.startswith(name.tokens, name.start * TOKEN_BYTES)
+            except (DoubtfulSnapshotError, OSError):
+                is_of_them = path.is_file()
+            if is_of_them:
+                path.unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """See to it that what was removed stays removed, even if the power fails."""
+        for room in (self.snapshots, self.tmp, self.quarantined):
+            with suppress(FileNotFoundError):  # gone, with all that was in it
+                _sync(room)
+
     def quarantined_bytes(self) -> int:
         """Measure the quarantine: it counts against the disk limit."""
         try:
@@ -171,7 +199,7 @@ class Folder:
         """Remove all snapshots, the quarantined ones too; returns the names that could not be removed."""
         left = []
         for room in (self.snapshots, self.quarantined):
-            with os.scandir(room) as entries:
+            with suppress(FileNotFoundError), os.scandir(room) as entries:
                 for entry in entries:
                     try:
                         os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them
@@ -183,3 +211,19 @@ class Folder:
         """Measure what the file system has left for this process."""
         stat = os.statvfs(self.directory)
         return stat.f_bavail * stat.f_frsize
+
+
+def _within(directory: Path) -> list[Path]:
+    """List a directory; one that is gone has nothing in it."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

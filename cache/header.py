@@ -69,7 +69,7 @@ _NAMES: Final = re.compile(
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
 #: Nothing could be matched by it.
-_NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
+NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Header:
     """
 
     identity: str
-    name: Name = _NO_NAME
+    name: Name = NO_NAME
     layout: Layout = ()
     states: States = ()
     state_bytes: int = 0

@@ -36,6 +36,7 @@ class Opened:
     catalog: Catalog
     index: Index
     pins: list[Pin]
+    identities: set[bytes]
     rejected: int
     quarantined_bytes: int
     free_bytes: int
@@ -56,14 +57,16 @@ def open_directory(directory: Path, identity: bytes, model: str, clock: Callable
             index, rejected = reconcile(folder, catalog, names.result(), clock)
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
-        if model:
-            with suppress(sqlite3.Error):  # a name for lists only
+        with suppress(sqlite3.Error):  # a disk that is full
+            catalog.note_identities([identity])
+            if model:
                 catalog.name_model(identity, model)
         return Opened(
             folder,
             catalog,
             index,
             catalog.pins(),
+            {identity, *catalog.identities()},
             rejected,
             folder.quarantined_bytes(),
             folder.free_bytes(),

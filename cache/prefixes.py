@@ -12,8 +12,6 @@ from . import blocks
 from .blocks import DIGEST_BYTES, TOKEN_BYTES, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .blocks import Chain
     from .entries import Entry
     from .index import Index
@@ -83,10 +81,6 @@ class Prefixes:
             return before
         path = self._pieces(before, packed[grid * TOKEN_BYTES : start * TOKEN_BYTES])
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
-
-    def within(self, root: bytes, packed: bytes) -> Iterator[Entry]:
-        """Go through the entries that hold nothing but a part of these tokens, children first."""
-        return reversed(self._index.within(root, packed))
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
         """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.

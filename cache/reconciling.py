@@ -75,11 +75,12 @@ def _mended(
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
+    identities = set()
     doubtful = 0
     for digest in strays:
         try:
             path = folder.path(digest)
-            name, stat = read_header(path).name, path.stat()
+            header, stat = read_header(path), path.stat()
         except (DoubtfulSnapshotError, OSError) as error:
             if is_lack(error):
                 raise
@@ -87,7 +88,8 @@ def _mended(
             doubtful += 1
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
             continue
-        used = stat.st_mtime_ns // 1000
+        name, used = header.name, stat.st_mtime_ns // 1000
+        identities.add(bytes.fromhex(header.identity))
         adopted[digest] = Row(
             digest, name.parent, name.start, name.tokens, stat.st_size, used, name.resumable
         )
@@ -102,6 +104,8 @@ def _mended(
     catalog.remove([*wrong, *orphans])
     unproved = {row.digest for row, proof in zip(rows, proofs, strict=True) if proof is None}
     catalog.put(row for row in kept.values() if row.digest in adopted or row.digest in unproved)
+    if identities:
+        catalog.note_identities(identities)
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
         # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.

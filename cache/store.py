@@ -18,6 +18,7 @@ import structlog
 from . import blocks
 from . import format as snapshot_format
 from .blocks import Chain
+from .header import NO_NAME
 from .leaving import Leaving
 from .opening import Opened, open_directory
 from .pins import Pin, Pinned
@@ -30,7 +31,7 @@ from .stats import SnapshotStats
 from .writer import DropReason, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from .blocks import Span
@@ -72,7 +73,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots went, and whether they are known to be off the disk."""
+    """How many snapshots went, and whether it is known that nothing of them, no copy, is on the disk."""
 
     num_snapshots: int
     settled: bool
@@ -96,6 +97,8 @@ class Store:
         self._catalog = opened.catalog
         self._identity = identity
         self._identity_digest = identity.digest()
+        #: Of all that there are snapshots of.
+        self._identities = opened.identities
         self._layout = layout
         self._stateful = bool(layout.states)
         self._index = opened.index
@@ -221,6 +224,8 @@ class Store:
 
         try:
             outcome = await self._readers.run(read, limit_s)
+            if outcome.doubt is not None and (doubtful := match.entries[outcome.num_read]).doomed:
+                self._writer.unlink([doubtful.row], quarantined=True)  # nobody is to look at it any more
         except TimeoutError:
             self._timed_out += 1
             if not self._hangs:
@@ -297,27 +302,45 @@ class Store:
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
         """Remove what is stored or on its way of these tokens, from the end to where others share it.
 
-        Returns how many snapshots went. What is being loaded goes when that is done; what is pinned stays.
-        Settled after a `barrier`: nothing of it comes back, not even by a write that was under way.
+        That is under any identity: another model, or other `kv_bits`. Returns how many snapshots went. What
+        is being loaded goes when that is done; what is pinned stays. Settled after a `barrier`: nothing of it
+        comes back, not even by a write that was under way.
         """
-        within = self._prefixes.within(self._root(tenant), blocks.pack(tokens))
+        within = self._within(tenant, blocks.pack(tokens))
         return self._leaving.discard_unneeded(entry for entry in within if not entry.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
-        """`forget`, and wait until that is settled; the answer comes in time whatever the disk does."""
+        """`forget`, and wait until that is settled; the answer comes in time whatever the disk does.
+
+        Removes copies in quarantine too. Not settled where a turn still holds some of it, where something
+        could not be removed, or where there are files of another format version: whose they are is unknown.
+        """
+        packed = blocks.pack(tokens)
         num_snapshots = self.forget(tenant, tokens)
-        return Forgotten(num_snapshots, await self.barrier(timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained()
+                erasure = self._writer.erase(packed)
+                await self._writer.barrier()
+        except TimeoutError:
+            return Forgotten(num_snapshots, settled=False)
+        self._room.quarantined_bytes = erasure.quarantined_bytes
+        is_held = any(entry.doomed for entry in self._within(tenant, packed))
+        is_unknown = self._index.num_children(NO_NAME.parent) > 0
+        return Forgotten(num_snapshots, erasure.clean and not is_held and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
-        """Remove everything, of all tenants and models, pins and quarantine too; False where that takes long.
+        """Remove everything, of all tenants and models, pins and quarantine too.
+
+        False where that takes long, or something could not be removed.
 
         What is written meanwhile or later stays. Nothing from before comes back, not even by a write that
         the disk holds up now.
         """
         self._index.clear()
         self._room.clear()
-        self._writer.clear()
-        return await self.barrier(timeout_s)
+        erasure = self._writer.clear()
+        return await self.barrier(timeout_s) and erasure.clean
 
     async def pin(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
         """Keep a prefix until it is unpinned, over restarts: what is stored of it, and what comes.
@@ -353,10 +376,7 @@ class Store:
         """Wait until all earlier writes and removals are settled; False where that takes too long."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._writer.barrier()
-                # What has just been settled may have queued removals, of tails that it replaced and of
-                # files that were forgotten while they were renamed. Those queue nothing more.
-                await self._writer.barrier()
+                await self._drained()
         except TimeoutError:
             return False
         return True
@@ -394,8 +414,19 @@ class Store:
             _log.warning("cache_closed_in_haste", drained=drained, written=stopped, read=left)
         return drained and stopped and left
 
+    async def _drained(self) -> None:
+        await self._writer.barrier()
+        # What has just been settled may have queued removals, of tails that it replaced and of files that
+        # were forgotten while they were renamed. Those queue nothing more.
+        await self._writer.barrier()
+
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
+
+    def _within(self, tenant: str, packed: bytes) -> Iterator[Entry]:
+        """Go through the entries that hold nothing but a part of these tokens, children first."""
+        for identity in self._identities:
+            yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
 
     def _chain(self, tenant: str | Chain) -> Chain:
         return tenant if isinstance(tenant, Chain) else self.chain(tenant)

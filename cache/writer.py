@@ -84,6 +84,7 @@ class Write:
 @dataclass(slots=True, eq=False)
 class _Unlink:
     rows: list[Row]
+    quarantined: bool
 
     @property
     def size_bytes(self) -> int:
@@ -106,8 +107,15 @@ class PinNote:
 
 
 @dataclass(slots=True, eq=False)
-class _Clear:
-    pass
+class Erasure:
+    """The removal of all that is left of a run of packed tokens, or of everything (None).
+
+    `clean` says, once it is done, that no file of the directory has any of it, for good.
+    """
+
+    packed: bytes | None
+    clean: bool = False
+    quarantined_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +123,7 @@ class _Barrier:
     passed: asyncio.Future[None]
 
 
-_Job = Write | _Unlink | _Use | PinNote | _Clear | _Barrier
+_Job = Write | _Unlink | _Use | PinNote | Erasure | _Barrier
 
 
 @dataclass(slots=True)
@@ -161,6 +169,8 @@ class Writer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
+        #: What could not be removed, off the disk or out of the catalog. The thread's.
+        self._left: dict[bytes, Row] = {}
         self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
         self._thread.start()
 
@@ -200,9 +210,9 @@ class Writer:
             if write.state is State.QUEUED:
                 write.abandon(reason)
 
-    def unlink(self, rows: list[Row]) -> None:
-        """Queue the removal of files and rows. Takes no room, and never waits."""
-        job = _Unlink(rows)
+    def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
+        """Queue the removal of files and rows, of `quarantined` files too. Takes no room, and never waits."""
+        job = _Unlink(rows, quarantined)
         self.unlinking_bytes += job.size_bytes
         self._jobs.put(job)
 
@@ -216,11 +226,19 @@ class Writer:
         self._jobs.put(note)
         return note
 
-    def clear(self) -> None:
+    def erase(self, packed: bytes) -> Erasure:
+        """Queue a search for what is left of tokens whose files were unlinked before, and its removal."""
+        erasure = Erasure(packed)
+        self._jobs.put(erasure)
+        return erasure
+
+    def clear(self) -> Erasure:
         """Give up every write, wherever it is, and queue the removal of all files and rows."""
         for write in self._in_flight.values():
             write.abandon("cancelled")
-        self._jobs.put(_Clear())
+        erasure = Erasure(None)
+        self._jobs.put(erasure)
+        return erasure
 
     async def barrier(self) -> None:
         """Wait until everything that was queued before is settled, and has been counted."""
@@ -252,7 +270,7 @@ class Writer:
             case _Barrier():
                 if not job.passed.done():  # whoever waited may have been cancelled
                     job.passed.set_result(None)
-            case _Use() | PinNote() | _Clear():
+            case _Use() | PinNote() | Erasure():
                 pass
 
     def _count(self, write: Write) -> None:
@@ -303,8 +321,8 @@ class Writer:
                 case PinNote():
                     change = self._catalog.pin if job.on else self._catalog.unpin
                     job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
-                case _Clear():
-                    self._clear()
+                case Erasure():
+                    self._erase(job)
                 case _Barrier():
                     pass
             try:
@@ -328,6 +346,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread must go on
             write.state, write.error = State.FAILED, error
             return
+        self._left.pop(digest, None)
         self._in_catalog(self._catalog.put, [write.row])
 
     def _let_go(self, write: Write) -> bool:
@@ -337,21 +356,45 @@ class Writer:
         return True
 
     def _unlink(self, job: _Unlink) -> None:
-        for row in job.rows:
+        self._remove(job.rows)
+        try:
+            for row in job.rows if job.quarantined else ():
+                self._folder.release(row.digest)
+        except OSError as error:
+            _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
+
+    def _remove(self, rows: list[Row]) -> None:
+        """Remove files and rows. What stays is noted for an erasure; the next start finds it too."""
+        for row in rows:
             try:
                 self._folder.remove(row.digest)
+                self._left.pop(row.digest, None)
             except OSError as error:
-                # The file is found again at the next start.
-                _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
-        self._in_catalog(self._catalog.remove, job.rows)
+                if row.digest not in self._left:
+                    _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
+                self._left[row.digest] = row
+        if not self._in_catalog(self._catalog.remove, rows):
+            self._left.update((row.digest, row) for row in rows)
 
-    def _clear(self) -> None:
+    def _erase(self, job: Erasure) -> None:
+        packed = job.packed
         try:
-            for digest in self._folder.clear():
-                _log.error("snapshot_not_removed", digest=digest)
-        except OSError as error:
-            _log.error("cache_not_cleared", error=str(error))
-        self._in_catalog(self._catalog.clear, [])
+            if packed is None:
+                left = self._folder.clear()
+                for name in left:
+                    _log.error("snapshot_not_removed", digest=name)
+                self._left.clear()
+                clean = not left and self._in_catalog(self._catalog.clear, [])
+            else:
+                self._remove([row for row in self._left.values() if row.is_of(packed)])
+                self._folder.release_of(packed)
+                clean = not any(row.is_of(packed) for row in self._left.values())
+            self._folder.clear_tmp()  # nothing is being written now
+            self._folder.sync()
+            job.clean = clean and self._catalog.settle()
+        except (OSError, sqlite3.Error) as error:
+            _log.error("erasure_failed", error=str(error))
+        job.quarantined_bytes = self._folder.quarantined_bytes()
 
     def _free_bytes(self) -> int | None:
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import structlog
 
+from cache.folder import may_hold
 from cache.identity import folder_identity
 from cache.snapshot import CacheError
 from cache.store import Store
@@ -103,6 +104,7 @@ class App:
         self._telemetry = Telemetry()
         self._stop = asyncio.Event()
         self._store: Store | None = None
+        self._has_unopened = False
         self._intake: Intake | None = None
         self._fatal = ""
         self.ready = asyncio.Event()
@@ -146,6 +148,8 @@ class App:
             js = nc.jetstream()
             names = await streams.ensure(js, self._subjects, settings)
             await self._open_store(directory, loaded, stack)
+            if self._store is None:
+                self._has_unopened = await asyncio.to_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
 
     async def _connect(self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
@@ -262,6 +266,7 @@ class App:
             telemetry,
             kv=loaded.kv,
             piece_tokens=settings.block_tokens,
+            has_unopened=self._has_unopened,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
         folder = Folder(loaded.tokenizer)

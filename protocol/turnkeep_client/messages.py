@@ -190,8 +190,9 @@ class Rewound(_Result, frozen=True, tag="rewound"):
 class Closed(_Result, frozen=True, tag="closed"):
     """Answer to `close`; `position` is what the session held.
 
-    Where it was to forget, `forgotten` counts the snapshots that went. `settled` is false where the disk did
-    not confirm that in time: then they go as soon as it answers.
+    Where it was to forget, `forgotten` counts the snapshots that went. `settled` is false where some of the
+    session's tokens may be left on the disk: it did not answer in time, a file could not be removed, another
+    session's turn holds it, or there are snapshots that this worker does not read.
     """
 
     forgotten: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 import tarfile
@@ -87,6 +88,13 @@ def test_the_folders_of_a_data_directory_are_closed_too(tmp_path) -> None:
         path.chmod(0o777)
     with DataDir.open(tmp_path / "data"):
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
+
+
+async def test_a_command_that_closes_a_cache_to_others_prints_nothing_but_what_was_asked_for(filled) -> None:
+    filled.chmod(0o755)
+    said = CliRunner().invoke(main, ["cache", "prune", "--to-bytes", "0", "--json", "--dir", str(filled)])
+    assert json.loads(said.stdout)["files"] == 3
+    assert "cache_closed_to_others" in said.stderr
 
 
 async def test_an_archive_is_its_owners_alone_and_none_is_written_through_a_link(filled, tmp_path) -> None:

@@ -154,7 +154,9 @@ async def test_a_session_may_insist_on_how_its_kv_is_kept(local_worker, make_fol
     assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 
 
-async def test_a_session_goes_on_with_other_bits_from_its_log(local_worker, make_folder) -> None:
+async def test_a_session_goes_on_with_other_bits_from_its_log_and_is_forgotten_in_all(
+    local_worker, make_folder
+) -> None:
     folder = str(make_folder("llama"))
     worker = await local_worker(model=folder)
     await worker.client.session("s").append(text="Once upon a time " * 8)
@@ -163,6 +165,12 @@ async def test_a_session_goes_on_with_other_bits_from_its_log(local_worker, make
     worker = await local_worker(model=folder, kv_bits=8)
     second = await worker.client.session("s").generate(text=" and", max_tokens=5)
     assert (second.usage.cached_tokens, second.usage.prefilled_tokens) == (0, first.position + len(" and"))
+    await worker.client.session("other").append(text="Something else " * 8)
+    closed = await worker.client.session("s").close(forget=True)
+    assert closed.settled
+    folder_of_files = worker.settings.data_dir / "snapshots" / "snapshots"
+    assert closed.forgotten is not None
+    assert 0 < len(list(folder_of_files.iterdir())) < closed.forgotten, "the other session's are left"
 
 
 async def test_a_model_whose_kv_cannot_be_quantised_stops_the_start_with_one_line(local_worker) -> None:

@@ -136,6 +136,34 @@ async def test_a_worker_without_snapshots_pins_nothing_and_says_so(wire: Start) 
     assert "keeps no snapshots" in (await w.control("s", {"type": "pin"}))["message"]
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
     assert (closed["type"], closed["forgotten"]) == ("closed", 0)
+    assert closed.get("settled", True), "there never were any"
+
+
+async def test_a_worker_that_opens_no_snapshots_does_not_say_that_they_are_gone(wire: Start) -> None:
+    w = await wire()
+    await w.send("s", append("a", text("x")))
+    await w.worker.stop()
+    w = await wire(snapshots="off", data_dir=w.worker.settings.data_dir, prefix=w.prefix)
+    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
+    assert (closed["forgotten"], closed["settled"]) == (0, False)
+
+
+async def test_a_close_that_forgets_is_not_settled_while_a_turn_of_another_session_holds_it(
+    wire: Start,
+) -> None:
+    w = await wire()
+    await w.send("s", append("a", text("x")))
+    await settled(w)
+    store = w.worker.app._store
+    entries = sorted(store._index, key=lambda entry: entry.start)
+    tokens = blocks.as_tokens()
+    tokens.frombytes(b"".join(entry.tokens for entry in entries))
+    held = store.hold("default", tokens)
+    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
+    assert (closed["forgotten"], closed["settled"]) == (3, False)
+    store.release(held)
+    await settled(w)
+    assert snapshots(w) == 0
 
 
 async def test_a_session_that_is_not_there_cannot_be_pinned(wire: Start) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import structlog
 
 from cache import archive, pruning, survey
 from cache.folder import DirectoryLockedError, Folder, digest_of
@@ -41,6 +42,8 @@ class _Group(click.Group):
     """Turns the faults of cache and disk into one line each."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Standard output is for what was asked for, which may be JSON.
+        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
         try:
             return super().invoke(ctx)
         except DirectoryLockedError as error:

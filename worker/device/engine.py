@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cache.blocks import as_tokens
+from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import place
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from cache.blocks import Tokens
     from cache.kv_size import KvSize
-    from cache.store import Forgotten, Held, Store
+    from cache.store import Held, Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
@@ -134,14 +135,19 @@ class Engine:
         *,
         kv: KvSize,
         piece_tokens: int,
+        has_unopened: bool = False,
     ) -> None:
-        """`kv` says what a session's KV takes; prompts run in pieces of up to `piece_tokens`."""
+        """`kv` says what a session's KV takes; prompts run in pieces of up to `piece_tokens`.
+
+        `has_unopened` says that without a store there are snapshots all the same, which nobody looks at.
+        """
         self.ledger = ledger
         self._device = device
         self._store = store
         self._telemetry = telemetry
         self._kv = kv
         self._piece_tokens = piece_tokens
+        self._has_unopened = has_unopened
         self._resident: dict[SessionKey, Tokens] = {}
         self._running: dict[SessionKey, _Running] = {}
         self._waiters: list[_Waiter] = []
@@ -256,10 +262,12 @@ class Engine:
         self.ledger.forget(key)
         self._admit_waiting()
 
-    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten | None:
-        """Drop a session's KV from the device and from SSD; None where there is no SSD. Takes 2 s at most."""
+    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
+        """Drop a session's KV from the device and from SSD. Takes 2 s at most."""
         self.forget(key)
-        return await self._store.erase(key.tenant, tokens) if self._store is not None else None
+        if self._store is None:
+            return Forgotten(0, settled=not self._has_unopened)
+        return await self._store.erase(key.tenant, tokens)
 
     def stop(self) -> None:
         """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""

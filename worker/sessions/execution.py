@@ -117,8 +117,6 @@ class Execution:
             return closed
         # Before the result is stored: after a crash in between, whoever answers it removes what is left.
         erased = await self._engine.erase(key, history.tokens)
-        if erased is None:
-            return structs.replace(closed, forgotten=0)
         return structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
 
     async def _append(

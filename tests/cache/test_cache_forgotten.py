@@ -1,0 +1,296 @@
+"""`settled` is true only where nothing of the forgotten is left: not in any file of the directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+from made_kv import BLOCK, cut, identity, save_all
+
+from cache import blocks
+from cache.blocks import Span
+from cache.catalog import Catalog
+from cache.folder import Folder
+from cache.header import read_name
+from cache.identity import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Numbers that nothing else has, so that their bytes are found wherever they are left.
+TOKENS = [0x5A5A0000 + i for i in range(10)]
+OTHER = [0x6B6B0000 + i for i in range(10)]
+
+
+def traces(directory: Path, tokens: list[int]) -> list[str]:
+    """Name the files that have two of the tokens behind one another, as numbers or as text."""
+    found = set()
+    for path in directory.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        for i in range(len(tokens) - 1):
+            packed = blocks.pack(tokens[i : i + 2])
+            if packed in content or packed.hex().encode() in content:
+                found.add(str(path.relative_to(directory)))
+    return sorted(found)
+
+
+async def stored(open_store, *runs: list[int], **settings):
+    store = await open_store(**settings)
+    for tokens in runs:
+        save_all(store, "a", tokens)
+    assert await store.barrier(10)
+    return store
+
+
+async def test_nothing_is_left_in_any_file_of_the_directory(open_store, tmp_path) -> None:
+    """The index's own pages and its log have had the tokens too."""
+    store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
+    for i in range(20):
+        assert (await store.erase("a", [*TOKENS, i], 10)).settled
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+    assert store.match("a", OTHER).num_tokens == 10
+    await store.close()
+    assert traces(tmp_path / "cache", TOKENS) == []
+    assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
+
+
+async def test_what_an_index_of_before_has_deleted_is_overwritten_at_the_next_start(
+    open_store, tmp_path
+) -> None:
+    await (await stored(open_store, TOKENS, OTHER)).close()
+    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
+        db.execute("PRAGMA secure_delete=OFF")
+        db.execute("PRAGMA user_version=3")
+        db.execute("DELETE FROM snapshot WHERE tokens = ?", (blocks.pack(TOKENS[:BLOCK]),))
+    db.close()
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        if read_name(path).tokens in blocks.pack(TOKENS):
+            path.unlink()
+    assert traces(tmp_path / "cache", TOKENS[:BLOCK]) == ["index.sqlite"]
+    store = await open_store()
+    assert (await store.erase("a", [1], 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+    assert store.match("a", OTHER).num_tokens == 10
+
+
+async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS, OTHER)
+    remove = Folder.remove
+
+    def failing(folder, digest) -> None:
+        if digest == blocks.Chain(store._root("a"), BLOCK).names(blocks.pack(TOKENS))[1]:
+            raise OSError(errno.EIO, "Input/output error")
+        remove(folder, digest)
+
+    monkeypatch.setattr(Folder, "remove", failing)
+    erased = await store.erase("a", TOKENS, 10)
+    assert (erased.num_snapshots, erased.settled) == (3, False)
+    assert (await store.erase("a", OTHER, 10)).settled, "which is another session's"
+    assert not (await store.erase("a", TOKENS, 10)).settled, "nor is it when asked again"
+    monkeypatch.undo()
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_a_file_that_eviction_could_not_remove_is_not_settled(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+    store.set_limits(max_bytes=0)
+    while store.stats().stored:
+        await store.barrier(10)
+    assert not (await store.erase("a", TOKENS, 10)).settled
+    monkeypatch.undo()
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_what_was_saved_again_is_no_file_that_could_not_be_removed(open_store, monkeypatch) -> None:
+    store = await stored(open_store, TOKENS)
+    monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+    assert not (await store.erase("a", TOKENS, 10)).settled
+    monkeypatch.undo()
+    save_all(store, "a", [*TOKENS, 7])
+    assert await store.barrier(10)
+    assert (await store.erase("a", TOKENS[:3], 10)).settled
+    assert store.match("a", [*TOKENS, 7]).num_tokens == 11
+
+
+async def test_files_that_another_turn_holds_are_not_settled(open_store, tmp_path) -> None:
+    store = await stored(open_store, TOKENS)
+    held = store.hold("a", TOKENS[:8])
+    erased = await store.erase("a", TOKENS, 10)
+    assert (erased.num_snapshots, erased.settled) == (3, False)
+    store.release(held)
+    erased = await store.erase("a", TOKENS, 10)
+    assert (erased.num_snapshots, erased.settled) == (0, True)
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_what_other_sessions_share_is_settled_and_stays(open_store) -> None:
+    store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
+    await store.pin("a", TOKENS[:4])
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert store.match("a", [*TOKENS[:8], 7, 8]).num_tokens == 10
+
+
+async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:
+    store = await stored(open_store, TOKENS, OTHER)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    for tokens in (TOKENS, OTHER):
+        assert await store.load(store.match("a", tokens)) is None
+    quarantine = tmp_path / "cache" / "quarantine"
+    assert len(list(quarantine.iterdir())) == 2
+    room_before = store.stats().capacity_bytes
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+    (kept,) = quarantine.iterdir()
+    assert read_name(kept).tokens == blocks.pack(OTHER[:4]), "another session's copy is left to be looked at"
+    assert store.stats().capacity_bytes > room_before, "and no longer counts"
+
+
+async def test_a_quarantined_file_that_does_not_say_what_it_is_goes_too(open_store, tmp_path) -> None:
+    store = await stored(open_store, TOKENS, OTHER)
+    first = next(
+        path
+        for path in (tmp_path / "cache" / "snapshots").iterdir()
+        if read_name(path).tokens == blocks.pack(TOKENS[:4])
+    )
+    first.write_bytes(first.read_bytes().replace(b'"start":"0"', b'"start":"x"'))
+    assert await store.load(store.match("a", TOKENS)) is None
+    (tmp_path / "cache" / "quarantine" / "folder").mkdir()
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_a_file_that_is_found_doubtful_after_it_was_forgotten_is_not_kept(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    match = store.match("a", TOKENS)
+    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert await store.load(match) is None
+    assert (await store.erase("a", [1], 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+    assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_copies_of_the_same_tokens_under_other_identities_go_too(open_store, tmp_path, lost) -> None:
+    """Made with other `kv_bits`, or blocks of another size; also where the index was lost in between."""
+    for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
+        await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
+    if lost:
+        for path in (tmp_path / "cache").glob("index.sqlite*"):
+            path.unlink()
+    store = await open_store()
+    assert store.stats().stored == 4 * 6 + 2
+    erased = await store.erase("a", TOKENS, 10)
+    assert (erased.num_snapshots, erased.settled) == (13, True)
+    assert traces(tmp_path / "cache", TOKENS) == []
+    assert store.stats().stored == 13
+
+
+async def test_another_tenant_s_copies_stay(open_store) -> None:
+    store = await stored(open_store, TOKENS)
+    save_all(store, "b", TOKENS)
+    assert await store.barrier(10)
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert store.match("b", TOKENS).num_tokens == 10
+
+
+async def test_files_of_another_format_cannot_be_told_so_nothing_is_settled(open_store, tmp_path) -> None:
+    await (await stored(open_store, TOKENS, OTHER)).close()
+    path = next((tmp_path / "cache" / "snapshots").iterdir())
+    ours, other = f'"version":"{FORMAT_VERSION}"'.encode(), b'"version":"9"'
+    path.write_bytes(path.read_bytes().replace(ours, other))
+    for path in (tmp_path / "cache").glob("index.sqlite*"):
+        path.unlink()
+    store = await open_store()
+    assert not (await store.erase("a", TOKENS, 10)).settled
+
+
+async def test_the_directory_is_synced_after_the_last_file_has_gone(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    inode = (tmp_path / "cache" / "snapshots").stat().st_ino
+    happened, fsync, remove = [], os.fsync, Folder.remove
+
+    def syncing(fd: int) -> None:
+        happened.append("sync" if os.fstat(fd).st_ino == inode else "other")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(Folder, "remove", lambda *args: (happened.append("remove"), remove(*args)))
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert [what for what in happened if what != "other"] == ["remove"] * 3 + ["sync"]
+
+
+async def test_a_directory_that_cannot_be_synced_is_not_settled(open_store, monkeypatch) -> None:
+    store = await stored(open_store, TOKENS)
+    fsync = os.fsync
+
+    def failing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    assert not (await store.erase("a", TOKENS, 10)).settled
+
+
+async def test_an_index_that_keeps_the_rows_is_not_settled(open_store, tmp_path, monkeypatch) -> None:
+    store = await stored(open_store, TOKENS)
+
+    def failing(*_) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Catalog, "remove", failing)
+    assert not (await store.erase("a", TOKENS, 10)).settled
+    monkeypatch.undo()
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_an_unfinished_file_that_was_left_goes_too(open_store, tmp_path) -> None:
+    store = await stored(open_store, OTHER)
+    (tmp_path / "cache" / "tmp" / "left").write_bytes(blocks.pack(TOKENS))
+    assert (await store.erase("a", TOKENS, 10)).settled
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_a_chain_of_thousands_of_blocks_is_forgotten(open_store, tmp_path) -> None:
+    tokens = list(range(1500 * 2))
+    store = await open_store(identity=identity(block_tokens=2))
+    for start in range(0, len(tokens), 2):
+        assert store.save(
+            "a", tokens, Span(start, start + 2), cut(tokens[: start + 2], Span(start, start + 2))
+        )
+    assert await store.barrier(60)
+    assert (await store.erase("a", tokens, 60)).num_snapshots == 1500
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
+async def test_clearing_says_so_where_something_could_not_be_removed(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    (tmp_path / "cache" / "snapshots" / "folder").mkdir()
+    assert not await store.clear(10)
+    (tmp_path / "cache" / "snapshots" / "folder").rmdir()
+    assert await store.clear(10)
+    assert traces(tmp_path / "cache", TOKENS) == []
