@@ -240,7 +240,7 @@ def forged_length() -> bytes:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "cannot be read as GGUF"),
+        (b"", "is empty; it must be a GGUF file with a model's weights$"),
         (b"GG", "truncated or no GGUF"),
         (b"PK\x03\x04 a zip file, say", "does not start with GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 is not one of"),

@@ -139,8 +139,34 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change(f, model_type="hal9000"),
         "cannot be loaded: Model type hal9000 not supp",
     ),
-    "missing field": (lambda f: change(f, hidden_size=None), "cannot be loaded: .*hidden_size"),
-    "wrong shape": (lambda f: change(f, intermediate_size=64), "cannot be loaded: .*shape"),
+    "missing field": (
+        lambda f: change(f, hidden_size=None),
+        r"config\.json lacks hidden_size; a llama model needs it$",
+    ),
+    "a field of another kind": (
+        lambda f: change(f, hidden_size="256"),
+        r"config\.json has hidden_size '256'; it must be a number$",
+    ),
+    "wrong shape": (
+        lambda f: change(f, intermediate_size=64),
+        r"json has intermediate_size 64, the weights have 512 \(model\.layers\.0\.mlp\.gate_proj\.weight\)",
+    ),
+    "wrong hidden size": (
+        lambda f: change(f, hidden_size=128),
+        r"json has hidden_size 128, the weights have 256 \(model\.embed_tokens\.weight\); they must agree$",
+    ),
+    "wrong heads": (
+        lambda f: change(f, num_key_value_heads=1),
+        r"k_proj\.weight of shape \(32, 256\), .* \(64, 256\); check num_key_value_heads and head_dim$",
+    ),
+    "surplus layers": (
+        lambda f: change(f, num_hidden_layers=1),
+        r"config\.json has num_hidden_layers 1, the weights have 2 layers; they must agree$",
+    ),
+    "missing layers": (
+        lambda f: change(f, num_hidden_layers=4),
+        r"config\.json has num_hidden_layers 4, the weights have 2 layers; they must agree$",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
     "missing shard": (name_a_missing_shard, r"lacks model-00001-of-00002\.safetensors"),
     "empty weights": (lambda f: truncate(f, 0), "truncated or no safetensors"),
@@ -151,7 +177,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a byte too few": (lambda f: truncate(f, -1), r"truncated or broken: it has \d+ bytes"),
     "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or no safetensors"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer that can be read"),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        r"has no tokenizer\.json; a model folder needs its tokenizer$",
+    ),
     "junk tokenizer": (lambda f: write_junk(f, "tokenizer.json"), "has no tokenizer that can be read"),
 }
 

@@ -76,8 +76,8 @@ def taken_port() -> Iterator[int]:
         ("architecture", "cannot be loaded"),
         ("no weights", "has no model*.safetensors"),
         ("weights", "is truncated or broken"),
-        ("other weights", "cannot be loaded"),
-        ("no tokenizer", "has no tokenizer that can be read"),
+        ("other weights", "has hidden_size 128"),
+        ("no tokenizer", "has no tokenizer.json"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_told(

@@ -70,8 +70,10 @@ class GgufFile:
 def read(path: Path) -> GgufFile:
     """Read a file's fields and tensor list; raises `ModelError`."""
     try:
+        if not path.stat().st_size:
+            raise ModelError(f"{path} is empty; it must be a GGUF file with a model's weights")
         data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # ValueError: an empty file
+    except OSError as error:
         raise ModelError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
     try:
         fields, tensors = _parse(data.data)
@@ -97,8 +99,7 @@ class _Cursor:
         self.offset = 0
 
     def number(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._data, self.offset)
-        self.offset += struct.calcsize("<" + code)
+        (value,) = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
         return value
 
     def string(self) -> str:

@@ -61,6 +61,8 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
     try:
         digest = _digest(source)
         file = gguf_file.read(source)
+        if not file.tensors:
+            raise ModelError(f"{source} holds no tensors; it must be a whole model")
         weight_dtype = _weight_dtype(dtype, file)
         folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
         if folder.is_dir():
@@ -225,8 +227,6 @@ def _weight_dtype(dtype: str, file: GgufFile) -> WeightDtype:
         return dtype  # type: ignore[return-value]  # checked in the line above
     if dtype != "keep":
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be keep, float32, float16 or bfloat16")
-    if not file.tensors:
-        raise ModelError(f"{file.path} holds no tensors; it is no whole model")
     kind = max(file.tensors.values(), key=lambda tensor: tensor.num_values).kind
     if kind == GGMLQuantizationType.F32:
         return "float32"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, gguf_model, hub
-from .model_files import ModelError, Progress, check_folder, one_line, weight_files
+from .misfits import explain
+from .model_files import ModelError, Progress, check_folder, check_tokenizer, weight_files
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ def load(
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    check_folder(folder)
+    written = check_folder(folder)
+    check_tokenizer(folder)
     blas.preload()
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -159,7 +161,7 @@ def load(
         weights = list(leaves.values())
         _evaluate(weights, progress)
     except Exception as error:  # noqa: BLE001  architectures raise anything on a config that does not fit them
-        raise ModelError(f"{folder} cannot be loaded: {one_line(error)}") from None
+        raise ModelError(f"{folder} cannot be loaded: {explain(_text_config(written), error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
     if kv_bits is not None:
         from .quantised import quantise_kv

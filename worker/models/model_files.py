@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: `(done_bytes, total_bytes, what)`; called from the thread that does the work.
 Progress = Callable[[int, int, str], None]
 
+#: Files that a tokenizer is made of; the first is what all models have today.
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
@@ -56,6 +58,12 @@ def check_folder(folder: Path) -> dict[str, Any]:
     for path in weight_files(folder):
         check_safetensors(path)
     return config
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `ModelError` where a folder has no file that a tokenizer could be made of."""
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise ModelError(f"{folder} has no tokenizer.json; a model folder needs its tokenizer")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,90 @@
+"""Says in one sentence why config.json and weights do not make a model, and which field to mend.
+
+What MLX and mlx-lm raise names classes, arguments and a hundred tensors. Their words are taken apart here;
+what is not known comes through as it is. Must not import MLX.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from .model_files import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SHAPE: Final = re.compile(
+    r"Expected shape \(([\d, ]+)\) but received shape \(([\d, ]+)\) for parameter (\S+)"
+)
+_OTHERS: Final = re.compile(r"(Received|Missing) (\d+) parameters[^:]*:\s*(.*)")
+_LACKING: Final = re.compile(r"missing \d+ required positional arguments?: (.*)")
+_LAYER: Final = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+_NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+#: Fields that are products of others in a tensor's shape.
+_HEADS: Final = {
+    "q_proj": ("num_attention_heads", "head_dim"),
+    "o_proj": ("num_attention_heads", "head_dim"),
+    "k_proj": ("num_key_value_heads", "head_dim"),
+    "v_proj": ("num_key_value_heads", "head_dim"),
+}
+#: What every architecture takes for a number, where its config has it.
+_NUMBERS: Final = (
+    *_NUM_LAYERS,
+    *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings"),
+)
+
+
+def explain(config: Mapping[str, Any], error: Exception) -> str:
+    """Give the sentence for what loading raised; `config` is that of the language model."""
+    said = one_line(error)
+    for name in _NUMBERS:
+        if isinstance(config.get(name), str | list | dict):
+            return f"config.json has {name} {config[name]!r}; it must be a number"
+    if found := _SHAPE.search(said):
+        expected, received = ([int(n) for n in shape.split(",") if n.strip()] for shape in found.group(1, 2))
+        return _shape(config, expected, received, found[3])
+    if found := _OTHERS.search(said):
+        return _others(config, found[1] == "Received", int(found[2]), found[3].split(", "))
+    lacking = _LACKING.search(said)
+    missing = re.findall(r"\w+", lacking[1].replace(" and ", " ")) if lacking else []
+    missing = missing or [
+        name for name in _NUMBERS if name in config and config[name] is None and "NoneType" in said
+    ]
+    if missing:
+        return f"config.json lacks {missing[0]}; a {config.get('model_type')} model needs it"
+    return said
+
+
+def _shape(config: Mapping[str, Any], expected: Sequence[int], received: Sequence[int], tensor: str) -> str:
+    fields = next((list(names) for part, names in _HEADS.items() if f".{part}." in tensor), [])
+    different = [(e, r) for e, r in zip(expected, received, strict=False) if e != r]
+    direct = [
+        (name, there)
+        for name, value in config.items()
+        for ours, there in different
+        if value == ours and type(value) is int and name in _NUMBERS
+    ]
+    if len(direct) == 1 and not fields:
+        ((name, there),) = direct
+        return f"config.json has {name} {config[name]}, the weights have {there} ({tensor}); they must agree"
+    fields = fields or [name for name, _ in direct]
+    which = f"check {' and '.join(fields)}" if fields else "they belong to different models"
+    return (
+        f"config.json makes {tensor} of shape {tuple(expected)}, the weights have {tuple(received)}; {which}"
+    )
+
+
+def _others(config: Mapping[str, Any], surplus: bool, num: int, tensors: Sequence[str]) -> str:
+    layers = [int(found[1]) for found in map(_LAYER.search, tensors) if found]
+    field = next((name for name in _NUM_LAYERS if isinstance(config.get(name), int)), None)
+    if field and len(layers) == len(tensors):
+        there = max(layers) + 1 if surplus else min(layers)
+        if (there > config[field]) if surplus else (0 < there < config[field]):
+            return (
+                f"config.json has {field} {config[field]}, the weights have {there} layers; they must agree"
+            )
+    what = f"the weights have {tensors[0]}, which a {config.get('model_type')} model of this config.json"
+    many = f" ({num} such tensors)" if num > 1 else ""
+    return f"{what} has not{many}" if surplus else f"the weights lack {tensors[0]}{many}"
