@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, QuantizedKVCache
 
 from . import states
 from .kv_size import KvSize, Window
@@ -79,6 +79,29 @@ def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
             rebuild(tensors, new(), num_tokens)
 
     return ModelLayout(tuple(kv), tuple(whole), prove)
+
+
+def kinds(caches: Sequence[Any]) -> dict[str, str]:
+    """Say in words how layers keep KV, and which do: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
+    found: dict[str, list[int]] = {}
+    for i, cache in enumerate(caches):
+        members = cache.caches if type(cache) is CacheList else (cache,)
+        found.setdefault(", ".join(map(_kind, members)), []).append(i)
+    return {kind: _ranges(numbers) for kind, numbers in found.items()}
+
+
+def _kind(cache: Any) -> str:
+    if not hasattr(cache, "keys"):
+        return "a state of fixed size"
+    kept = f"{cache.bits} bits" if type(cache) is QuantizedKVCache else "full precision"
+    most = states.most_tokens(cache)
+    return kept if most is None else f"{kept}, the last {most} tokens"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers, which ascend, as `0-4, 6`."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def cut(

@@ -208,6 +208,8 @@ class App:
             kv_bounded_bytes=loaded.kv.bounded_bytes,
             caches=self._device.caches,
         )
+        if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
+            log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
         self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self._kv_bytes = self._kv_limit(self._context_tokens)
         return loaded
@@ -324,6 +326,7 @@ class App:
             "ready",
             worker=settings.worker,
             nats=shown(nc.connected_url.geturl()) if nc.connected_url else None,
+            kv_layers=self._device.kv_layers,
         )
         self.ready.set()
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
@@ -411,6 +414,7 @@ class App:
             time_per_output_token=telemetry.time_per_output_token.histogram(),
             batch_size=telemetry.batch_size.histogram(),
             event_loop_lag=telemetry.event_loop_lag.histogram(),
+            kv_layers=self._device.kv_layers,
             resident_kv_bytes=engine.ledger.used_bytes,
             max_memory_bytes=engine.ledger.max_bytes,
             device_memory_bytes=self._device.estimator.limit_bytes,

@@ -397,7 +397,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` are the sessions that the worker has taken up and that are not on the device, of which
     `waiting_for_memory` only want room there; `returned` are the requests that it gave back, since their
     tenant has as many sessions at work as it may. `ignored` counts what fitted nowhere, by its kind: somebody
-    else than a worker has published it.
+    else than a worker has published it. `kv_layers` names
+    for each way of keeping KV the layers.
     """
 
     worker: str
@@ -423,6 +424,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     batch_size: Histogram
     event_loop_lag: Histogram
     resident_kv_bytes: int
+    kv_layers: dict[str, str] = {}
     max_memory_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int

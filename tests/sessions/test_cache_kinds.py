@@ -47,14 +47,20 @@ WIDE = {"llama": {"head_dim": 32}}
 
 
 @pytest.fixture
-def make_folder(tiny_model: Path, tmp_path: Path) -> Callable[[str], Path]:
+def make_folder(tiny_model: Path, tmp_path: Path) -> Callable[..., Path]:
     """Make the folder of a random model of an architecture, with the tiny model's tokenizer."""
 
-    def make(kind: str) -> Path:
+    def make(kind: str, **more: int) -> Path:
         folder = tmp_path / kind
         shutil.copytree(tiny_model, folder)
         vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-        config = {"model_type": kind, "vocab_size": vocabulary, **_SHAPE, **(ARCHITECTURES | WIDE)[kind]}
+        config = {
+            "model_type": kind,
+            "vocab_size": vocabulary,
+            **_SHAPE,
+            **(ARCHITECTURES | WIDE)[kind],
+            **more,
+        }
         (folder / "config.json").write_text(json.dumps(config))
         architecture = importlib.import_module(f"mlx_lm.models.{kind}")
         mx.random.seed(3)
@@ -215,3 +221,28 @@ async def test_a_model_with_a_cache_that_is_not_known_is_served_without_snapshot
     answer = await session.generate(max_tokens=8)
     assert (len(answer.tokens), answer.usage.cached_tokens) == (8, 10)
     assert not list((tmp_path / "data").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_bits", "layers"),
+    [
+        ("gemma3_text", 8, {"full precision, the last 24 tokens": "0-2, 4", "8 bits": "3"}),
+        ("gemma3_text", None, {"full precision, the last 24 tokens": "0-2, 4", "full precision": "3"}),
+        ("llama", 4, {"4 bits": "0-4"}),
+        ("falcon_h1", None, {"a state of fixed size, full precision": "0-4"}),
+    ],
+)
+async def test_ready_and_metrics_say_of_each_layer_how_it_keeps_kv(
+    local_worker, make_folder, kind, kv_bits, layers
+) -> None:
+    sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
+    with structlog.testing.capture_logs() as logged:
+        worker = await local_worker(
+            model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits
+        )
+    (ready,) = [line for line in logged if line["event"] == "ready"]
+    assert ready["kv_layers"] == layers
+    await worker.client.session("s").append(text="some text")
+    assert (await worker.client.session("s").info()).worker.kv_layers == layers
+    partly = [line for line in logged if line["event"].startswith("kv_bits holds in")]
+    assert len(partly) == (kind == "gemma3_text" and kv_bits is not None)

@@ -83,6 +83,7 @@ def _print_metrics(metrics: Metrics) -> None:
             rows.append((what, f"{1000 * histogram.sum / histogram.count:.1f} ms on average"))
     rows += [
         ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.max_memory_bytes)}"),
+        *((f"  layers {numbers}", kind) for kind, numbers in metrics.kv_layers.items()),
         ("snapshots on SSD", f"{snapshots.stored}, {size(snapshots.stored_bytes)}"),
     ]
     if snapshots.capacity_bytes:

@@ -96,6 +96,7 @@ class Device:
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
+        self.kv_layers: dict[str, str] = {}
         self.trimmable = True
         self.name = ""
 
@@ -173,6 +174,7 @@ class Device:
         self.unsupported_cache = runner.unsupported_cache
         self.layout = runner.layout
         self.caches = runner.caches
+        self.kv_layers = runner.kv_layers
         self.trimmable = runner.trimmable
         self.name = machine.name()
         return runner

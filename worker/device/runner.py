@@ -78,6 +78,7 @@ class Runner:
         if self.unsupported_cache is None:
             self.layout = layers.layout(caches, partial(make_prompt_cache, loaded.model))
         self.caches = layers.describe(caches)
+        self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         unpacked = unpacked_bytes(caches)
         self.estimator = Estimator(

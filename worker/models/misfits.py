@@ -64,7 +64,10 @@ def _shape(config: Mapping[str, Any], expected: Sequence[int], received: Sequenc
         (name, there)
         for name, value in config.items()
         for ours, there in different
-        if value == ours and type(value) is int and name in _NUMBERS
+        if value == ours
+        and type(value) is int
+        and name in _NUMBERS
+        and (name != "intermediate_size" or "mlp" in tensor)
     ]
     if len(direct) == 1 and not fields:
         ((name, there),) = direct
