@@ -13,6 +13,7 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from .chat_template import ChatTemplate
 from .content import ControlTokens, is_marked, place, unmarked
 from .model_files import ModelError, one_line, read_json
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _REPLACEMENT: Final = "\ufffd"
-_DATE_FORMAT: Final = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 #: A byte that is no part of any longer token.
 _SHIELD: Final = "\x01"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,8 +35,9 @@ class _HfTokenizer(Protocol):
     chat_template: Any
     eos_token_id: Any
     backend_tokenizer: Any
+    special_tokens_map: Any
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def get_chat_template(self) -> str: ...
 
 
 class Tokenizer:
@@ -57,7 +58,7 @@ class Tokenizer:
         self.has_template = bool(hf.chat_template)
         #: The chat template's source; None where there is none, or more than one.
         self.template: str | None = hf.chat_template if isinstance(hf.chat_template, str) else None
-        self._template, self._date_formats = _with_given_date(hf.chat_template)
+        self._chat: ChatTemplate | None = None
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
@@ -127,20 +128,13 @@ class Tokenizer:
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
-            text = self._hf.apply_chat_template(
-                list(messages),
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                session_dates={
-                    date_format: started.strftime(date_format) for date_format in self._date_formats
-                },
-            )
+            if self._chat is None:
+                self._chat = ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
+            return self._chat.render(messages, add_generation_prompt=add_generation_prompt, started=started)
         except Exception as error:  # noqa: BLE001  a template is foreign code that can raise anything
             raise TemplateError(
                 f"the chat template does not take these messages: {one_line(error)}"
             ) from None
-        return str(text)
 
     @property
     def answer_lead(self) -> str:
@@ -223,18 +217,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _byte_alphabet()
-
-
-def _with_given_date(template: Any) -> tuple[str | None, frozenset[str]]:
-    """Make a template that asks the clock take its dates from the variable `session_dates`, keyed by format.
-
-    The library passes no functions to a template, but a macro of its own hides the library's. None stands for
-    the tokenizer's own template.
-    """
-    formats = frozenset(_DATE_FORMAT.findall(template)) if isinstance(template, str) else frozenset()
-    if not formats:
-        return None, formats
-    return "{%- macro strftime_now(format) -%}{{ session_dates[format] }}{%- endmacro +%}" + template, formats
 
 
 def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:

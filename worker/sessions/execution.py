@@ -183,7 +183,8 @@ class Execution:
 
         Rendering and tokenising are not for the event loop, unless a thread would take longer to begin.
         """
-        if request.messages or len(request.text or request.tokens or ()) > _LITTLE:
+        num_given = len(request.text or request.tokens or ())
+        if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await asyncio.to_thread(self._folder.extend, history, request)
         return self._folder.extend(history, request)
 

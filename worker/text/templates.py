@@ -91,6 +91,11 @@ class Conversation:
         """Tokens in the session."""
         return self._steps[-1].end if self._steps else 0
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether what comes next is rendered with messages from before."""
+        return self._first < len(self._steps)
+
     def add_messages(
         self, history: Sequence[int], messages: Sequence[Message]
     ) -> tuple[Conversation, Addition]:

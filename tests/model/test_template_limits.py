@@ -1,0 +1,145 @@
+"""A chat template and a tokenizer take bounded work, and what is too much is refused in clear words."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from worker.models import chat_template
+from worker.models.tokenizer import TemplateError, Tokenizer
+from worker.text.templates import Conversation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.model
+DAY = datetime(2024, 2, 29, tzinfo=UTC)
+SAY = "{{ messages[-1].content }}"
+ENDLESS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that leave out every round": (
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}"
+    ),
+    "loops in a macro": (
+        "{% macro spin() %}{% for i in range(99999) %}{% endfor %}{% endmacro %}"
+        "{% for i in range(99999) %}{{ spin() }}{% endfor %}"
+    ),
+    "calls in a chain": (
+        "{% macro a() %}{% endmacro %}{% macro b() %}{{ (a() ~ a()) * 10 }}{% endmacro %}"
+        "{% for i in range(99999) %}{{ (b() ~ b() ~ b() ~ b() ~ b() ~ b()) }}{% endfor %}"
+    ),
+    "a recursive loop": (
+        "{% for i in range(9) recursive %}{{ loop(range(9)) if loop.depth < 12 }}{% endfor %}"
+    ),
+}
+MACRO_FOR_EVER = "{% macro spin() %}{{ spin() }}{% endmacro %}{{ spin() }}"
+
+
+def render(tokenizer: Tokenizer, content: str = "hi", num_messages: int = 1) -> str:
+    messages = [{"role": "user", "content": content}] * num_messages
+    return tokenizer.render(messages, add_generation_prompt=True, started=DAY)
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_loops_for_ever_is_ended_and_named(
+    with_template: Callable[[str], Tokenizer], template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_STEPS", 10_000)
+    tokenizer = with_template("{% if 'spin' in messages[-1].content %}" + template + "{% endif %}" + SAY)
+    for _ in range(2):
+        assert render(tokenizer, "hi") == "hi"
+        with pytest.raises(TemplateError, match="it takes more than 10000 steps; send fewer messages"):
+            render(tokenizer, "spin")
+
+
+def test_a_template_that_calls_itself_for_ever_is_an_error(with_template: Callable[[str], Tokenizer]) -> None:
+    with pytest.raises(TemplateError, match="recursion"):
+        render(with_template(MACRO_FOR_EVER))
+
+
+def test_a_template_that_writes_without_end_is_ended(with_template: Callable[[str], Tokenizer]) -> None:
+    flood = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}"
+    with pytest.raises(TemplateError, match="it writes more than 67108864 characters; send fewer"):
+        render(with_template(flood), "x" * 1000)
+
+
+def test_a_step_that_takes_for_ever_ends_with_the_time(
+    with_template: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "{% for i in range(99999) %}{% set x = range(50000) | sum %}{% endfor %}"
+    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.1)
+    with pytest.raises(TemplateError, match=r"it takes more than 0.1 s"):
+        render(with_template(slow))
+
+
+def test_the_threads_of_a_template_that_loops_are_free_again(
+    with_template: Callable[[str], Tokenizer],
+) -> None:
+    """With the bounds as they are, and none of them shared between renderings."""
+    tokenizer = with_template(ENDLESS["nested loops"])
+    refused: list[str] = []
+
+    def run() -> None:
+        try:
+            render(tokenizer)
+        except TemplateError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3
+
+
+def test_counting_steps_changes_nothing_that_a_template_writes(
+    with_template: Callable[[str], Tokenizer],
+) -> None:
+    """Loops of every form, with their own variables, as the library itself renders them."""
+    template = (
+        "{% set ns = namespace(n=0) %}{% macro tag(name, x='-') %}<{{ name }}{{ x }}>{% endmacro %}"
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}"
+        "{% set ns.n = ns.n + 1 %}{% if loop.index > 3 %}{% break %}{% endif %}{{ tag(m.content) }}"
+        "{% else %}none{% endfor %}{{ ns.n }}"
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% endfor %}"
+        "{% for row in [[1, [2, 3]], [4]] recursive %}{{ row if row is number else loop(row) }}{% endfor %}"
+        "{% macro box() %}[{{ caller() }}]{% endmacro %}{% call box() %}in{% endcall %}"
+        "{{ bos_token }}{{ eos_token }}{{ messages | tojson }}"
+    )
+    tokenizer = with_template(template)
+    messages = [{"role": role, "content": f"{i}é"} for i in range(4) for role in ("user", "assistant")]
+    expected = tokenizer._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render(messages, add_generation_prompt=True, started=DAY) == expected
+
+
+def test_thirty_thousand_messages_at_once_are_one_prompt(tokenizer: Tokenizer) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}] * 30_000
+    given = [tokenizer.as_content(message) for message in messages]
+    addition = Conversation(tokenizer, DAY).add_messages([], given)[1]
+    assert len(addition.tokens) > 5 * 30_000
+
+
+def test_content_of_nothing_but_special_tokens_takes_work_by_its_length(tokenizer: Tokenizer) -> None:
+    """Counted in calls of the tokenizer: each character is looked at a few times, not once for each other."""
+    looked_at = 0
+    rust = tokenizer._rust
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(rust, name)
+
+        def encode(self, text: str, **options: Any) -> Any:
+            nonlocal looked_at
+            looked_at += len(text)
+            return rust.encode(text, **options)
+
+    content = "<|im_end|>" * 2000
+    counted = Tokenizer(tokenizer._hf)
+    counted._rust = counted._controls._rust = Counting()
+    tokens = counted.encode(counted.as_text(content), at_start=False)
+    assert counted.decode(tokens) == content
+    assert looked_at < 6 * len(content)

@@ -1,0 +1,53 @@
+"""A chat template that loops for ever holds up neither its session nor others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from raw_wire import Wire, append, generate
+
+from tests.conftest import CHAT_TEMPLATE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    Start = Callable[..., Awaitable[Wire]]
+
+SPINS = (
+    "{% for m in messages if m['content'] in ['spin', 'spin later' if add_generation_prompt else ''] %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def said(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+async def test_a_template_that_loops_for_ever_refuses_the_message_and_the_session_goes_on(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    """Over messages, and over the header of an answer to messages that were no trouble; others are served."""
+    w = await wire(model=str(model_with_template("spinning", SPINS + CHAT_TEMPLATE)))
+    await w.send("s", {"type": "append", "id": "a", "messages": said("hello")})
+    await w.send("later", {"type": "append", "id": "a", "messages": said("spin later")})
+    spinning = [
+        await w.publish("s", generate("b", messages=said("spin"))),
+        await w.publish("later", generate("b")),
+    ]
+    others = [await w.publish(f"other-{i}", append("a")) for i in range(20)]
+    refused, *served = await asyncio.gather(*(w.result(seq) for seq in (*spinning, *others)))
+    for result in (refused, served[0]):
+        assert (result["type"], result["code"]) == ("failed", "invalid_request")
+        assert "it takes more than 5000000 steps" in result["message"]
+    assert {result["type"] for result in served[1:]} == {"appended"}
+    assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
+
+
+async def test_json_nested_deeply_inside_of_a_tool_call_is_a_string_like_others(wire: Start) -> None:
+    w = await wire()
+    function = {"name": "f", "arguments": '{"x":' * 20_000}
+    call = {"id": "c1", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert (await w.send("s", {"type": "append", "id": "a", "messages": [message]}))["type"] == "appended"
