@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -150,6 +151,21 @@ class Client:
         found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
         return [one for one in found if one is not None]
 
+    async def log_backwards(self, session: str) -> AsyncIterator[list[Entry]]:
+        """Yield a session's log piece by piece from its end, each piece in order and larger than the last.
+
+        Begins at the last result. Raises `NoWorkerError` where the log cannot be read.
+        """
+        key, subjects = session_key(self.tenant, session), self._wire.subjects
+        end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
+        num_entries = READ_BATCH
+        while end > 1:
+            start = max(1, end - num_entries)
+            stored = await self._wire.read_all(subjects.log_stream, subjects.log(key), start, end)
+            found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
+            yield [one for one in found if one is not None]
+            end, num_entries = start, 4 * num_entries
+
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield what a worker publishes every few seconds (`*`: every worker), until the client is closed."""
         subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
@@ -247,21 +263,43 @@ class _NatsWire:
             await self._read_on(stream, subject, seq, found)
         return found
 
-    async def read_all(self, stream: str, subject: str) -> list[Stored]:
-        """Return all that `stream` holds of `subject`. Raises `NoWorkerError` where it cannot be read."""
+    async def read_all(
+        self, stream: str, subject: str, start: int = 1, end: float = math.inf
+    ) -> list[Stored]:
+        """Return all that `stream` holds of `subject` from `start` to before `end`.
+
+        Raises `NoWorkerError` where it cannot be read.
+        """
         found: list[Stored] = []
         self._check()
         try:
-            await self._read_on(stream, subject, 1, found)
+            await self._read_on(stream, subject, start, found, end)
         except _NATS_ERRORS as error:
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
-        return found
+        return [one for one in found if one.seq < end]
 
-    async def _read_on(self, stream: str, subject: str, seq: int, found: list[Stored]) -> None:
+    async def last_seq(self, stream: str, subject: str) -> int:
+        """Return the sequence of the last message of `subject`, 0 where there is none.
+
+        Raises `NoWorkerError` where that cannot be read.
+        """
+        body = msgspec.json.encode({"last_by_subj": subject})
+        call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
+        try:
+            reply = await _cancellable(call)
+        except _NATS_ERRORS as error:
+            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+        return int((reply.headers or {}).get("Nats-Sequence", "0"))
+
+    async def _read_on(
+        self, stream: str, subject: str, seq: int, found: list[Stored], end: float = math.inf
+    ) -> None:
         replies = await self._nats.subscribe(self._nats.new_inbox())
         try:
             while self._connected.is_set() and await self._read_batch(replies, stream, subject, seq, found):
                 seq = found[-1].seq + 1
+                if seq >= end:
+                    return
         finally:
             await replies.unsubscribe()
 

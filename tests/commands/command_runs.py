@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
+import re
+import select
+import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+import termios
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.cells import cell_len
 
 if TYPE_CHECKING:
     from tests.conftest import LocalWorker
+
+WAIT_S = 60.0
+_CONTROL = r"\x1b(\[[0-9;?]*[A-Za-z])"
+#: Keys such as Ctrl-C are signals only on the terminal that a session of processes calls its own.
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def environment() -> dict[str, str]:
@@ -33,3 +52,109 @@ def turnkeep(*arguments: object, text: str | bytes = "", **more: str) -> subproc
 def where(worker: LocalWorker) -> tuple[Any, ...]:
     """The options with which a command finds a worker of these tests."""
     return ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+
+
+class Terminal:
+    """A command on a terminal of its own: keys go in, and what it has printed can be waited for. Blocking."""
+
+    def __init__(self, *arguments: object, columns: int = 80, command: str = "", **more: str) -> None:
+        self._columns = columns
+        self._output = b""
+        self._seen = 0
+        self._control, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        program = [sys.executable, "-m", "worker", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _TAKE_TERMINAL,
+                *(("/bin/sh", "-c", command) if command else ()),
+                *program,
+            ],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=environment() | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | more,
+            start_new_session=True,
+        )
+        self.terminal = terminal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.terminal)
+        os.close(self._control)
+
+    def type(self, keys: str) -> None:
+        os.write(self._control, keys.encode())
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until what was printed behind the last match matches; returns the match."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            if found := re.search(pattern, self.transcript[self._seen :]):
+                self._seen += found.end()
+                return found
+            if not self._read(deadline):
+                raise AssertionError(f"{pattern!r} never came: {self.transcript[self._seen :]!r}")
+
+    def end(self) -> int:
+        """Wait for the command's end; returns its exit code."""
+        deadline = time.monotonic() + WAIT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._read(time.monotonic() + 0.05)
+        while self._read(time.monotonic() + 0.05):
+            pass
+        return self.process.wait(0.1)
+
+    @property
+    def transcript(self) -> str:
+        """All that was printed, without what moves the cursor and styles."""
+        return re.sub(_CONTROL, "", self._text)
+
+    @property
+    def _text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self._output.decode(errors="replace"))
+
+    @property
+    def echoes(self) -> bool:
+        return bool(termios.tcgetattr(self.terminal)[3] & termios.ECHO)
+
+    def screen(self) -> list[str]:
+        """What can be seen, of a command that moves its cursor as an answer does; nothing scrolls away."""
+        rows: list[list[str]] = [[]]
+        row = column = 0
+        for code, char in re.findall(rf"{_CONTROL}|(.|\n)", self._text):
+            if code == "[A":
+                row -= 1
+            elif code == "[K":
+                del rows[row][column:]
+            elif code.endswith("C"):
+                column += int(code[1:-1])
+            elif code:
+                raise AssertionError(f"no answer prints {code}")
+            elif char == "\r":
+                column = 0
+            elif char == "\n":
+                row += 1
+                rows += [[]] if row == len(rows) else []
+            elif not cell_len(char):
+                rows[row][column - 1] += char
+            else:
+                rows[row] += [" "] * (column - len(rows[row]))
+                rows[row][column : column + cell_len(char)] = [char] + [""] * (cell_len(char) - 1)
+                column += cell_len(char)
+                assert column <= self._columns, "beyond the terminal's edge"
+        return ["".join(cells).rstrip() for cells in rows]
+
+    def _read(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self._control], [], [], max(deadline - time.monotonic(), 0))
+        if ready:
+            with contextlib.suppress(OSError):
+                self._output += os.read(self._control, 65536)
+        return bool(ready)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,35 +36,6 @@ async def wire(
     finally:
         for one in made:
             await one.nc.close()
-
-
-@pytest.fixture(scope="session")
-def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
-    folder = tmp_path_factory.mktemp("models") / "endless"
-    shutil.copytree(tiny_model, folder)
-    for name in ("config.json", "tokenizer_config.json"):
-        config = json.loads((folder / name).read_text())
-        config = {key: value for key, value in config.items() if not key.startswith("eos")}
-        (folder / name).write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def model_with_template(tiny_model: Path) -> Callable[[str, str], Path]:
-    """Make copies of the tiny model's folder with other chat templates."""
-
-    def make(name: str, template: str) -> Path:
-        folder = tiny_model.with_name(name)
-        if not folder.exists():
-            shutil.copytree(tiny_model, folder)
-            for file in folder.glob("chat_template*"):
-                file.write_text(template)
-            config = json.loads((folder / "tokenizer_config.json").read_text())
-            (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        return folder
-
-    return make
 
 
 @pytest.fixture

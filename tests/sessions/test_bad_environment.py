@@ -351,14 +351,14 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
     done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n")
     assert (done.returncode, done.stderr) == (0, "")
     info = await worker.client.session("chat").info()
-    assert info.requests == 2
+    assert info.requests == 3, "it was opened, too"
     assert len(done.stdout.splitlines()) >= 2
     again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
     assert again.returncode == 0
     assert again.stderr == f"Going on with session 'chat' at position {info.position}.\n"
     nothing = await asyncio.to_thread(turnkeep, "chat", *options)
     assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert (await worker.client.session("chat").info()).requests == 3
+    assert (await worker.client.session("chat").info()).requests == 4
 
 
 async def test_ask_info_and_cancel_speak_with_a_worker(local_worker: Callable[..., Any]) -> None:

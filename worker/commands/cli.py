@@ -1,6 +1,7 @@
 """The command line. Every fault that a user can cause or mend is one line on standard error.
 
-Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted. Commands that talk to
+Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted, 143
+terminated. Commands that talk to
 a worker are clients like any other; only `serve`, `model`, `cache` and `doctor` touch this machine.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import signal
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,7 +23,7 @@ from turnkeep_client.redact import redact
 from worker.settings import SettingsError
 
 from .cache_cli import cache
-from .flags import as_json, read, with_settings
+from .flags import as_json, read, tenant_option, with_sampling, with_settings
 from .printing import size, table
 
 if TYPE_CHECKING:
@@ -29,9 +31,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.client import Client
+    from turnkeep_client.session import Sampling
     from worker.settings import Settings
 
 _CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
+_INTERRUPTED = 130
+_TERMINATED = 143
+
+_T = TypeVar("_T")
 
 
 class _Group(click.Group):
@@ -48,7 +55,7 @@ class _Group(click.Group):
             _fail(str(error), 1)
         except KeyboardInterrupt:
             click.echo(err=True)
-            ctx.exit(130)
+            ctx.exit(_INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:
@@ -127,53 +134,58 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
 
 
 @main.command()
-@click.option("--session", "name", default="chat", show_default=True, help="Session to go on with.")
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
-@click.option("--max-tokens", default=512, show_default=True, help="Most tokens of one answer.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option(
+    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to go on with."
+)
+@tenant_option
+@with_sampling(max_tokens=512)
 @with_settings(*_CLIENT_SETTINGS)
 def chat(
-    config: Path | None, name: str, tenant: str, max_tokens: int, temperature: float, **flags: Any
+    config: Path | None, name: str, tenant: str, system: str | None, sampling: Sampling, **flags: Any
 ) -> None:
-    """Talk with the model. Start it again with the same session and the conversation is still there."""
-    from .talk import chat as run
+    """Talk with the model. Start it again with the same session and the conversation is still there.
 
-    _talk(
-        read(config, flags),
-        tenant,
-        lambda client: run(client, name, max_tokens=max_tokens, temperature=temperature),
-    )
+    Lines that begin with a slash are commands; /help lists them. Without a terminal on standard input each
+    line of that is a question.
+    """
+    from .chat import chat as run
+
+    _talk(read(config, flags), tenant, lambda client: run(client, name, system, sampling))
 
 
 @main.command()
-@click.argument("question")
-@click.option("--session", "name", help="Session to ask in; without it a new one, closed afterwards.")
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
-@click.option("--max-tokens", default=256, show_default=True, help="Most tokens of the answer.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.argument("question", required=False)
+@click.option(
+    "--session", "name", metavar="NAME", help="Session to ask in; without it a new one, closed afterwards."
+)
+@tenant_option
+@with_sampling(max_tokens=256)
 @with_settings(*_CLIENT_SETTINGS)
 def ask(
     config: Path | None,
-    question: str,
+    question: str | None,
     name: str | None,
     tenant: str,
-    max_tokens: int,
-    temperature: float,
+    system: str | None,
+    sampling: Sampling,
     **flags: Any,
 ) -> None:
-    """Ask one question and print the answer as it comes."""
-    from .talk import ask as run
+    """Ask one question and print the answer as it comes.
 
-    _talk(
-        read(config, flags),
-        tenant,
-        lambda client: run(client, name, question, max_tokens=max_tokens, temperature=temperature),
-    )
+    What is piped in is added to QUESTION, and is the question where there is none: git diff | turnkeep ask
+    "What changed?" With - for QUESTION it is typed, up to Ctrl-D.
+    """
+    from .ask import ask as run
+    from .ask import question as whole
+
+    text = whole(question)
+    if not _talk(read(config, flags), tenant, lambda client: run(client, name, text, system, sampling)):
+        sys.exit(_INTERRUPTED)
 
 
 @main.command()
 @click.argument("session", required=False)
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@tenant_option
 @as_json
 @with_settings(*_CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
@@ -186,7 +198,7 @@ def info(config: Path | None, session: str | None, tenant: str, as_json: bool, *
 @main.command()
 @click.argument("session")
 @click.argument("request_id", metavar="ID")
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@tenant_option
 @with_settings(*_CLIENT_SETTINGS)
 def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
     """Stop request ID of SESSION; what it has said stays in the session."""
@@ -200,7 +212,7 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
 
 @main.command()
 @click.argument("session")
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@tenant_option
 @click.option("--position", type=click.IntRange(1), help="Pin the first so many tokens. [default: all]")
 @with_settings(*_CLIENT_SETTINGS)
 def pin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
@@ -215,7 +227,7 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
 
 @main.command()
 @click.argument("session")
-@click.option("--tenant", default="default", show_default=True, help="Tenant that the session belongs to.")
+@tenant_option
 @click.option("--position", type=click.IntRange(1), help="Only the pin of so many tokens. [default: all]")
 @with_settings(*_CLIENT_SETTINGS)
 def unpin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
@@ -240,12 +252,19 @@ def _show_whole_sentences(group: click.Group) -> None:
 _show_whole_sentences(main)
 
 
-def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
+def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
     from turnkeep_client.client import connect
 
-    async def run() -> None:
+    async def run() -> _T:
+        # What a terminal was set to is set back on the way out.
+        task = asyncio.current_task()
+        if task:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"
         async with await connect(url, tenant=tenant, prefix=settings.prefix) as client:
-            await talk(client)
+            return await talk(client)
 
-    asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        sys.exit(_TERMINATED)

@@ -75,12 +75,13 @@ def _print_metrics(metrics: Metrics) -> None:
     tokens = f"{metrics.prefilled_tokens} prefilled, {metrics.cached_tokens} found in the cache"
     rows.append(("tokens", f"{tokens}, {metrics.generated_tokens} generated"))
     for what, histogram in (
-        ("time to first token", metrics.time_to_first_token),
-        ("time per token", metrics.time_per_output_token),
-        ("event loop lag", metrics.event_loop_lag),
+        ("mean time to first token", metrics.time_to_first_token),
+        ("mean time per token", metrics.time_per_output_token),
+        ("mean event loop lag", metrics.event_loop_lag),
     ):
         if histogram.count:
-            rows.append((what, f"{1000 * histogram.sum / histogram.count:.1f} ms on average"))
+            mean_s = histogram.sum / histogram.count
+            rows.append((what, f"{mean_s:.1f} s" if mean_s >= 1 else f"{1000 * mean_s:.1f} ms"))
     rows += [
         ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.max_memory_bytes)}"),
         *((f"  layers {numbers}", kind) for kind, numbers in metrics.kv_layers.items()),

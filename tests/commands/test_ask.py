@@ -1,0 +1,263 @@
+"""`turnkeep ask`: what is piped in, what comes out, and what an answer waits for, with a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_runs import Terminal, environment, turnkeep, where
+
+from turnkeep_client.messages import Generate, Generated, decode_request, decode_result
+from worker.commands.screen import printable, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker, WorkerProcess
+    from turnkeep_client.client import Client
+
+
+async def asked(client: Client, session: str = "s") -> Generate:
+    """Read the last generate of a session from the log."""
+    bodies = [entry.body for entry in await client.log(session) if entry.kind == "in"]
+    request = decode_request(bodies[-1])
+    assert isinstance(request, Generate)
+    return request
+
+
+async def answered(client: Client, session: str = "s") -> Generated:
+    """Read the last answer of a session from the log."""
+    results = [decode_result(entry.body) for entry in await client.log(session) if entry.kind == "out"]
+    return next(result for result in reversed(results) if isinstance(result, Generated))
+
+
+def contents(request: Generate) -> list[tuple[str, str | None]]:
+    return [(message.role, message.content) for message in request.messages or ()]
+
+
+async def ask(worker: LocalWorker, *arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    options = ("--session", "s", "--max-tokens", 4, *where(worker))
+    return await asyncio.to_thread(turnkeep, "ask", *options, *arguments, **more)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "whole"),
+    [
+        (("What is it?",), "", "What is it?"),
+        (("What is it?",), "one\n  two\n", "What is it?\n\none\n  two"),
+        ((), "one\ntwo\n", "one\ntwo"),
+        (("-",), "one\ntwo\n", "one\ntwo"),
+        (("What is it?",), "\n \n", "What is it?"),
+    ],
+)
+async def test_what_is_piped_in_is_a_part_of_the_question(
+    local_worker: Callable[..., Any], arguments: tuple[str, ...], piped: str, whole: str
+) -> None:
+    worker = await local_worker()
+    done = await ask(worker, *arguments, text=piped)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert contents(await asked(worker.client)) == [("user", whole)]
+
+
+@pytest.mark.parametrize(
+    ("piped", "says"),
+    [(b"", "there is no question"), (b" \n", "there is no question"), (b"ab\xff", "no UTF-8 text at byte 2")],
+)
+def test_a_pipe_without_a_text_is_wrong_usage(piped: bytes, says: str) -> None:
+    done = turnkeep("ask", text=piped)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_is_not_read_for_a_question_but_for_a_dash() -> None:
+    with Terminal("ask") as terminal:
+        assert terminal.end() == 2
+        assert "there is no question" in terminal.transcript
+    with Terminal("ask", "-", "--nats", "nats://127.0.0.1:1") as terminal:
+        terminal.type("typed\n\x04")
+        assert terminal.end() == 1
+        assert "no NATS server" in terminal.transcript
+
+
+async def test_the_options_of_an_answer_reach_the_worker(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+    options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
+    done = await ask(worker, "hello", *options, "--stop", "END", "--stop", "\n\n")
+    assert done.returncode == 0, done.stderr
+    request = await asked(worker.client)
+    assert contents(request) == [("system", "Be brief."), ("user", "hello")]
+    assert (request.top_p, request.temperature, request.seed) == (0.5, 2, 7)
+    assert request.stop == ("END", "\n\n")
+
+
+async def test_in_a_pipe_the_answer_is_as_it_was_recorded(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    """Neither wrapped nor cut, and without anything else."""
+    worker = await local_worker(model=str(endless_model))
+    done = await ask(worker, "hello", "--max-tokens", 300, "--temperature", 1, "--seed", 3, COLUMNS="20")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (await answered(worker.client)).text
+    assert len(text) > 20
+    assert done.stdout == printable(text) + "\n"
+
+
+async def test_where_nobody_reads_on_the_answer_is_cancelled(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    command = [sys.executable, "-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "1900"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *where(worker),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout
+    assert process.stderr
+    await process.stdout.read(1)
+    process.stdout._transport.close()  # type: ignore[attr-defined]  # as `head -c1` does
+    errors = await process.stderr.read()
+    assert await process.wait() == 1
+    assert b"Traceback" not in errors
+    await worker.client.session("s").append(text="behind it", timeout_s=60)
+    assert (await answered(worker.client)).finish_reason == "cancelled"
+
+
+async def test_a_session_made_for_one_question_is_closed_also_where_that_failed(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    for text, code in (("hello", 0), ("x" * 3000, 1)):
+        done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))
+        assert done.returncode == code, done.stderr
+    types = [
+        decode_request(entry.body).__struct_config__.tag
+        for entry in await worker.client.log()
+        if entry.kind == "in"
+    ]
+    assert types == ["generate", "close"] * 2
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+async def test_on_a_terminal_words_wrap(
+    local_worker: Callable[..., Any], endless_model: Path, columns: int
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    options = ("--session", "s", "--max-tokens", 400, "--temperature", 1, "--seed", 5, *where(worker))
+
+    def run() -> list[str]:
+        with Terminal("ask", "hello", *options, columns=columns) as terminal:
+            assert terminal.end() == 0
+            assert terminal.echoes
+            return terminal.screen()
+
+    seen = await asyncio.to_thread(run)
+    text = printable((await answered(worker.client)).text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        shown = [line.rstrip() for line in wrapped(text).split("\n")]
+    assert seen[: len(shown)] == shown
+
+
+async def test_ctrl_c_ends_the_answer_and_is_an_exit_code(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    options = ("--session", "s", "--max-tokens", 1900, *where(worker))
+
+    def run() -> int:
+        with Terminal("ask", "hello", *options) as terminal:
+            terminal.wait_for(".")
+            assert not terminal.echoes
+            terminal.type("\x03")
+            return terminal.end()
+
+    assert await asyncio.to_thread(run) == 130
+    assert (await answered(worker.client)).finish_reason == "cancelled"
+
+
+async def test_sigterm_leaves_the_terminal_as_it_was(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+
+    def run() -> tuple[int, bool]:
+        with Terminal("ask", "hello", "--max-tokens", 1900, *where(worker)) as terminal:
+            terminal.wait_for(".")
+            terminal.process.terminate()
+            return terminal.end(), terminal.echoes
+
+    assert await asyncio.to_thread(run) == (143, True)
+
+
+@pytest.mark.process
+async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that there is a stream, and a worker that listens")
+        options = ("--session", "s", "--max-tokens", 1500, "--nats", worker.url)
+
+        def run() -> list[str]:
+            with Terminal("ask", "hello", *options) as terminal:
+                terminal.wait_for(r"\w")
+                worker.kill()
+                terminal.wait_for("waiting for the worker")
+                worker.start()
+                assert terminal.end() == 0
+                return terminal.screen()
+
+        seen = await asyncio.to_thread(run)
+        text = printable((await answered(client)).text)
+    assert seen == [line.rstrip() for line in wrapped(text).split("\n")] + [""]
+
+
+@pytest.mark.process
+async def test_ctrl_c_leaves_a_worker_that_is_gone_and_the_question_is_answered_all_the_same(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that there is a stream")
+        options = ("--session", "s", "--max-tokens", 1500, "--nats", worker.url)
+
+        def run() -> int:
+            with Terminal("ask", "hello", *options) as terminal:
+                terminal.wait_for(r"\w")
+                worker.kill()
+                terminal.wait_for("waiting for the worker")
+                terminal.type("\x03")
+                code = terminal.end()
+                assert "the question is in the log" in terminal.transcript
+                return code
+
+        assert await asyncio.to_thread(run) == 130
+        worker.start()
+        await client.session("s").append(text="behind it", timeout_s=60)
+        assert (await answered(client)).finish_reason == "length"
+
+
+async def test_in_the_background_the_terminal_is_left_alone(local_worker: Callable[..., Any]) -> None:
+    """A change of its terminal would stop a process in the background."""
+    worker = await local_worker()
+    options = ("--session", "s", "--max-tokens", 4, *where(worker))
+
+    def run() -> int:
+        with Terminal("ask", "hello", *options, command='set -m; "$0" "$@" & wait $!') as terminal:
+            return terminal.end()
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(run) == 0

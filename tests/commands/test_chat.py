@@ -1,0 +1,253 @@
+"""`turnkeep chat` on a terminal of its own, with a real worker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_runs import Terminal, turnkeep, where
+
+from turnkeep_client.messages import Append, Generate, Generated, decode_request, decode_result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker, WorkerProcess
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Request
+
+PROMPT = r">\x08? ?$"
+END = r"\n\s*>\x08? ?$"
+BEGUN = r"first\r*\n[^>\r\n]"
+
+
+async def on_terminal(script: Callable[[Terminal], None], worker: LocalWorker, *options: object) -> str:
+    """Run a script at a chat's terminal; returns all that was printed, when the chat has ended well."""
+
+    def run() -> str:
+        arguments = ("chat", "--session", "s", "--max-tokens", 5, *where(worker), *options)
+        with Terminal(*arguments, columns=100) as terminal:
+            script(terminal)
+            assert terminal.end() == 0
+            return terminal.transcript
+
+    return await asyncio.to_thread(run)
+
+
+async def requests(client: Client) -> list[Request]:
+    return [decode_request(entry.body) for entry in await client.log("s") if entry.kind == "in"]
+
+
+async def answers(client: Client) -> list[Generated]:
+    results = [decode_result(entry.body) for entry in await client.log("s") if entry.kind == "out"]
+    return [result for result in results if isinstance(result, Generated)]
+
+
+def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
+    return [
+        (message.role, message.content)
+        for request in all_requests
+        if isinstance(request, Append | Generate)
+        for message in request.messages or ()
+    ]
+
+
+async def test_a_banner_names_model_session_and_keys_and_the_last_exchange_is_shown_again(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+
+    def begin(terminal: Terminal) -> None:
+        terminal.wait_for(r"tiny on \w+, session 's', no tokens\.")
+        terminal.wait_for("Ctrl-C stops an answer")
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        terminal.type("second question\r")
+        terminal.wait_for(END)
+        terminal.type("/bye\r")
+
+    await on_terminal(begin, worker)
+
+    def go_on(terminal: Terminal) -> None:
+        terminal.wait_for(rf"session 's', {position} tokens")
+        terminal.wait_for("> second question")
+        terminal.wait_for(PROMPT)
+        terminal.type("\x1b[A")  # the last question is the last line of the history
+        terminal.wait_for("second question")
+        terminal.type("\x15\x04")
+
+    position = (await worker.client.session("s").info()).position
+    transcript = await on_terminal(go_on, worker)
+    assert "first question" not in transcript
+
+
+async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+
+    def script(terminal: Terminal) -> None:
+        for line, says in (
+            ("/help", "/rewind"),
+            ("/system Be brief.", "told so from here on"),
+            ("/system", "wants a text"),
+            ("/set", "max_tokens   5"),
+            ("/set max_tokens 3", PROMPT),
+            ("/set max_tokens 0", "max_tokens must be"),
+            ("/set temperature hot", "'hot' is not valid"),
+            ("/set colour red", "there is no option 'colour'"),
+            ("/set stop END", PROMPT),
+            ("/nothing", "There is no command /nothing"),
+            ("/etc/hosts is what?", PROMPT),
+            ("/set stop", PROMPT),
+            ("/set max_tokens", PROMPT),
+            ("once more", PROMPT),
+            ("/info", "requests answered"),
+            ("/rewind", "Taken back: once more"),
+            ("/rewind 2", "the session has 1 exchanges, not 2"),
+            ("/rewind no", "must be a number of exchanges"),
+        ):
+            terminal.wait_for(PROMPT)
+            terminal.type(line + "\r")
+            terminal.wait_for(line.replace("?", r"\?"))
+            if says != PROMPT:
+                terminal.wait_for(says)
+        terminal.wait_for(PROMPT)
+        terminal.type("/bye\r")
+
+    await on_terminal(script, worker)
+    sent = await requests(worker.client)
+    assert said(sent) == [("system", "Be brief."), ("user", "/etc/hosts is what?"), ("user", "once more")]
+    first, second = (request for request in sent if isinstance(request, Generate))
+    assert (first.max_tokens, first.stop, second.max_tokens, second.stop) == (3, ("END",), 5, ())
+    info = await worker.client.session("s").info()
+    assert info.position == (await answers(worker.client))[0].position
+
+
+async def test_ctrl_c_clears_the_line_first_and_leaves_second(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        for typed in ("never sent", "nor this"):  # what is typed is cleared each time
+            terminal.type(typed)
+            terminal.wait_for(typed)
+            terminal.type("\x03")
+            terminal.wait_for("Ctrl-C again leaves")
+            terminal.wait_for(PROMPT)
+        terminal.type("\x03")
+
+    await on_terminal(script, worker)
+    assert said(await requests(worker.client)) == []
+
+
+async def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first\r")
+        terminal.wait_for(BEGUN)
+        assert not terminal.echoes
+        terminal.type("\x03")
+        terminal.wait_for(PROMPT)
+        terminal.type("/set max_tokens 2\r")
+        terminal.wait_for(END)
+        terminal.type("second\r")
+        terminal.wait_for(END)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker, "--max-tokens", 1900)
+    first, second = await answers(worker.client)
+    assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
+
+
+async def test_what_is_typed_while_an_answer_streams_stands_at_the_next_prompt(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first\r")
+        terminal.wait_for(BEGUN)
+        terminal.type("TYPED MEANWHILE")
+        terminal.wait_for("Ended at max_tokens")
+        assert "TYPED" not in terminal.transcript
+        terminal.wait_for("TYPED MEANWHILE")
+        terminal.type("\r")
+        terminal.wait_for(r"\n[^>]*\w")
+        terminal.type("\x03\x03")
+        terminal.wait_for(PROMPT)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker, "--max-tokens", 600)
+    assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
+
+
+async def test_options_and_system_of_the_command_line_hold_for_the_chat(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    options = ("--session", "s", "--top-p", 0.5, "--seed", 3, "--stop", "END", "--system", "Be brief.")
+    for lines in ("one\n", "two\n"):
+        done = await asyncio.to_thread(turnkeep, "chat", *options, *where(worker), text=lines)
+        assert done.returncode == 0, done.stderr
+    assert "goes on with the system message" in done.stderr
+    sent = await requests(worker.client)
+    assert said(sent) == [("system", "Be brief."), ("user", "one"), ("user", "two")]
+    for request in sent:
+        if isinstance(request, Generate):
+            assert (request.top_p, request.seed, request.stop) == (0.5, 3, ("END",))
+    wrong = await asyncio.to_thread(turnkeep, "chat", "--top-p", 2, *where(worker))
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+
+
+async def test_a_session_that_was_closed_is_opened_again(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.append(text="hello")
+    await session.close()
+    done = await asyncio.to_thread(turnkeep, "chat", "--session", "s", *where(worker), text="hello\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(await answers(worker.client)) == 1
+
+
+@pytest.mark.process
+async def test_a_chat_outlives_its_worker(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that the worker is there")
+
+        def run() -> None:
+            options = ("--session", "s", "--max-tokens", 900, "--nats", worker.url)
+            with Terminal("chat", *options, columns=40) as terminal:
+                terminal.wait_for(PROMPT)
+                terminal.type("first\r")
+                terminal.wait_for(BEGUN)
+                worker.kill()
+                terminal.wait_for("waiting for the worker")
+                worker.start()
+                terminal.wait_for("Ended at max_tokens")
+                worker.kill()
+                terminal.wait_for(PROMPT)
+                terminal.type("/info\r")
+                terminal.wait_for("no worker serves")
+                terminal.type("second\r")
+                terminal.wait_for("waiting for the worker")
+                terminal.type("\x03")
+                terminal.wait_for("the question is in the log")
+                terminal.wait_for(PROMPT)
+                terminal.type("/bye\r")
+                assert terminal.end() == 0
+
+        await asyncio.to_thread(run)
+        worker.start()
+        await client.session("s").append(text="behind it", timeout_s=60)
+        assert [answer.finish_reason for answer in await answers(client)] == ["length", "length"]

@@ -1,0 +1,79 @@
+"""What was last said in a session is read back from the end of its log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from turnkeep_client import client as client_module
+from worker.commands.exchanges import last_exchanges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
+
+
+async def test_exchanges_are_what_a_rewind_a_failure_and_a_closing_leave(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+
+    async def seen() -> list[tuple[str, int | None]]:
+        return [(one.question, one.start) for one in await last_exchanges(worker.client, "s", 99)]
+
+    assert await seen() == []
+    first = await session.generate(**user("one"), request_id="one")
+    told = await session.append(messages=[{"role": "system", "content": "Be brief."}])
+    second = await session.generate(**user("two"))
+    assert await seen() == [("one", 0), ("two", told.position)]
+    with pytest.raises(client_module.RequestFailedError):
+        await session.generate(**user("x" * 3000))
+    assert (await session.generate(**user("one"), request_id="one")).repeat_of == first.seq
+    await session.generate(**user("three"))
+    assert await seen() == [("one", 0), ("two", told.position), ("three", second.position)]
+    await session.rewind(second.position - 1)
+    assert await seen() == [("one", 0)]
+    await session.close()
+    assert await seen() == []
+    await session.open()
+    await session.generate(text="raw", max_tokens=2)
+    assert await seen() == [("raw", 0)]
+
+
+async def test_only_the_end_of_a_long_log_is_read(
+    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    for i in range(12):
+        await session.generate(**user(f"question {i}"))
+        await worker.client.session("other").append(text="x")
+    monkeypatch.setattr(client_module, "READ_BATCH", 8)
+    pieces = [piece async for piece in worker.client.log_backwards("s")]
+    entries = [entry for piece in reversed(pieces) for entry in piece]
+    assert entries == await worker.client.log("s")
+    assert len(pieces) == 3
+
+    found = await last_exchanges(worker.client, "s")
+    assert found[-1].question == "question 11"
+    assert len(found) < 12
+    all_of_them = await last_exchanges(worker.client, "s", 12)
+    assert [one.question for one in all_of_them] == [f"question {i}" for i in range(12)]
+    assert found[-1] == all_of_them[-1]
+    assert found[-1].start is not None
+
+
+async def test_where_the_template_rewrote_the_session_the_start_is_not_known(
+    local_worker: Callable[..., Any], model_with_template: Callable[[str, str], Any]
+) -> None:
+    forgetful = "{% for m in messages[-1:] %}{{ m['content'] }};{% endfor %}"
+    worker = await local_worker(model=str(model_with_template("forgetful", forgetful)))
+    session = worker.client.session("s")
+    await session.generate(**user("one"))
+    assert (await session.generate(**user("two"))).rewritten_from is not None
+    assert [one.start for one in await last_exchanges(worker.client, "s", 9)] == [0, None]

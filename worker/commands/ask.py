@@ -1,0 +1,60 @@
+"""`turnkeep ask`: one question, from the command line and from what is piped in, and its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+
+from .stream import stream
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+    from turnkeep_client.session import Sampling
+
+#: How long to wait for the end of a session that was made for one question.
+_CLOSE_S: Final = 2.0
+
+
+def question(argument: str | None) -> str:
+    """Return what is asked: the argument, what standard input holds behind it, or that alone (`-`).
+
+    A terminal is read only for `-`. Raises `UsageError` where nothing is asked.
+    """
+    text = ""
+    if argument == "-" or not (sys.stdin is None or sys.stdin.isatty()):
+        text = decoded(sys.stdin.buffer.read()).rstrip("\n")
+    parts = [part for part in ("" if argument in (None, "-") else str(argument), text) if part.strip()]
+    if not parts:
+        raise click.UsageError("there is no question; give it as an argument, or pipe it in")
+    return "\n\n".join(parts)
+
+
+def decoded(body: bytes) -> str:
+    """Read what was piped in. Raises `UsageError` where it is no text."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"standard input is no UTF-8 text at byte {error.start}; convert it first"
+        ) from None
+
+
+async def ask(client: Client, name: str | None, text: str, system: str | None, sampling: Sampling) -> bool:
+    """Stream the answer; a session made for it is closed again. False where Ctrl-C ended it."""
+    session = client.session(name or f"ask-{uuid4().hex[:12]}")
+    messages = [{"role": "user", "content": text}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    generation = session.generate(messages=messages, **sampling)
+    try:
+        return await stream(session, generation)
+    finally:
+        if name is None:
+            with contextlib.suppress(TurnkeepError):  # it is in the log, for whenever there is a worker
+                await session.close(timeout_s=_CLOSE_S)

@@ -1,0 +1,88 @@
+"""What was last said in a session, as its log tells it: questions, answers, and where each began."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import (
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Opened,
+    Rewound,
+    decode_request,
+    decode_result,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.log import Entry
+    from turnkeep_client.messages import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One question and its answer: the session's tokens from `start` to `end`.
+
+    `start` is None where it cannot be told: the exchange begins the piece of the log that was read, or the
+    chat template has rewritten what was before it.
+    """
+
+    question: str
+    answer: str
+    start: int | None
+    end: int
+
+
+async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
+    """Return the last exchanges of a session, the newest last, of `at_least` as many as there are.
+
+    Reads the log from its end, so that a long session costs no more than a short one.
+    """
+    entries: list[Entry] = []
+    async for piece in client.log_backwards(session):
+        entries = piece + entries
+        found = exchanges(entries)
+        if len(found) > at_least:  # one more: the first one's start is not known
+            return found
+    return exchanges(entries, 0)
+
+
+def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exchange]:
+    """Return the exchanges that a piece of a session's log leaves standing, in order.
+
+    `position` is the session's at the beginning of the piece, where that is known.
+    """
+    found: list[Exchange] = []
+    asked: dict[int, Request] = {}
+    for entry in entries:
+        with contextlib.suppress(InvalidMessageError):  # of another version, or nobody's
+            if entry.kind == "in":
+                asked[entry.seq] = decode_request(entry.body)
+                continue
+            result = decode_result(entry.body)
+            request = asked.pop(result.seq or 0, None)
+            match result:
+                case _ if isinstance(result, Failed) or result.repeat_of is not None:
+                    continue  # it changed nothing
+                case Generated() if isinstance(request, Generate) and result.tokens:
+                    start = position if result.rewritten_from is None else None
+                    found.append(Exchange(_question(request), result.text, start, result.position))
+                case Opened() | Closed():
+                    found.clear()
+                case Rewound():
+                    found = [one for one in found if one.end <= result.position]
+            position = 0 if isinstance(result, Closed) else result.position
+    return found
+
+
+def _question(request: Generate) -> str:
+    if request.messages is None:
+        return request.text or ""
+    return "\n\n".join(str(message.content or "") for message in request.messages if message.role == "user")

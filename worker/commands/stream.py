@@ -1,0 +1,130 @@
+"""An answer on its way to whoever asked: its text as it comes, what it waits for meanwhile, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
+
+from .screen import Screen, unechoed
+
+if TYPE_CHECKING:
+    from turnkeep_client.generation import Generation
+    from turnkeep_client.session import Session
+
+_POLL_S: Final = 0.3
+#: Silence in the middle of an answer that is looked into, and at its beginning a worker that is missed.
+_SILENCE_S: Final = 1.5
+
+
+async def stream(session: Session, generation: Generation) -> bool:
+    """Print an answer as it comes; False where Ctrl-C ended it, or the wait for it.
+
+    Ctrl-C stops the answer. Where no worker hears of that, and at a second time, the request is left to
+    itself: it stays in the log. Raises what the generation raises.
+    """
+    return await _Stream(session, generation).run()
+
+
+class _Stream:
+    def __init__(self, session: Session, generation: Generation) -> None:
+        self._session = session
+        self._generation = generation
+        self._screen = Screen()
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._has_begun = False
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> bool:
+        self._reading = asyncio.create_task(self._read())
+        telling = asyncio.create_task(self._tell())
+        self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        try:
+            with unechoed():
+                await self._reading
+        except asyncio.CancelledError:
+            if self._stopping is None or not self._reading.cancelled():
+                raise
+            self._screen.end()
+            stored = "is in the log and will be answered" if self._generation.seq else "may be lost"
+            click.echo(f"turnkeep: not waiting any longer; the question {stored}", err=True)
+        except TurnkeepError:
+            if self._has_begun:
+                self._screen.end()
+            raise
+        except OSError:  # nobody reads what is printed
+            with contextlib.suppress(TurnkeepError):
+                await self._generation.cancel()
+            raise
+        finally:
+            self._loop.remove_signal_handler(signal.SIGINT)
+            asides = [task for task in (self._reading, telling, self._stopping) if task]
+            for task in asides:
+                task.cancel()
+            await asyncio.gather(*asides, return_exceptions=True)
+            self._screen.note("")
+        return self._stopping is None
+
+    async def _read(self) -> None:
+        async for chunk in self._generation:
+            self._heard_at, self._has_begun = self._loop.time(), True
+            self._screen.write(chunk.text)
+        self._screen.end()
+
+    def _interrupt(self) -> None:
+        if self._stopping is None:
+            self._screen.note("stopping; Ctrl-C again leaves")
+            self._stopping = asyncio.create_task(self._stop())
+        else:
+            self._reading.cancel()
+
+    async def _stop(self) -> None:
+        """Cancel the answer; give up the wait where there is no worker to do it."""
+        while not self._reading.done():
+            try:
+                await self._generation.cancel()
+            except RequestFailedError:  # the worker does not have it yet, or no more
+                await asyncio.sleep(_POLL_S)
+            except NoWorkerError:
+                self._reading.cancel()
+            else:
+                return
+
+    async def _tell(self) -> None:
+        """Say what the answer waits for, wherever that takes time."""
+        told = False
+        while True:
+            await asyncio.sleep(_POLL_S)
+            heard_at = self._heard_at
+            if self._loop.time() - heard_at < (_SILENCE_S if self._has_begun else _POLL_S):
+                continue
+            why = await self._why()
+            if heard_at != self._heard_at or self._stopping is not None:
+                continue
+            if why is None and self._loop.time() - heard_at < _SILENCE_S:
+                continue
+            self._screen.note(why or "waiting for the worker; Ctrl-C leaves")
+            if why is None and not told and not self._screen.takes_notes:
+                click.echo("turnkeep: waiting for the worker", err=True)
+            told = why is None
+
+    async def _why(self) -> str | None:
+        """Ask what the request is doing; None where no worker can tell."""
+        try:
+            info = await self._session.info()
+        except RequestFailedError:
+            return ""
+        except NoWorkerError:
+            return None
+        progress = info.progress
+        if info.active != self._generation.id or progress is None:
+            return "waiting for its turn"
+        if progress.generated_tokens or self._has_begun:
+            return ""
+        return f"prefill: {progress.cached_tokens} of {progress.context_tokens} tokens"
