@@ -60,8 +60,11 @@ class Wanted:
     cancel_after_s: float | None = None
 
     def holds(self, held: int) -> int:
-        """Count the tokens that a session of `held` may come to hold: prompt and room for the answer."""
-        return held + len(self.tokens) + self.max_tokens
+        """Count the tokens that a session of `held` has to hold: the prompt, and one of an answer to it.
+
+        The answer gets as many more as there is room for.
+        """
+        return held + len(self.tokens) + min(self.max_tokens, 1)
 
 
 def kind_of(size: int, room: int) -> Kind:

@@ -14,7 +14,7 @@ REFUSED: Final = "memory_exceeded"
 
 
 class Sent(Struct, frozen=True, kw_only=True):
-    """One append or generate. `size` is what its session could come to hold, in tokens.
+    """One append or generate. `size` is what its session has to hold at the least, in tokens.
 
     `outcome` is `ok`, the code of a `failed`, or the class of a fault; `expected` is the context that it had
     to run over, and `prompt` the one that its answer names (both 0 where there is no answer).
@@ -68,7 +68,7 @@ class Answers(Struct, frozen=True, kw_only=True):
 
 
 def fits(sent: Sent, room: int) -> bool:
-    """Say whether a request fits into memory for `room` tokens: prompt and answer together, at the most."""
+    """Say whether a request fits into memory for `room` tokens: its prompt, and a token of its answer."""
     return sent.size <= room
 
 

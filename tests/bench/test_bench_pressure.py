@@ -20,7 +20,7 @@ from bench.pressure.turns import Answers, Reading, Replayed, Sent
 from bench.run import Run, Where
 from turnkeep_client.client import connect
 from worker.device import resident, runner
-from worker.device.admission import Ledger
+from worker.device.admission import Claim, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -224,11 +224,13 @@ async def test_a_worker_that_refuses_what_fits_is_caught(measure, monkeypatch):
 async def test_a_worker_that_exceeds_its_memory_is_caught(measure, monkeypatch):
     """It never lets go of an idle session, and its device sees to nothing either."""
 
-    def hold(self: Ledger, key: SessionKey, size_bytes: int) -> list[SessionKey]:
-        self._idle.pop(key, None)
-        self._reserved[key] = size_bytes
+    def hold(self: Ledger, claim: Claim, size_bytes: int) -> list[SessionKey]:
+        self.forget(claim.key)
+        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
+        self._reserved[claim] = size_bytes
         return []
 
+    monkeypatch.setattr(Ledger, "excess", lambda *_: 0)
     monkeypatch.setattr(Ledger, "reserve", hold)
     monkeypatch.setattr(resident.Resident, "make_room", lambda self, size, **_: True)
     found = failed(await measure(plan(clients=32, sample=1)))

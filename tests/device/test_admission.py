@@ -1,86 +1,243 @@
-"""The ledger of device memory against a model of itself, and the queue before it."""
+"""Who gets device memory, against a model of the turns and the device, and on a real one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
+import structlog
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiny_models import key, loaded, prompt
+from tiny_models import alone, answer, key, loaded, prompt
 
 from cache.blocks import as_tokens
-from worker.device.admission import PRIORITY_S, Ledger, place
+from turnkeep_client.subjects import SessionKey
+from worker.batch.sampling import Sampling
+from worker.device.admission import PRIORITY_S, Admission, Claim, Decision, Ledger, place
 from worker.device.device import Device
 from worker.device.engine import Engine
+from worker.device.turn import Spilled
 from worker.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcdef")
-SIZES = st.integers(1, CAPACITY + 10)
+TENANTS = "wxyz"
 
 
-class LedgerMachine(RuleBasedStateMachine):
-    """The ledger beside two plain dicts: what runs, and what is idle in the order of its last use."""
+class Turn:
+    """A turn as the engine and the device together carry it out, without either."""
+
+    def __init__(self, name: str, need: int, tenant: str, priority: int, arrived: int) -> None:
+        self.claim = Claim(SessionKey(tenant, name), priority, place(arrived, priority))
+        self.need = need
+        self.has = 0  # KV so far, and what may be kept of it behind a pause
+        self.granted = 0
+        self.is_paused = False
+
+    def likely(self) -> int:
+        return min(self.has + 1 + self.need // 4, self.need)
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Turns that come, grow, are paused and end in any order, on a device that does as it is told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(CAPACITY)
-        self.reserved: dict[str, int] = {}
-        self.idle: OrderedDict[str, int] = OrderedDict()
+        self.admission = Admission(self.ledger)
+        self.turns: dict[Claim, Turn] = {}
+        self.resident: dict[SessionKey, int] = {}
+        self.now = 0
 
-    @rule(name=NAMES, size=SIZES)
-    def reserve(self, name: str, size: int) -> None:
-        if name in self.reserved:
+    def carry_out(self, decision: Decision) -> None:
+        for gone in decision.dropped:
+            del self.resident[gone]
+        for claim in decision.granted:
+            turn = self.turns[claim]
+            turn.granted = self.ledger.reserved(claim)
+            self.resident.pop(claim.key, None)
+        oldest = min((claim.age for claim in self.turns if claim.age is not None), default=None)
+        for claim in decision.paused:
+            assert claim.age != oldest, "the oldest always goes on"
+            assert self.ledger.reserved(claim)
+            assert not self.turns[claim].is_paused, "nobody is told twice"
+            self.turns[claim].is_paused = True
+
+    def running(self) -> list[Turn]:
+        return [turn for turn in self.turns.values() if turn.granted]
+
+    def stop(self, turn: Turn) -> None:
+        """Bring a turn to its end, or back into the queue."""
+        key, is_over = turn.claim.key, turn.has == turn.need
+        turn.granted, turn.is_paused = 0, False
+        if turn.has:
+            self.resident[key] = turn.has
+        if is_over:
+            del self.turns[turn.claim]
+            self.carry_out(self.admission.leave(turn.claim, turn.has))
+        else:
+            self.carry_out(self.admission.begin(turn.claim, turn.likely(), turn.has))
+
+    def step(self, turn: Turn, num: int) -> None:
+        """Let a turn run; it asks for more in good time, and ends where it has got none."""
+        turn.has = min(turn.has + num, turn.granted)
+        if turn.is_paused or turn.has in (turn.granted, turn.need):
+            self.stop(turn)
+        elif turn.granted - turn.has < 4 and not turn.claim.wanted and turn.granted < turn.need:
+            self.carry_out(self.admission.grow(turn.claim, min(turn.granted + 5, turn.need)))
+
+    @rule(
+        name=NAMES, tenant=st.sampled_from(TENANTS), need=st.integers(1, CAPACITY), priority=st.integers(0, 2)
+    )
+    def come(self, name: str, tenant: str, need: int, priority: int) -> None:
+        turn = Turn(name, need, tenant, priority, self.now)
+        if any(other.claim.key == turn.claim.key for other in self.turns.values()):
             return
-        victims = self.ledger.reserve(key(name), size)
-        running = sum(self.reserved.values())
-        if running + size > CAPACITY:
-            assert victims is None
-            return
-        self.idle.pop(name, None)
-        gone = []
-        while running + sum(self.idle.values()) + size > CAPACITY:
-            gone.append(key(self.idle.popitem(last=False)[0]))
-        assert victims == gone, "the least recently used leave, and no more than needed"
-        self.reserved[name] = size
+        self.now += 1
+        self.turns[turn.claim] = turn
+        self.carry_out(self.admission.begin(turn.claim, turn.likely()))
 
-    @rule(name=NAMES, share=st.floats(0, 1))
-    def settle(self, name: str, share: float) -> None:
-        if name in self.reserved:
-            held = int(self.reserved.pop(name) * share)
-            self.ledger.settle(key(name), held)
-            if held:
-                self.idle[name] = held
+    @rule(index=st.integers(0, 50), num=st.integers(1, 9))
+    def run_one(self, index: int, num: int) -> None:
+        if running := self.running():
+            self.step(running[index % len(running)], num)
 
-    @rule(name=NAMES)
-    def forget(self, name: str) -> None:
-        if name not in self.reserved:
-            self.ledger.forget(key(name))
-            self.idle.pop(name, None)
+    @rule(index=st.integers(0, 50))
+    def give_up(self, index: int) -> None:
+        """A client cancels: what runs leaves what it has, what waits leaves nothing."""
+        if self.turns:
+            turn = list(self.turns.values())[index % len(self.turns)]
+            if turn.granted:
+                turn.need = max(turn.has, 1)
+                turn.has = turn.need
+                self.stop(turn)
+            else:
+                del self.turns[turn.claim]
+                self.carry_out(self.admission.leave(turn.claim, 0))
+
+    @rule(index=st.integers(0, 50))
+    def spill(self, index: int) -> None:
+        """The device drops an idle session, and says so later: a turn of it may have begun meanwhile."""
+        keys = [*self.resident, *(claim.key for claim in self.turns)]
+        if keys:
+            key_ = keys[index % len(keys)]
+            self.resident.pop(key_, None)
+            self.carry_out(self.admission.forget(key_))
 
     @invariant()
     def free_and_reserved_and_idle_make_the_capacity(self) -> None:
         free = CAPACITY - self.ledger.used_bytes
         assert free >= 0
-        assert free + sum(self.reserved.values()) + sum(self.idle.values()) == CAPACITY
-        assert self.ledger.num_resident == len(self.reserved) + len(self.idle)
+        reserved = sum(turn.granted for turn in self.running())
+        assert free + reserved + sum(self.resident.values()) == CAPACITY
+        assert self.ledger.num_resident == len(self.running()) + len(self.resident)
+        assert self.admission.num_waiting == len(self.turns) - len(self.running())
+
+    @invariant()
+    def somebody_runs_where_anybody_wants_to(self) -> None:
+        assert self.running() or not self.turns
+
+    def teardown(self) -> None:
+        """Nobody waits for ever: whoever runs does a step in turn, and all come to their end."""
+        steps = 0
+        while self.turns:
+            for turn in self.running():
+                if turn.granted:
+                    self.step(turn, 2)
+                    self.free_and_reserved_and_idle_make_the_capacity()
+            self.somebody_runs_where_anybody_wants_to()
+            steps += 1
+            assert steps < 20 * CAPACITY
 
 
-TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestAdmission = AdmissionMachine.TestCase
+TestAdmission.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+
+
+def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", priority: int = 0) -> Claim:
+    claim = Claim(SessionKey(tenant, name), priority, place(0.0, priority))
+    claims[claim] = name
+    told(admission.begin(claim, size))
+    return claim
+
+
+#: What the decisions of a test have said, by name.
+claims: dict[Claim, str] = {}
+said: list[str] = []
+
+
+def told(decision: Decision) -> list[str]:
+    said.clear()
+    said.extend(claims[claim] for claim in decision.granted)
+    said.extend(f"drop {gone.session}" for gone in decision.dropped)
+    said.extend(f"pause {claims[claim]}" for claim in decision.paused)
+    return list(said)
 
 
 def test_what_could_never_run_is_told_apart_from_what_has_to_wait() -> None:
     ledger = Ledger(CAPACITY)
+    admission = Admission(ledger)
     assert ledger.ever_fits(CAPACITY)
     assert not ledger.ever_fits(CAPACITY + 1)
-    assert ledger.reserve(key("a"), 60) == []
-    assert ledger.reserve(key("b"), 60) is None
-    ledger.settle(key("a"), 60)
-    assert ledger.reserve(key("b"), 60) == [key("a")]
+    first = begin(admission, "a", 60)
+    begin(admission, "b", 60)
+    assert said == []
+    assert told(admission.leave(first, 60)) == ["b", "drop a"]
+
+
+def test_idle_sessions_leave_least_recently_used_first_and_no_more_than_needed() -> None:
+    admission = Admission(Ledger(CAPACITY))
+    for name in "abcd":
+        admission.leave(begin(admission, name, 25), 25)
+    begin(admission, "e", 40)
+    assert said == ["e", "drop a", "drop b"]
+
+
+def test_tenants_take_turns_in_the_queue_for_memory() -> None:
+    admission = Admission(Ledger(CAPACITY))
+    running = begin(admission, "running", CAPACITY)
+    for i in range(20):
+        begin(admission, f"many{i}", 60, tenant="many")
+    for i in range(2):
+        begin(admission, f"one{i}", 60, tenant="one")
+    order: list[str] = []
+    while admission.num_waiting:
+        order += told(admission.leave(running, 0))
+        running = next(claim for claim, name in claims.items() if name == order[-1])
+    assert order[:5] == ["many0", "one0", "many1", "one1", "many2"]
+    assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
+
+
+def test_a_large_head_lets_others_pass_and_gets_its_room_from_those_that_did() -> None:
+    """Small ones keep coming: they use what it cannot, until older ones have left it enough."""
+    admission = Admission(Ledger(CAPACITY))
+    older = begin(admission, "older", 60)
+    begin(admission, "large", 90)
+    small = [begin(admission, f"small{i}", 10) for i in range(4)]
+    assert admission.num_waiting == 1, "what is free is used"
+    assert told(admission.leave(older, 0)) == ["pause small3", "pause small2", "pause small1"]
+    begin(admission, "late", 10)
+    assert said == [], "nobody passes any more"
+    for claim in (small[3], small[2]):
+        assert told(admission.begin(claim, 10)) == []
+    assert told(admission.begin(small[1], 10)) == ["large"]
+
+
+def test_an_answer_that_grows_has_idle_sessions_leave_then_the_youngest_pause() -> None:
+    admission = Admission(Ledger(CAPACITY))
+    old = begin(admission, "old", 30)
+    young = begin(admission, "young", 30)
+    admission.leave(begin(admission, "idle", 30), 30)
+    assert told(admission.grow(old, 60)) == ["old", "drop idle"]
+    assert told(admission.grow(young, 50)) == [], "older ones do not make way"
+    assert told(admission.grow(old, 80)) == ["pause young"]
+    assert told(admission.begin(young, 40, 30)) == ["old", "drop young"]
+    assert told(admission.leave(old, 80)) == ["young", "drop old"]
 
 
 @pytest.fixture
@@ -152,22 +309,31 @@ def test_what_waits_long_enough_is_overtaken_by_nobody() -> None:
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
 
-async def test_a_cancelled_waiter_leaves_the_queue_to_those_behind_it(make_engine) -> None:
-    """Also where what is free has long been enough for them. A turn takes what caches allocate for it."""
+async def test_a_cancelled_waiter_leaves_the_queue(make_engine) -> None:
+    """A turn takes what caches allocate for it: 768 of 1,024 tokens, which leaves 256 for a small one."""
     engine = await make_engine(1024)
     running = asyncio.create_task(engine.run(key("running"), as_tokens(prompt(590)), lambda: False))
     await asyncio.sleep(0)
-    cancelled = False
-    large = asyncio.create_task(engine.run(key("large"), as_tokens(prompt(500)), lambda: cancelled))
+    large = asyncio.create_task(engine.run(key("large"), as_tokens(prompt(500)), lambda: False))
     small = asyncio.create_task(engine.run(key("small"), as_tokens(prompt(10)), lambda: False))
     await asyncio.sleep(0)
-    assert engine.num_waiting == 2
-    cancelled = True
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
     engine.cancel(key("large"))
     assert await large is None
-    assert engine.num_waiting == 0, "256 tokens had been free all the time"
+    assert engine.num_waiting == 0
     assert await small is not None
     assert await running is not None
+
+
+def test_one_that_others_wait_for_leaves_the_queue_to_them_when_it_gives_up() -> None:
+    admission = Admission(Ledger(CAPACITY))
+    older = begin(admission, "older", 60)
+    large = begin(admission, "large", 90)
+    begin(admission, "small", 20)
+    assert told(admission.leave(older, 0)) == ["pause small"]
+    begin(admission, "late", 30)
+    assert said == []
+    assert told(admission.leave(large, 0)) == ["late"]
 
 
 async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over(make_engine) -> None:
@@ -206,3 +372,112 @@ async def test_the_ledger_never_exceeds_its_limit_under_random_turns(make_engine
     await asyncio.gather(*(session(index) for index in range(6)))
     assert max(over) == 0
     assert engine.num_running == engine.num_waiting == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(60_000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("it never came to that")
+
+
+def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: Sampling):
+    """Begin an answer to the prompt that belongs to its name."""
+    given = answer(num_tokens)
+    run = engine.run(
+        key(name),
+        as_tokens(prompt(num_prompt, salt=len(name))),
+        lambda: False,
+        answer=given,
+        sampling=sampling,
+        max_new=num_tokens,
+    )
+    return given, asyncio.create_task(run)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=7)], ids=["greedy", "hot"])
+async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_token(
+    make_engine, make_model, sampling
+) -> None:
+    """Three of 900 tokens each in memory for 1,600, with 60 idle: each comes out as if it ran alone."""
+    engine = await make_engine(1600)
+    await engine.run(key("idle"), as_tokens(prompt(60)), lambda: False)
+    with structlog.testing.capture_logs() as lines:
+        runs = [answered(engine, "x" * i, 20 * i, 900 - 20 * i, sampling) for i in (1, 2, 3)]
+        await asyncio.sleep(0)
+        assert engine.num_waiting == 0, "they begin together: none needs all of it yet"
+        outcomes = await asyncio.gather(*(task for _, task in runs))
+    paused = [line["session"] for line in lines if line["event"].startswith("pausing")]
+    assert paused
+    assert str(key("x")) not in paused, "the oldest goes on"
+    assert engine.ledger.num_resident <= 2
+    for i, (given, _), outcome in zip((1, 2, 3), runs, outcomes, strict=True):
+        expected, _ = alone(make_model("llama"), prompt(20 * i, salt=i), 900 - 20 * i, sampling)
+        assert given.tokens == expected
+        assert (outcome.complete, outcome.num_cached + outcome.num_prefilled) == (True, 20 * i)
+        assert outcome.live_bytes == engine.size_bytes(899)
+    assert engine.num_running == engine.num_waiting == 0
+
+
+async def test_a_short_answer_reserves_little_whatever_it_might_have_needed(make_engine) -> None:
+    engine = await make_engine(2000)
+    await engine.run(key("idle"), as_tokens(prompt(1200)), lambda: False)
+    given, task = answered(engine, "s", 20, 1900, Sampling())
+    await until(lambda: len(given.tokens) > 2)
+    assert engine.ledger.used_bytes == engine.size_bytes(512 + 1199)
+    engine.cancel(key("s"))
+    assert await task is not None
+    assert engine.live_bytes(key("idle"), as_tokens(prompt(1200))) == engine.size_bytes(1199)
+
+
+async def test_a_paused_answer_that_is_cancelled_keeps_what_it_has(make_engine) -> None:
+    engine = await make_engine(1100)
+    _, old = answered(engine, "old", 20, 800, Sampling())
+    given, young = answered(engine, "young", 20, 800, Sampling())
+    await until(lambda: engine.num_waiting == 1)
+    num_tokens = len(given.tokens)
+    engine.cancel(key("young"))
+    outcome = await young
+    assert outcome is not None
+    assert outcome.complete
+    assert 0 < num_tokens == len(given.tokens) < 800
+    assert engine.num_waiting == 0
+    assert await old is not None
+
+
+async def test_a_spilled_session_takes_nothing_from_its_turn_that_was_just_admitted(make_engine) -> None:
+    """The device says that the idle KV left after the loop has given the session memory for a turn."""
+    engine = await make_engine(600)
+    first = asyncio.create_task(engine.run(key("first"), as_tokens(prompt(590)), lambda: False))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(engine.run(key("second"), as_tokens(prompt(300)), lambda: False))
+    await asyncio.sleep(0)
+    engine.cancel(key("first"))
+    for _ in range(1_000_000):
+        await asyncio.sleep(0)  # no longer, lest the turn be over before the event
+        if not engine.num_waiting:
+            break
+    engine._handle_event(Spilled(key("second")))
+    assert engine.ledger.used_bytes >= engine.size_bytes(512), "what the turn has reserved is still its own"
+    await asyncio.gather(first, second)
+
+
+async def test_an_abandoned_turn_keeps_its_memory_until_it_is_over_and_its_events_go_to_nobody(
+    make_engine,
+) -> None:
+    """A stop gives up a task that waits for a turn; the session's next turn must not hear of the old one."""
+    engine = await make_engine(2000)
+    given, task = answered(engine, "s", 20, 1500, Sampling(1.0))
+    await until(lambda: len(given.tokens) > 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.ledger.used_bytes >= engine.size_bytes(256), "the device still has it"
+    again, following = answered(engine, "s", 20, 5, Sampling(1.0))
+    outcome = await following
+    assert outcome is not None
+    assert len(again.tokens) == 5
+    assert again.tokens[:3] == given.tokens[:3]
+    assert engine.num_running == 0
+    assert engine.ledger.used_bytes == engine.size_bytes(24)

@@ -245,12 +245,30 @@ async def test_an_answer_ends_where_the_context_ends(wire: Start) -> None:
 async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: Start) -> None:
     w = await wire(max_memory=40 * 512)
     await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
-    await check_refused(
-        w, "s", generate("b", text="x" * 30, max_tokens=11), "room for 11 more", "memory_exceeded"
-    )
+    await check_refused(w, "s", generate("b", text="x" * 40), "room for 1 more", "memory_exceeded")
     assert (await w.send("s", append("c", "x" * 30)))["position"] == 30
     assert (await w.send("s", generate("d", max_tokens=10)))["type"] == "generated"
     await check_goes_on(w)
+
+
+async def test_an_answer_ends_where_the_memory_ends(wire: Start) -> None:
+    """However many tokens it may have, it gets all there is room for. Rewound, the session goes on."""
+    w = await wire(max_memory=40 * 512)
+    result = await w.send("s", generate("a", text="x" * 30, max_tokens=2**31 - 1))
+    assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 10, 40)
+    await check_refused(w, "s", generate("b"), "40 tokens and room for 1 more", "memory_exceeded")
+    assert (await w.send("s", {"type": "rewind", "id": "c", "position": 20}))["position"] == 20
+    assert (await w.send("s", generate("d", max_tokens=10)))["finish_reason"] == "length"
+
+
+async def test_a_short_answer_that_might_have_been_long_evicts_nobody(wire: Start) -> None:
+    w = await wire(max_memory=800 * 512)
+    await w.send("idle", append("a", "y" * 200))
+    short = await w.send("s", generate("b", text="x" * 30, max_tokens=3))
+    body = generate("c", text="x" * 30, max_tokens=2**31 - 1, stop=[short["text"]])
+    assert (await w.send("t", body))["finish_reason"] == "stop"
+    info = await w.control("idle", {"type": "info"})
+    assert info["kv_live_bytes"] == 199 * 512, "its KV is still on the device"
 
 
 async def test_a_session_that_does_not_exist_is_told_so(wire: Start) -> None:

@@ -119,6 +119,9 @@ class Formula:
     def size_bytes(self, _: int) -> int:
         return 0
 
+    def most_tokens(self, most: int) -> int:
+        return most
+
     def forget(self, _: SessionKey) -> None:
         pass
 

@@ -1,15 +1,20 @@
-"""Does it fit, and what has to leave for it. Pure: sizes in, a decision out.
+"""Who has memory on the device, who waits for it, and who makes way. Pure: sizes in, decisions out.
 
-The ledger counts bytes of KV on the device: `reserved` for turns that run, `idle` for sessions that only
-stay resident to be quick. The sum never exceeds the limit. Turns wait for room in the order of `place`.
+The ledger counts bytes of KV: `reserved` by turns that run, `idle` of sessions that only stay resident to be
+quick. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
+`Admission` says who gets it; the engine carries that out.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from itertools import chain, count, zip_longest
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from turnkeep_client.subjects import SessionKey
 
 #: A request counts as if it had come so many seconds earlier for each step of its priority.
@@ -17,61 +22,238 @@ PRIORITY_S: Final = 10.0
 
 
 def place(arrived_s: float, priority: int) -> float:
-    """Give a request's place in the queue for memory; lower ones come first.
+    """Give a request's place among those of other priorities; lower ones come first.
 
     It never changes, so nobody starves: what comes later and is more important overtakes for a while only.
     """
     return arrived_s - priority * PRIORITY_S
 
 
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A turn's claim on memory, from its arrival to its end, whether it runs, waits or is paused.
+
+    `wanted` is what it asks for, 0 where it has that. `age` orders those that have run or were overtaken:
+    the lower ones are older, and only the younger ones make way. A turn keeps it when it is paused.
+    """
+
+    key: SessionKey
+    priority: int
+    place_s: float
+    wanted: int = 0
+    age: int | None = None
+    is_pausing: bool = False
+
+
 class Ledger:
-    """Device bytes by session; least recently used idle sessions leave first."""
+    """Device bytes of turns and of idle sessions; least recently used idle sessions leave first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._reserved: dict[SessionKey, int] = {}
+        self._reserved: dict[Claim, int] = {}
         self._idle: OrderedDict[SessionKey, int] = OrderedDict()
+        self._reserved_bytes = self._idle_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        return sum(self._reserved.values()) + sum(self._idle.values())
+        return self._reserved_bytes + self._idle_bytes
 
     @property
     def num_resident(self) -> int:
         """Sessions that hold KV on the device."""
         return len(self._reserved) + len(self._idle)
 
+    @property
+    def running(self) -> tuple[Claim, ...]:
+        """The turns that have reserved something."""
+        return tuple(self._reserved)
+
     def ever_fits(self, size_bytes: int) -> bool:
         """Say whether a turn could run if it had the device to itself."""
         return size_bytes <= self.max_bytes
 
-    def reserve(self, key: SessionKey, size_bytes: int) -> list[SessionKey] | None:
-        """Reserve for a turn of `key`, whose own idle bytes count as free.
+    def reserved(self, claim: Claim) -> int:
+        """Return what a turn has reserved."""
+        return self._reserved.get(claim, 0)
+
+    def excess(self, claim: Claim, size_bytes: int) -> int:
+        """Say how many bytes other turns hold too many for this one to reserve so much."""
+        return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
+
+    def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
+        """Reserve so much for a turn, whose session's idle bytes count as free.
 
         Returns the idle sessions that must be dropped from the device for it (already taken out of the
         ledger), or None if running turns hold too much: then nothing has changed.
         """
-        others = sum(self._reserved.values()) - self._reserved.get(key, 0)
-        if others + size_bytes > self.max_bytes:
+        if self.excess(claim, size_bytes) > 0:
             return None
-        idle = sum(self._idle.values()) - self._idle.pop(key, 0)
+        self.forget(claim.key)
+        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
+        self._reserved[claim] = size_bytes
         victims = []
-        while others + idle + size_bytes > self.max_bytes:
+        while self.used_bytes > self.max_bytes:
             victim, freed = self._idle.popitem(last=False)
-            idle -= freed
+            self._idle_bytes -= freed
             victims.append(victim)
-        self._reserved[key] = size_bytes
         return victims
 
-    def settle(self, key: SessionKey, idle_bytes: int) -> None:
-        """End a turn: what it reserved becomes what the session really holds."""
-        self._reserved.pop(key, None)
-        self._idle.pop(key, None)
+    def settle(self, claim: Claim, idle_bytes: int) -> None:
+        """End what a turn has reserved, if it has: it becomes what its session really holds."""
+        if claim not in self._reserved:
+            return
+        self._reserved_bytes -= self._reserved.pop(claim)
+        self.forget(claim.key)
         if idle_bytes:
-            self._idle[key] = idle_bytes
+            self._idle[claim.key] = idle_bytes
+            self._idle_bytes += idle_bytes
 
     def forget(self, key: SessionKey) -> None:
-        """Drop a session that left the device."""
-        self._idle.pop(key, None)
-        self._reserved.pop(key, None)
+        """Drop an idle session that left the device. What a turn of it has reserved stays."""
+        self._idle_bytes -= self._idle.pop(key, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows: these have what they wanted, these idle sessions are dropped, these turns are paused."""
+
+    granted: list[Claim] = field(default_factory=list)
+    dropped: list[SessionKey] = field(default_factory=list)
+    paused: list[Claim] = field(default_factory=list)
+
+
+class Admission:
+    """Turns that want memory, in the order in which they get it.
+
+    First those that have run, or were overtaken, the oldest first: if it fits once all younger ones have
+    made way, they are paused, the youngest first, and nobody younger gets anything before. If it does not,
+    it waits for older ones, and younger ones may have what is left meanwhile.
+    Then new ones, of each priority in rotation by tenant. Who fits may overtake who does not; the first that
+    is overtaken is older than those from then on. So nobody waits for ever, and the oldest always goes on.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._ages = count()
+        self._aged: list[Claim] = []
+        self._overtaken: Claim | None = None
+        self._new: dict[int, dict[str, deque[Claim]]] = {}  # by priority, then by tenant in rotation
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that want memory and have none."""
+        new = sum(len(queue) for tenants in self._new.values() for queue in tenants.values())
+        return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
+
+    def begin(self, claim: Claim, size_bytes: int, idle_bytes: int = 0) -> Decision:
+        """Want so much for a turn that is new, or that was paused and leaves so much behind on the device."""
+        self._give_back(claim, idle_bytes)
+        claim.wanted = size_bytes
+        if claim.age is not None:
+            self._aged.append(claim)
+        else:
+            self._new.setdefault(claim.priority, {}).setdefault(claim.key.tenant, deque()).append(claim)
+        return self._decide()
+
+    def grow(self, claim: Claim, size_bytes: int) -> Decision:
+        """Want so much, all in all, for a turn that runs."""
+        if not claim.wanted:
+            self._aged.append(claim)
+        claim.wanted = size_bytes
+        return self._decide()
+
+    def leave(self, claim: Claim, idle_bytes: int) -> Decision:
+        """Want nothing any more, and give back what is reserved: paused, over, or given up."""
+        self._give_back(claim, idle_bytes)
+        return self._decide()
+
+    def forget(self, key: SessionKey) -> Decision:
+        """Count an idle session no more: it has left the device."""
+        self._ledger.forget(key)
+        return self._decide()
+
+    def _give_back(self, claim: Claim, idle_bytes: int) -> None:
+        if claim.wanted:
+            self._served(claim)
+        claim.is_pausing = False
+        self._ledger.settle(claim, idle_bytes)
+
+    def _decide(self) -> Decision:
+        decision = Decision()
+        for claim in sorted(self._aged, key=_age):
+            if not self._grant(claim, decision) and self._make_way(claim, decision):
+                return decision
+        refused: Claim | None = None
+        for claim in self._rotation():
+            if self._ledger.excess(claim, claim.wanted) > 0:
+                refused = refused or claim
+                continue
+            if refused is not None and self._overtaken is None:
+                self._overtaken = refused
+                self._served(refused, wanted=refused.wanted)
+                refused.age = next(self._ages)
+                self._aged.append(refused)
+            self._grant(claim, decision)
+        return decision
+
+    def _grant(self, claim: Claim, decision: Decision) -> bool:
+        """Reserve what a turn wants, if that is possible now."""
+        victims = self._ledger.reserve(claim, claim.wanted)
+        if victims is None:
+            return False
+        self._served(claim)
+        if claim.age is None:
+            claim.age = next(self._ages)
+        decision.granted.append(claim)
+        decision.dropped.extend(victims)
+        return True
+
+    def _make_way(self, claim: Claim, decision: Decision) -> bool:
+        """Pause younger turns if that is enough for a turn's wish; False where older ones hold too much."""
+        excess = self._ledger.excess(claim, claim.wanted)
+        younger = sorted(
+            (other for other in self._ledger.running if _age(other) > _age(claim)), key=_age, reverse=True
+        )
+        if sum(map(self._ledger.reserved, younger)) < excess:
+            return False
+        coming = sum(self._ledger.reserved(other) for other in younger if other.is_pausing)
+        for other in younger:
+            if coming >= excess:
+                break
+            if not other.is_pausing:
+                other.is_pausing = True
+                decision.paused.append(other)
+                coming += self._ledger.reserved(other)
+        return True
+
+    def _served(self, claim: Claim, *, wanted: int = 0) -> None:
+        """Take a turn out of those that wait; if it is new, its tenant's next one has to wait for others."""
+        claim.wanted = wanted
+        if claim is self._overtaken:
+            self._overtaken = None
+        if claim in self._aged:
+            self._aged.remove(claim)
+            return
+        tenants = self._new[claim.priority]
+        queue = tenants.pop(claim.key.tenant)
+        queue.remove(claim)
+        if queue:
+            tenants[claim.key.tenant] = queue
+        elif not tenants:
+            del self._new[claim.priority]
+
+    def _rotation(self) -> Iterator[Claim]:
+        """List the new ones: of each priority one of each tenant, then the next; priorities by place."""
+        levels = [
+            deque(claim for claim in chain.from_iterable(zip_longest(*tenants.values())) if claim is not None)
+            for tenants in self._new.values()
+        ]
+        while levels := [level for level in levels if level]:
+            yield min(levels, key=lambda level: level[0].place_s).popleft()
+
+
+def _age(claim: Claim) -> int:
+    if claim.age is None:
+        raise AssertionError("only those that have run or were overtaken make way, or have others do so")
+    return claim.age

@@ -36,6 +36,12 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Grant:
+    turn: Turn
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Drop:
     key: SessionKey
 
@@ -50,7 +56,7 @@ class _Stop:
     pass
 
 
-_Command = Turn | _Cancel | _Drop | Ask | _Release | _Stop
+_Command = Turn | _Cancel | _Grant | _Drop | Ask | _Release | _Stop
 
 
 class Device:
@@ -120,6 +126,10 @@ class Device:
     def cancel(self, turn: Turn) -> None:
         """End a turn after the step that is running; one that is over already is left alone."""
         self._commands.put(_Cancel(turn))
+
+    def grant(self, turn: Turn, num_tokens: int) -> None:
+        """Let a turn go on to so many tokens; one that is over already is left alone."""
+        self._commands.put(_Grant(turn, num_tokens))
 
     def drop(self, key: SessionKey) -> None:
         """Forget the KV of a session that has no turn under way."""
@@ -192,6 +202,8 @@ class Device:
                     runner.begin(command)
                 case _Cancel(turn):
                     runner.cancel(turn)
+                case _Grant(turn, num_tokens):
+                    runner.grant(turn, num_tokens)
                 case _Drop(key):
                     runner.resident.take(key)
                 case Ask():

@@ -8,8 +8,7 @@ the log or the order of a session's requests; the session sees to it that it has
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from cache.blocks import as_tokens
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
-from .admission import place
+from .admission import Admission, Claim, place
 from .memory import GROWTH_TOKENS, grown
 from .turn import (
     Cut,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
 
-    from .admission import Ledger
+    from .admission import Decision, Ledger
     from .device import Device
 
     Publish: TypeAlias = Callable[[int, list[int], str], Awaitable[None]]
@@ -61,6 +60,10 @@ log = structlog.get_logger()
 _RESTORE_GAIN = 16
 #: Of a chain with a doubtful file, what is before that may still be of use.
 _RESTORE_TRIES = 2
+
+#: An answer is likely to need no more than so many tokens, and reserves as many. It asks for as many again
+#: when fewer than half of them are left.
+LIKELY_TOKENS = GROWTH_TOKENS
 
 #: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
 LEAST_SHARED = 32
@@ -106,21 +109,39 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    turn: Turn
+class _Run:
+    """One `run`: a turn on the device, or several, where it is paused and goes on later.
+
+    It may come to `num_most` tokens, has memory for `num_granted` and asks for `num_asked`.
+    """
+
+    claim: Claim
+    num_most: int
+    cancelled: Callable[[], bool]
     progress: Progress
-    events: asyncio.Queue[Sampled | Finished | Faulted]
-    submitted: bool = False
+    num_asked: int = 0
+    num_granted: int = 0
+    admitted: asyncio.Future[bool] | None = None
+    turn: Turn | None = None
+    is_submitted: bool = False
+    is_paused: bool = False
+    is_cancelled: bool = False
+    is_abandoned: bool = False  # nobody waits for its end
+    is_complete: bool = False  # the whole context has its KV
+    events: asyncio.Queue[Sampled | Finished | Faulted] = field(default_factory=asyncio.Queue)
     held: Held | None = None
     room: asyncio.Future[bool] | None = None
+    num_reused: int | None = None  # of the prompt, by the turns up to the one that came to its end
+    num_covered: int = 0
+    live_bytes: int = 0
+    prefill_s: float = 0.0
+    started_s: float | None = None
+    first_token_s: float | None = None
 
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    key: SessionKey
-    size_bytes: int
-    place_s: float
-    admitted: asyncio.Future[bool]
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nobody wants it to go on."""
+        return self.is_cancelled or self.cancelled()
 
 
 class Engine:
@@ -149,8 +170,9 @@ class Engine:
         self._piece_tokens = piece_tokens
         self._has_unopened = has_unopened
         self._resident: dict[SessionKey, Tokens] = {}
-        self._running: dict[SessionKey, _Running] = {}
-        self._waiters: list[_Waiter] = []
+        self._admission = Admission(ledger)
+        self._runs: dict[Claim, _Run] = {}
+        self._turns: dict[Turn, _Run] = {}  # that have memory reserved
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -161,12 +183,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Turns on the device."""
-        return len(self._running)
+        return len(self._turns)
 
     @property
     def num_waiting(self) -> int:
         """Turns that wait for device memory."""
-        return len(self._waiters)
+        return self._admission.num_waiting
 
     def size_bytes(self, num_tokens: int) -> int:
         """Count the device memory that the KV of `num_tokens` takes."""
@@ -178,8 +200,11 @@ class Engine:
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
-        running = self._running.get(key)
-        return running.progress if running else None
+        return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
+
+    def most_tokens(self, most: int) -> int:
+        """Return how many tokens a session may have at the most for its KV to fit, up to `most`."""
+        return self._kv.most_tokens(self.ledger.max_bytes, most)
 
     async def run(
         self,
@@ -200,67 +225,44 @@ class Engine:
         the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
         is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
         """
-        # A rewound session holds what it held until its turn is over: trimming frees nothing.
-        num_tokens = max(len(context) + max_new, len(self._resident.get(key, [])))
-        # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
-        allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
-        allocated = min(allocated, self.ledger.max_bytes)
-        needed = max(allocated, self.size_bytes(num_tokens))
-        if cancelled() or not await self._admitted(key, needed, priority):
-            return None
-        turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
-        running = _Running(turn, Progress(0, len(context)), asyncio.Queue())
-        self._running[key] = running
-        try:
-            await self._find_kv(running)
-            started_s = monotonic()
-            if self._stopping:
-                raise StoppingError
-            if cancelled():
-                return None
-            self._device.submit(turn)
-            running.submitted = True
-            first_token_s, live_bytes = await self._follow(running, publish)
-        finally:
-            del self._running[key]
-            if self._store is not None and running.held is not None:
-                self._store.release(running.held)
-            if running.room is not None:
-                self._device.release(key)
-            self.ledger.settle(key, self.size_bytes(len(self._resident.get(key, []))))
-            self._admit_waiting()
-        num_cached = min(turn.num_reused, turn.num_prompt)
-        self._telemetry.cached_tokens += num_cached
-        self._telemetry.prefilled_tokens += turn.num_prefilled
-        return Outcome(
-            complete=turn.num_cached >= turn.target,
-            num_cached=num_cached,
-            num_prefilled=turn.num_prefilled,
-            live_bytes=live_bytes,
-            prefill_s=turn.prefill_s,
-            started_s=started_s,
-            first_token_s=first_token_s,
+        run = _Run(
+            Claim(key, priority, place(monotonic(), priority)),
+            len(context) + max_new,
+            cancelled,
+            Progress(0, len(context)),
         )
+        self._runs[run.claim] = run
+        is_over = False
+        try:
+            while not is_over:
+                if run.is_stopped or not await self._admitted(run, len(context)):
+                    break
+                turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
+                is_over = await self._run_turn(run, turn, publish)
+                if answer is not None and not is_over:  # where it was paused it goes on behind what it has
+                    context = context[: turn.num_prompt] + as_tokens(answer.tokens)
+        finally:
+            if not run.is_abandoned:
+                self._leave(run)
+                del self._runs[run.claim]
+        return self._outcome(run) if run.started_s is not None else None
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn as soon as the step that is running is over.
 
         A turn that is not on the device yet has to say so by its `cancelled`.
         """
-        running = self._running.get(key)
-        if running is not None:
-            self._device.cancel(running.turn)
-            _answer(running.room, granted=False)
-        for waiter in self._waiters:
-            if waiter.key == key and not waiter.admitted.done():
-                waiter.admitted.set_result(False)
+        for run in self._runs.values():
+            if run.claim.key == key:
+                run.is_cancelled = True
+                self._end(run)
+                _answer(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
         if self._resident.pop(key, None) is not None:
             self._device.drop(key)
-        self.ledger.forget(key)
-        self._admit_waiting()
+        self._apply(self._admission.forget(key))
 
     async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
         """Drop a session's KV from the device and from SSD. Takes 2 s at most."""
@@ -272,11 +274,10 @@ class Engine:
     def stop(self) -> None:
         """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""
         self._stopping = True
-        for key in list(self._running):
-            self.cancel(key)
-        for waiter in self._waiters:
-            if not waiter.admitted.done():
-                waiter.admitted.set_exception(StoppingError())
+        for run in self._runs.values():
+            self._end(run)
+            if run.admitted is not None and not run.admitted.done():
+                run.admitted.set_exception(StoppingError())
 
     def handle(self, report: Report) -> None:
         """Take in what the device thread did in one step."""
@@ -302,37 +303,105 @@ class Engine:
             return
         if isinstance(event, Spilled):
             self._resident.pop(event.key, None)
-            if event.key not in self._running:
-                self.ledger.forget(event.key)
+            self._apply(self._admission.forget(event.key))
             return
-        running = self._running.get(event.turn.key)
-        if running is None:  # its run was cancelled at the end of a stop
-            return
+        turn = event.turn
+        run = self._turns.get(turn)
         match event:
             case Prefilled(_, num_cached):
-                running.progress.num_cached = num_cached
+                if run is not None:
+                    run.progress.num_cached = num_cached
                 return
             case Sampled(_, index):
-                running.progress.num_generated = index + 1
                 self._telemetry.generated_tokens += 1
-            case Finished(turn, num_cached):
+                if run is not None:
+                    run.progress.num_generated = index + 1
+                    self._grow(run, turn.num_prompt + index + 1)
+            case Finished(_, num_cached):
                 self._resident.pop(turn.key, None)
                 if num_cached:
                     self._resident[turn.key] = turn.tokens(num_cached)
-            case Faulted(turn):
+            case Faulted():
                 self._resident.pop(turn.key, None)
-        running.events.put_nowait(event)
+        if run is None:
+            return
+        run.events.put_nowait(event)
+        if not isinstance(event, Sampled):
+            # Its memory is free now, not when the task runs that waits for it, if one still does.
+            self._end_turn(run, turn, goes_on=isinstance(event, Finished) and not self._is_over(run, turn))
 
-    async def _follow(self, running: _Running, publish: Publish | None) -> tuple[float, int]:
-        """Pass on tokens until the turn is over; returns when the first one came, and the KV's bytes."""
-        first_token_s: float | None = None
+    def _is_over(self, run: _Run, turn: Turn) -> bool:
+        """Say whether a turn that has ended leaves nothing to go on with, or nobody who wants that."""
+        answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
+        return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
+
+    def _end_turn(self, run: _Run, turn: Turn, *, goes_on: bool) -> None:
+        """Give back what a turn has reserved; where it was only paused, ask for it again in one go."""
+        del self._turns[turn]
+        run.turn, run.is_submitted = None, False
+        if goes_on and not run.is_abandoned:
+            self._ask(
+                run, len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
+            )
+            return
+        self._leave(run)
+        if run.is_abandoned:
+            del self._runs[run.claim]
+
+    async def _run_turn(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
+        """Run a turn that has its memory; False where it was only paused."""
+        run.turn = turn
+        run.progress = Progress(0, len(turn.context), run.progress.num_generated)
+        self._turns[turn] = run
+        try:
+            await self._find_kv(run, turn)
+            if self._stopping:
+                raise StoppingError
+            if (is_stopped := run.is_stopped) or run.is_paused:
+                self._end_turn(run, turn, goes_on=not is_stopped)
+                return is_stopped
+            run.started_s = run.started_s or monotonic()
+            turn.num_granted = run.num_granted
+            self._device.submit(turn)
+            run.is_submitted = True
+            return await self._follow(run, turn, publish)
+        finally:
+            if self._store is not None and run.held is not None:
+                self._store.release(run.held)
+            if run.room is not None:
+                self._device.release(turn.key)
+            run.held = run.room = None
+            if turn in self._turns and run.is_submitted:  # its end is still to come
+                run.is_abandoned = True
+                self._device.cancel(turn)
+            elif turn in self._turns:
+                self._end_turn(run, turn, goes_on=False)
+
+    def _outcome(self, run: _Run) -> Outcome:
+        num_cached = run.num_reused or 0
+        num_prefilled = run.num_covered - num_cached
+        self._telemetry.cached_tokens += num_cached
+        self._telemetry.prefilled_tokens += num_prefilled
+        started_s = run.started_s or monotonic()
+        return Outcome(
+            complete=run.is_complete,
+            num_cached=num_cached,
+            num_prefilled=num_prefilled,
+            live_bytes=run.live_bytes,
+            prefill_s=run.prefill_s,
+            started_s=started_s,
+            first_token_s=run.first_token_s or monotonic(),
+        )
+
+    async def _follow(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
+        """Pass on tokens until the turn ends; False where it was only paused."""
         while True:
-            events = [await running.events.get()]
-            while not running.events.empty():
-                events.append(running.events.get_nowait())
+            events = [await run.events.get()]
+            while not run.events.empty():
+                events.append(run.events.get_nowait())
             sampled = [event for event in events if isinstance(event, Sampled)]
             if sampled:
-                first_token_s = first_token_s or monotonic()
+                run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     tokens = [event.token for event in sampled]
                     await publish(sampled[0].index, tokens, "".join(event.text for event in sampled))
@@ -341,15 +410,25 @@ class Engine:
                     raise NoMemoryError(str(error)) from error
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
-                case Finished(turn, _, live_bytes):
+                case Finished(_, num_cached, live_bytes):
+                    self._count(run, turn, num_cached, live_bytes)
                     over = turn.answer is None or turn.answer.finish_reason is not None
-                    if self._stopping and not (over and turn.num_cached >= turn.target):
+                    if self._stopping and not (over and run.is_complete):
                         raise StoppingError
-                    return first_token_s or monotonic(), live_bytes
+                    return run.admitted is None
 
-    async def _find_kv(self, running: _Running) -> None:
+    def _count(self, run: _Run, turn: Turn, num_cached: int, live_bytes: int) -> None:
+        """Count what a turn cost. What is prefilled again behind a pause is not the prompt's any more."""
+        if run.num_covered < turn.num_prompt:
+            num_reused = min(turn.num_reused, turn.num_prompt)
+            run.num_reused = num_reused if run.num_reused is None else min(run.num_reused, num_reused)
+            run.num_covered = max(run.num_covered, min(num_cached, turn.num_prompt))
+        run.prefill_s += turn.prefill_s
+        run.live_bytes = live_bytes
+        run.is_complete = num_cached >= turn.target
+
+    async def _find_kv(self, run: _Run, turn: Turn) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
-        turn = running.turn
         resident = self._resident.get(turn.key, as_tokens())
         turn.num_kept = num_common(resident, turn.context)
         # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
@@ -368,7 +447,7 @@ class Engine:
             match = self._store.match(turn.chain, turn.context[:num_usable])
             # With room for what the turn runs first, so that it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            if match.num_tokens <= least or not await self._has_room(turn.key, room_tokens):
+            if match.num_tokens <= least or not await self._has_room(run, room_tokens):
                 self._store.release(match)
                 break
             restored = await self._store.load(match, room_tokens=room_tokens)
@@ -378,14 +457,14 @@ class Engine:
                     turn.source = None
                 break
         # Held until the turn is over: what it cuts continues what is there now.
-        running.held = self._store.hold(turn.chain, turn.context)
-        turn.edges = running.held.edges
+        run.held = self._store.hold(turn.chain, turn.context)
+        turn.edges = run.held.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
         # What is held is there; but of layers with states, the end of an append is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
-        running.progress.num_cached = max(turn.num_kept, turn.num_restored)
+        run.progress.num_cached = max(turn.num_kept, turn.num_restored)
 
     def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
         """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.
@@ -395,8 +474,9 @@ class Engine:
         if not self._device.trimmable:  # such KV cannot be cut to a beginning
             return None, 0
         found, most = None, turn.num_kept + LEAST_SHARED - 1
-        idle = ((key, tokens) for key, tokens in self._resident.items() if key not in self._running)
-        running = ((key, other.turn.context) for key, other in self._running.items() if other.submitted)
+        under_way = {other.key for other in self._turns}
+        idle = ((key, tokens) for key, tokens in self._resident.items() if key not in under_way)
+        running = ((other.key, other.context) for other, run in self._turns.items() if run.is_submitted)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
@@ -405,7 +485,7 @@ class Engine:
                 found, most = key, num
         return found, most if found else 0
 
-    async def _has_room(self, key: SessionKey, num_tokens: int) -> bool:
+    async def _has_room(self, run: _Run, num_tokens: int) -> bool:
         """Wait until the device has room for a restore; False where it has not, or the turn is cancelled.
 
         What has left the ledger is on the device until the step that runs is over.
@@ -414,12 +494,12 @@ class Engine:
             return True
         loop = asyncio.get_running_loop()
         room: asyncio.Future[bool] = loop.create_future()
-        self._running[key].room = room
+        run.room = room
 
         def answer(granted: bool) -> None:
             loop.call_soon_threadsafe(lambda: _answer(room, granted=granted))
 
-        self._device.hold(key, num_tokens, answer)
+        self._device.hold(run.claim.key, num_tokens, answer)
         return await room
 
     def _save(self, cut: Cut) -> None:
@@ -436,31 +516,68 @@ class Engine:
             # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
-    async def _admitted(self, key: SessionKey, size_bytes: int, priority: int) -> bool:
-        """Wait for room in the ledger, behind those who come first; False if cancelled meanwhile."""
-        if self._stopping:
-            raise StoppingError
-        place_s = place(monotonic(), priority)
-        waiter = _Waiter(key, size_bytes, place_s, asyncio.get_running_loop().create_future())
-        insort(self._waiters, waiter, key=lambda waiter: waiter.place_s)
-        self._admit_waiting()
+    async def _admitted(self, run: _Run, num_context: int) -> bool:
+        """Wait for the memory that a turn is likely to need; False if cancelled meanwhile."""
+        if run.admitted is None:
+            if self._stopping:
+                raise StoppingError
+            self._ask(run, num_context)
         try:
-            return await waiter.admitted
+            return run.admitted is not None and await run.admitted
         finally:
-            self._waiters.remove(waiter)
-            self._admit_waiting()  # one that gave up may have been all that stood before others
+            run.admitted = None
 
-    def _admit_waiting(self) -> None:
-        for waiter in self._waiters:
-            if waiter.admitted.done():
-                continue  # it leaves the queue when its task runs
-            victims = self.ledger.reserve(waiter.key, waiter.size_bytes)
-            if victims is None:
-                return
-            for victim in victims:
-                self._resident.pop(victim, None)
-                self._device.drop(victim)
-            waiter.admitted.set_result(True)
+    def _ask(self, run: _Run, num_tokens: int) -> None:
+        """Ask for memory for a turn with so many tokens, and give back what it has reserved before."""
+        run.is_paused = False
+        run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
+        run.admitted = asyncio.get_running_loop().create_future()
+        self._apply(self._admission.begin(run.claim, self._price(run), self._idle_bytes(run)))
+
+    def _price(self, run: _Run) -> int:
+        """Count what a turn takes that comes to the tokens that it asks for."""
+        # A rewound session holds what it held until its turn is over: trimming frees nothing.
+        num_tokens = max(run.num_asked, len(self._resident.get(run.claim.key, [])))
+        # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
+        allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
+        return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens))
+
+    def _grow(self, run: _Run, num_tokens: int) -> None:
+        """Ask for more memory in good time; a turn that has got none by the end of what it has is paused."""
+        has_asked = run.num_asked > run.num_granted
+        if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
+            return
+        run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
+        self._apply(self._admission.grow(run.claim, self._price(run)))
+
+    def _leave(self, run: _Run) -> None:
+        """Give back what a turn has reserved; its session keeps what it really holds."""
+        self._apply(self._admission.leave(run.claim, self._idle_bytes(run)))
+
+    def _idle_bytes(self, run: _Run) -> int:
+        return self.size_bytes(len(self._resident.get(run.claim.key, [])))
+
+    def _apply(self, decision: Decision) -> None:
+        for key in decision.dropped:
+            self._resident.pop(key, None)
+            self._device.drop(key)
+        for claim in decision.granted:
+            run = self._runs[claim]
+            run.num_granted = run.num_asked
+            _answer(run.admitted, granted=True)
+            if run.turn is not None:
+                self._device.grant(run.turn, run.num_granted)
+        for claim in decision.paused:
+            run = self._runs[claim]
+            log.info("pausing a turn for want of memory", session=str(claim.key))
+            run.is_paused = True
+            self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        """Have a run's turn end as it is; one that is not on the device yet does not go there."""
+        if run.turn is not None and run.is_submitted:
+            self._device.cancel(run.turn)
+        _answer(run.room, granted=False)
 
 
 def _answer(room: asyncio.Future[bool] | None, *, granted: bool) -> None:

@@ -146,6 +146,12 @@ class Runner:
             self._guarded(turn, self._take_up)  # so that it keeps what it had
             self._leave(turn)
 
+    def grant(self, turn: Turn, num_tokens: int) -> None:
+        """Let a turn come to so many tokens."""
+        turn.num_granted = num_tokens
+        if turn.row is not None:
+            turn.row.num_left = _num_left(turn)
+
     def _choose(self) -> tuple[Step[Turn], int]:
         """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
 
@@ -362,7 +368,7 @@ class Runner:
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
-                num_left=turn.answer.max_tokens - len(turn.answer.tokens),
+                num_left=_num_left(turn),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
             )
         return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
@@ -397,7 +403,7 @@ class Runner:
             raise AssertionError("only answers decode")
         index = len(turn.answer.tokens)
         self._emit(Sampled(turn, index, token, turn.answer.push(token)))
-        if turn.answer.finish_reason is not None:
+        if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
             self._leave(turn)
 
     def _leave(self, turn: Turn) -> None:
@@ -437,6 +443,14 @@ def _under_way(turn: Turn, batch: Batch) -> Held:
     if turn.row is not None:
         return Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
     return Held(turn.caches or [], turn.context[: turn.num_cached])
+
+
+def _num_left(turn: Turn) -> int:
+    """Count the tokens that a turn's answer may still get: up to its end, or to what is granted."""
+    if turn.answer is None:
+        return 0
+    most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)
+    return most - len(turn.answer.tokens)
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

@@ -6,6 +6,7 @@ to it, until its `Finished` or `Faulted` event hands it back.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,9 @@ class Turn:
     KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
     arrays by name; or the session `source` has, or is about to have, more of it than that. A generate has
     an `answer`; what it already holds are tokens that were published before a crash, and they are the
-    context's end. `spans` are the pieces of the context that have no snapshot, `edges` where the stored
-    pieces of its last, partial block start and end: see `cache.blocks.tail_start`. `chain`, which
+    context's end. At `num_granted` tokens the turn ends, whether its answer is over or not: no more memory
+    is reserved for it. `spans` are the pieces of the context that have no snapshot, `edges` where the
+    stored pieces of its last, partial block start and end: see `cache.blocks.tail_start`. `chain`, which
     names the turn's blocks to the store, is the event loop's alone.
     """
 
@@ -45,6 +47,7 @@ class Turn:
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0
+    num_granted: int = sys.maxsize
     spans: list[Span] = field(default_factory=list)
     edges: tuple[int, ...] = ()
     chain: Chain | None = None

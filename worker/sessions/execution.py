@@ -164,8 +164,11 @@ class Execution:
                 "invalid_request",
                 "the session is empty: append something first, or send messages, text or tokens",
             )
-        max_tokens = min(request.max_tokens, max(self._context_tokens - len(prompt), 1))
-        self._check_size(len(prompt), room=max_tokens)
+        self._check_size(len(prompt), room=1)
+        # An answer ends where context or memory do. What a dead worker has published of it stays.
+        most = self._engine.most_tokens(self._context_tokens) - len(prompt)
+        most = max(most, sum(len(chunk.tokens) for chunk in published))
+        max_tokens = min(request.max_tokens, most)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(stream, max_tokens=max_tokens, end_tokens=self._tokenizer.eos_ids)
         self._resume(published, answer)
@@ -287,7 +290,7 @@ class Execution:
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{ledger.max_bytes}: shorten the session, lower max_tokens, or raise max_memory",
+                f"{ledger.max_bytes}: shorten the session, or raise max_memory",
             )
 
 
