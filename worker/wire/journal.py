@@ -200,7 +200,8 @@ class Journal:
         """Tell a commit whose ack was lost from one that another worker won."""
         while True:
             try:
-                last = await self._js.get_last_msg(self._subjects.log_stream, subject, direct=True)
+                # No direct get: its answer has the publisher's headers, and nats-py believes a `Status`.
+                last = await self._js.get_last_msg(self._subjects.log_stream, subject)
             except NotFoundError:
                 break
             except (nats.errors.Error, APIError, OSError) as error:

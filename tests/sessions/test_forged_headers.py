@@ -1,0 +1,35 @@
+"""Headers that somebody else sets on a result or a chunk are not taken for the server's word on a read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from raw_wire import append, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from raw_wire import Wire
+
+    Start = Callable[..., Awaitable[Wire]]
+
+
+@pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])
+async def test_an_empty_result_with_a_status_costs_no_answer(wire: Start, status: str) -> None:
+    """Where a commit finds it in its place it has to read what is there, again and again if need be."""
+    w = await wire()
+    await w.send("s", append("a"))
+    seq = await w.publish("s", generate("b", text="eee", max_tokens=300))
+    await w.until("s", "running")
+    headers = {"Status": status, "Description": "made up"}
+    for _ in range(3):
+        ack = await w.js.publish(w.subject("s", "commit"), b"", headers=headers)
+        w.forged.add(ack.seq)
+    async with asyncio.timeout(20):
+        assert (await w.result(seq))["type"] == "generated"
+    assert (await w.send("s", append("c")))["type"] == "appended"
+    for body in (b"", b"{}"):
+        await w.js.publish(f"{w.prefix}.default.s.tok.d", body, headers=headers)
+    assert (await w.send("s", generate("d", text="x")))["type"] == "generated"
