@@ -211,14 +211,23 @@ class Index:
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
-        now, number = self.next_use(), entry.number
-        states, used, parents = self._facts.states, self._facts.used, self._facts.parents
-        chain = []
-        while states[number] & PRESENT:
+        now, used = self.next_use(), self._facts.used
+        chain = list(self._chain(entry.number))
+        for number in chain:
             used[number] = now
-            chain.append(number)
-            number = parents[number]
         self._recency.use(chain)
+
+    def pass_over_kept(self) -> None:
+        """Put what pinned prefixes are made of behind all others, where it would be the first to be evicted.
+
+        Else whoever looks for victims would go through all of it each time. When it was used stays as it is.
+        """
+        facts = self._facts
+        moved: set[int] = set()
+        while (first := next(iter(self._recency), NONE)) in facts.kept and first not in moved:
+            chain = list(self._chain(first))
+            self._recency.use(chain)
+            moved.update(chain)
 
     def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
         """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
@@ -304,6 +313,13 @@ class Index:
         for parent in found:
             found += self.children(parent.digest)
         return found[:0:-1]
+
+    def _chain(self, number: int) -> Iterator[int]:
+        """Go up from a number to the first entry of its chain."""
+        states, parents = self._facts.states, self._facts.parents
+        while states[number] & PRESENT:
+            yield number
+            number = parents[number]
 
     def _number(self, digest: bytes) -> int:
         """Find a name's number, or give it one."""

@@ -173,6 +173,7 @@ class Room:
 
     def _evict(self, need_bytes: int, limit: int) -> int:
         """Evict, leaves first; returns the bytes that this frees."""
+        self._index.pass_over_kept()
         victims = eviction.choose(self._index, self._index.num_children, need_bytes=need_bytes, limit=limit)
         self.evicted += len(victims)
         self._discard(victims)

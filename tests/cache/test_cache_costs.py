@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache import blocks
+from cache import blocks, eviction
 from cache.index import Index
 from cache.recency import Recency
 
@@ -78,6 +78,41 @@ async def test_a_block_more_costs_as_much_at_the_end_of_a_long_pinned_session(op
         costs.append(steps.copy())
         await store.barrier(30)
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_eviction_does_not_look_through_what_is_pinned_for_every_block(
+    open_store, monkeypatch, pinned
+) -> None:
+    """The pinned ones were used the longest ago, so that they would come first, each time."""
+    store = await open_store()
+    save_all(store, "a", list(range(60 * BLOCK)))
+    assert await store.barrier(30)
+    size = store.stats().stored_bytes // 60
+    if pinned:
+        await store.pin("a", list(range(60 * BLOCK)))
+    seen, choose = [], eviction.choose
+
+    def counting(candidates, *args, **named):
+        return choose((seen.append(entry) or entry for entry in candidates), *args, **named)
+
+    monkeypatch.setattr(eviction, "choose", counting)
+    store.set_limits(max_bytes=70 * size)
+    for session in range(1000, 1100):
+        save_all(store, "b", [session] * BLOCK)
+        assert await store.barrier(30)
+    stats = store.stats()
+    assert stats.evicted >= 85
+    assert (stats.kept_bytes > 0) == pinned
+    assert len(seen) <= 2 * stats.evicted + 60
+    if pinned:
+        found = store.match("a", list(range(60 * BLOCK)))
+        assert found.num_tokens == 60 * BLOCK
+        store.release(found)
+        store.unpin("a", list(range(60 * BLOCK)))
+        store.set_limits(max_bytes=0)
+        while store.stats().stored:
+            assert await store.barrier(30)
 
 
 async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_own(open_store) -> None:
