@@ -194,6 +194,7 @@ class App:
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
             wired_bytes=settings.wired_memory,
+            trials=directory.models / "trials.json",
         )
         loaded = await asyncio.to_thread(self._device.start)
         stack.push_async_callback(asyncio.to_thread, self._device.stop)

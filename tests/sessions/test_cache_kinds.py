@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import shutil
@@ -246,3 +247,53 @@ async def test_ready_and_metrics_say_of_each_layer_how_it_keeps_kv(
     assert (await worker.client.session("s").info()).worker.kv_layers == layers
     partly = [line for line in logged if line["event"].startswith("kv_bits holds in")]
     assert len(partly) == (kind == "gemma3_text" and kv_bits is not None)
+
+
+@pytest.fixture
+def num_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the passes over gemma3 models since the last question."""
+    from mlx_lm.models import gemma3_text
+
+    passes = [0]
+    run = gemma3_text.Model.__call__
+
+    def counted(*args: Any, **options: Any) -> Any:
+        passes[0] += 1
+        return run(*args, **options)
+
+    def since() -> int:
+        found, passes[0] = passes[0], 0
+        return found
+
+    monkeypatch.setattr(gemma3_text.Model, "__call__", counted)
+    return since
+
+
+async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together(
+    local_worker, make_folder, tmp_path, num_passes
+) -> None:
+    """On a model with 262,144 tokens in its vocabulary that took half a minute of every start."""
+    folder = make_folder("gemma3_text")
+    await (await local_worker(model=str(folder))).stop()
+    assert num_passes() > 30
+    worker = await local_worker(model=str(folder))
+    assert num_passes() <= 3
+
+    async def ask(name: str) -> tuple[int, ...]:
+        answer = await worker.client.session(name).generate(text=f"{name[0]} says", max_tokens=8)
+        return tuple(answer.tokens)
+
+    together = await asyncio.gather(ask("a"), ask("b"))
+    await worker.stop()
+
+    (tmp_path / "data" / "models" / "trials.json").write_text('{"a": 1, "b": {"merge": 99}}')
+    worker = await local_worker(model=str(folder))
+    assert num_passes() > 30  # nothing of that is ours
+    assert [await ask("a-alone"), await ask("b-alone")] == together
+    await worker.stop()
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    num_passes()
+    await local_worker(model=str(folder))
+    assert num_passes() > 30  # another model

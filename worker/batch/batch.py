@@ -20,6 +20,7 @@ from .lookup import Lookup
 from .merged import merged_for
 from .sampling import Sampling, draw_all, looks
 from .slots import Pool, capacity_for
+from .trials import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,21 +92,31 @@ class Batch:
     """The running answers, and the steps over them."""
 
     def __init__(
-        self, model: Any, room: Callable[[int], bool] = lambda _: True, *, max_draft: int = 0
+        self,
+        model: Any,
+        room: Callable[[int], bool] = lambda _: True,
+        *,
+        max_draft: int = 0,
+        trials: Trials | None = None,
     ) -> None:
-        """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's guesses."""
+        """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's guesses.
+
+        `trials` remembers from start to start how this model's rows run together.
+        """
+        trials = trials or Trials()
         self._model = model
         self._room = room
         self._max_draft = max_draft
         self.num_drafted = 0
         self.num_accepted = 0
         self._forward = Forward(model)
-        self._shares = self._forward.fits()
+        shares = trials.outcome("share", lambda: 0 if self._forward.fits() else None, 1)
+        self._shares = shares is not None
         classes = {type(cache) for cache in make_prompt_cache(model)}
         # What a step adds to such caches lies behind what they held: it is taken back by counting back.
         self._adds = self._shares and classes <= {KVCache, QuantizedKVCache}
         self._pools_rows = self._shares and classes == {KVCache}
-        self._merged: Merged[Row] | None = None if self._adds else merged_for(model)
+        self._merged: Merged[Row] | None = None if self._adds else merged_for(model, trials)
         self._rows: list[Row] = []
         self._pools: dict[int, Pool] = {}
         self._flight: _Flight | None = None

@@ -33,6 +33,7 @@ from cache import states
 
 from .forward import tolerance
 from .merged_quantised import MergedQuantised
+from .trials import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,10 +104,10 @@ _USUAL: Final = {
 _WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
-def merged_for(model: Any) -> Merged[Any] | None:
+def merged_for(model: Any, trials: Trials | None = None) -> Merged[Any] | None:
     """Return an empty batch whose steps give what the model itself gives; None where there is none.
 
-    Runs a few tokens both ways, which takes some thirty passes.
+    Where that is not remembered, runs a few tokens both ways, which takes some thirty passes.
     """
     missing = next(
         (type(leaf).__name__ for leaf in _leaves(make_prompt_cache(model)) if not _known(leaf)), None
@@ -114,16 +115,23 @@ def merged_for(model: Any) -> Merged[Any] | None:
     if missing is not None:
         log.info("caches of this model cannot be merged", missing=missing)
         return None
-    for way in _WAYS:
+    way = (trials or Trials()).outcome("merge", lambda: _way_for(model), len(_WAYS))
+    if way is None:
+        log.info("caches of this model cannot be merged", missing=None)
+        return None
+    return Merged(model, _WAYS[way])
+
+
+def _way_for(model: Any) -> int | None:
+    for i, way in enumerate(_WAYS):
         try:
             worst = _deviation(model, Merged(model, way))
         except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
             log.debug("caches of this model cannot be merged", error=f"{type(error).__name__}: {error}")
             continue
         if worst < tolerance(model):
-            return Merged(model, way)
+            return i
         log.debug("caches of this model cannot be merged", deviation=worst)
-    log.info("caches of this model cannot be merged", missing=None)
     return None
 
 

@@ -21,6 +21,7 @@ from .turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from cache.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
@@ -74,11 +75,13 @@ class Device:
         limit_bytes: int | None = None,
         max_draft: int = 0,
         wired_bytes: int | None = None,
+        trials: Path | None = None,
     ) -> None:
         """`load` runs on the thread; `report` is called there after each step and must only hand over.
 
         `died` is called there if the thread ends for another reason than `stop`. `limit_bytes` is
         for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be paged out.
+        `trials` is the file that remembers how a model's rows run together.
         """
         self._load = load
         self._died = died
@@ -91,6 +94,7 @@ class Device:
             stall_s=stall_s,
             limit_bytes=limit_bytes,
             max_draft=max_draft,
+            trials=trials,
         )
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()

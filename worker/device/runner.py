@@ -6,17 +6,23 @@ thread itself it knows nothing.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import structlog
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache import layers
 from cache.snapshot import ModelLayout
 from worker.batch.batch import Batch, Piece, Row
+from worker.batch.trials import Trials
+from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes
 
 from . import machine
@@ -42,11 +48,28 @@ from .turn import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
 log = structlog.get_logger()
+
+
+def _trial_key(loaded: LoadedModel, caches: str) -> str:
+    """Name all that the outcome of a trial depends on, but the weights' values."""
+    model: Any = loaded.model  # mlx has no annotations here
+    parameters: Any = tree_flatten(model.parameters())
+    parts = (
+        json.dumps(loaded.config, sort_keys=True, default=str),
+        sorted({str(array.dtype) for _, array in parameters}),
+        caches,
+        code_digest(model),
+        package_digest("worker.batch"),
+        importlib.metadata.version("mlx"),
+        str(mx.default_device()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 class Runner:
@@ -62,6 +85,7 @@ class Runner:
         stall_s: float,
         limit_bytes: int | None,
         max_draft: int,
+        trials: Path | None = None,
     ) -> None:
         machine.limit_freed()
         mx.reset_peak_memory()
@@ -92,7 +116,12 @@ class Runner:
         )
         #: Who has room for a restore, and who waits for it.
         self.resident = Resident(self.estimator, block_tokens, self._left)
-        self._batch = Batch(loaded.model, self.resident.make_room, max_draft=max_draft)
+        self._batch = Batch(
+            loaded.model,
+            self.resident.make_room,
+            max_draft=max_draft,
+            trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
+        )
         #: What is cut for the disk; nothing until it has `room`.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
