@@ -11,6 +11,7 @@ from test_templates import TEMPLATES, Chat
 
 from worker.text import templates
 from worker.text.locality import num_first
+from worker.text.templates import Conversation, CutOffError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,6 +185,7 @@ TURNS = st.lists(
         st.tuples(st.just("header"), st.none()),
         st.tuples(st.just("raw"), TEXTS),
         st.tuples(st.just("rewind"), st.floats(0, 1)),
+        st.tuples(st.just("shorten"), st.none()),
     ),
     min_size=8,
     max_size=40,
@@ -195,16 +197,26 @@ TURNS = st.lists(
 def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
     tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]
 ) -> None:
-    """Long and mixed: messages of any role, answers cut off, raw content, rewinds to anywhere."""
+    """Long and mixed: messages of any role, answers cut off, raw content, rewinds to anywhere.
+
+    And shortened, stored and read back in between.
+    """
     near, full = Chat(tokenizers[name]), Chat(tokenizers[name])
-    steady = [("ask", ("so?", "yes", True))] * 6
+    steady = [("ask", ("so?", "yes", True))] * 16
     for turn in [*(steady if begin else ()), *turns]:
-        outcome = _take(near, turn)
+        before = near.conversation, list(near.tokens), list(near.messages)
+        try:
+            outcome = _take(near, turn)
+        except CutOffError:
+            _, near.tokens, near.messages = before
+            near.conversation = full.conversation
+            outcome = _take(near, turn)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(templates, "num_first", lambda _: None)
             assert _take(full, turn) == outcome
         assert near.tokens == full.tokens
-        assert near.conversation == full.conversation
+        steps = near.conversation._steps
+        assert steps == full.conversation._steps[len(full.conversation._steps) - len(steps) :]
 
 
 def _take(chat: Chat, turn: tuple[str, Any]) -> str:
@@ -224,6 +236,9 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
             chat.open()
         elif kind == "raw":
             chat.raw(what)
+        elif kind == "shorten":
+            packed = chat.conversation.shortened().pack()
+            chat.conversation = Conversation.unpack(chat.tokenizer, packed)
         else:
             position = int(what * len(chat.tokens))
             chat.conversation = chat.conversation.rewind(chat.tokens, position)
@@ -246,3 +261,25 @@ def test_the_two_ends_of_a_conversation_are_rendered_as_in_the_whole(
             chat.reply(f"Answer {turn}", end=turn % 3 > 0)
             chat.say(("user", f"Question {turn}"))
             assert chat.text == chat.render()
+
+
+def test_a_shortened_conversation_takes_no_more_however_long_it_was(tokenizers: dict[str, Tokenizer]) -> None:
+    """And goes on, and is rewound by a little; what lies further back is asked for, not guessed."""
+    sizes = []
+    for num_turns in (40, 400):
+        chat = Chat(tokenizers["system apart"])
+        chat.say(("system", "Rules."))
+        for _ in range(num_turns):
+            chat.say(("user", "What now?"))
+            chat.open()
+            chat.reply(" Wait.")
+            if len(chat.messages) % 50 == 0:
+                chat.conversation = chat.conversation.shortened()
+        whole_text = chat.render()
+        chat.conversation = chat.conversation.shortened()
+        sizes.append(len(chat.conversation.pack()))
+        chat.conversation = chat.conversation.rewind(chat.tokens, len(chat.tokens) - 10)
+        with pytest.raises(CutOffError):
+            chat.conversation.rewind(chat.tokens, 30)
+        assert whole_text.startswith(chat.tokenizer.decode(chat.tokens[:-10]))
+    assert sizes[1] < sizes[0] * 1.1

@@ -28,7 +28,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
-from worker.text.templates import Conversation, TemplateError
+from worker.text.templates import Conversation, CutOffError, TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from worker.text.templates import Addition, Tokenizer
 
     Step: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
+    Undo: TypeAlias = tuple[int, Tokens]  # how many tokens stay, and what follows them
 
 
 class RefusedError(Exception):
@@ -125,11 +126,12 @@ class Folder:
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
 
-    def extend(self, history: History, request: Append | Generate) -> Input:
+    def extend(self, history: History, request: Append | Generate, undo: list[Undo] | None = None) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        Raises `RefusedError` for tokens outside of the vocabulary and for messages that the chat template
-        refuses.
+        With `undo` the tokens are changed in place, and what takes that back is put there. Raises
+        `RefusedError` for tokens outside of the vocabulary and for messages that the chat template refuses,
+        and `CutOffError`.
         """
         kept = history.position
         state = replace(history, exists=True)
@@ -137,7 +139,7 @@ class Folder:
             for step in self._steps(request):
                 conversation, addition = step(state)
                 kept = min(kept, addition.keep)
-                tokens = state.tokens[: addition.keep] + as_tokens(addition.tokens)
+                tokens = _spliced(state.tokens, addition.keep, addition.tokens, undo)
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
@@ -147,10 +149,10 @@ class Folder:
             rewritten_from=kept if kept < history.position else None,
         )
 
-    def answered(self, extended: History, tokens: Sequence[int]) -> History:
-        """Add an answer's tokens."""
+    def answered(self, extended: History, tokens: Sequence[int], undo: list[Undo] | None = None) -> History:
+        """Add an answer's tokens; for `undo` see `extend`."""
         conversation = extended.conversation.add_answer(extended.tokens, tokens)
-        whole = extended.tokens + as_tokens(tokens)
+        whole = _spliced(extended.tokens, extended.position, tokens, undo)
         return replace(extended, conversation=conversation, tokens=whole, exists=True)
 
     def opened(self, history: History) -> History:
@@ -162,15 +164,25 @@ class Folder:
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:
-        """Forget the tokens from `position` on."""
+        """Forget the tokens from `position` on. Raises `CutOffError`."""
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
-        """Apply a request that has a result to the history before it.
+        """Apply a request that has a result to the history before it, which must not be used afterwards.
 
-        Raises `DivergedError` where that does not lead to the position that the result names.
+        Raises `DivergedError` where that does not lead to the position that the result names, and
+        `CutOffError`; the history is as it was then.
         """
+        # Its tokens grow in place: copied for each turn, they would be most of what a long fold costs.
+        undo: list[Undo] = []
+        try:
+            return self._replay(history, request, result, undo)
+        except (DivergedError, CutOffError):
+            _take_back(history.tokens, undo)
+            raise
+
+    def _replay(self, history: History, request: Request, result: Result, undo: list[Undo]) -> History:
         match request, result:
             case _, Failed():
                 return history
@@ -179,10 +191,10 @@ class Folder:
             case Open(), Opened():
                 after = self.opened(history)
             case Append(), Appended():
-                after = self._replay_extend(history, request, result.position)
+                after = self._replay_extend(history, request, result.position, undo)
             case Generate(), Generated(tokens=tokens):
-                extended = self._replay_extend(history, request, result.position - len(tokens))
-                after = self.answered(extended, tokens)
+                extended = self._replay_extend(history, request, result.position - len(tokens), undo)
+                after = self.answered(extended, tokens, undo)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
             case Close(), Closed():
@@ -197,14 +209,17 @@ class Folder:
             )
         return after
 
-    def _replay_extend(self, history: History, request: Append | Generate, position: int) -> History:
+    def _replay_extend(
+        self, history: History, request: Append | Generate, position: int, undo: list[Undo]
+    ) -> History:
         """Add a request's input again, which has brought the session to `position`."""
         try:
-            extended = self.extend(history, request).history
+            extended = self.extend(history, request, undo).history
             if extended.position != position and request.messages and request.special_tokens is None:
                 # Earlier versions took what looked like a special token in a message for one.
+                _take_back(history.tokens, undo)
                 as_then = replace_fields(request, special_tokens=True)
-                return self.extend(history, as_then).history
+                return self.extend(history, as_then, undo).history
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
         return extended
@@ -240,3 +255,19 @@ class Folder:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
+
+
+def _spliced(tokens: Tokens, kept: int, more: Sequence[int], undo: list[Undo] | None) -> Tokens:
+    """Replace what is behind the first `kept` tokens: in place where there is a list for what undoes it."""
+    if undo is None:
+        return tokens[:kept] + as_tokens(more)
+    undo.append((kept, tokens[kept:]))
+    del tokens[kept:]
+    tokens.extend(as_tokens(more))
+    return tokens
+
+
+def _take_back(tokens: Tokens, undo: list[Undo]) -> None:
+    while undo:
+        kept, removed = undo.pop()
+        _spliced(tokens, kept, removed, [])

@@ -18,7 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Struct, structs
 
 from worker.models.content import place, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
@@ -26,16 +29,24 @@ from worker.models.tokenizer import TemplateError, Tokenizer
 from .locality import num_first
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    Message: TypeAlias = Mapping[str, Any]
+Message: TypeAlias = dict[str, Any]
 
-__all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
+__all__ = ["Addition", "Conversation", "CutOffError", "TemplateError", "Tokenizer"]
 
 #: What templates that name today's date are told, where nobody says when the session started.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
 #: Prompts without an answer between them, of which so many are rendered again.
 _LAST_PROMPTS: Final = 4
+#: Messages that are rendered before those whose text is needed, beside the conversation's first ones.
+_LEAD: Final = 4
+#: Messages beside the first ones that a shortened conversation has, at least.
+_KEPT: Final = 24
+
+
+class CutOffError(Exception):
+    """A part of the conversation is needed that it was shortened by: it must be had whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +57,7 @@ class Addition:
     tokens: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(Struct, frozen=True, array_like=True):
     """The tokens `[start, end)` of a session and their text.
 
     A prompt holds the messages that it renders; it may end with the header of an answer. An answer is closed
@@ -73,6 +83,14 @@ class _Target:
     text: str
 
 
+class Changes(NamedTuple):
+    """What became of a conversation: how many steps and tokens at its beginning stayed, and the rest."""
+
+    kept_steps: int
+    kept_tokens: int
+    steps: list[_Step]
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What a session keeps beside its tokens. Immutable: every change returns a new one.
@@ -85,11 +103,15 @@ class Conversation:
     started: datetime = _SOME_DAY
     _steps: tuple[_Step, ...] = ()
     _first: int = 0  # the first step of the conversation that messages go on with
+    # What `shortened` has left out: so many steps, up to a position; and the first messages, if among them.
+    _num_cut: int = 0
+    _base: int = 0
+    _head: tuple[Message, ...] = ()
 
     @property
     def position(self) -> int:
         """Tokens in the session."""
-        return self._steps[-1].end if self._steps else 0
+        return self._steps[-1].end if self._steps else self._base
 
     @property
     def has_messages(self) -> bool:
@@ -102,6 +124,7 @@ class Conversation:
         """Add messages, after closing an answer that ended without its end-of-turn token.
 
         Raises `TemplateError` where the template refuses them; nothing has changed then.
+        Raises `CutOffError`.
         """
         if not messages:
             return self, Addition(len(history), [])
@@ -147,13 +170,18 @@ class Conversation:
             return self, Addition(len(history), [])
         addition = Addition(len(history), list(tokens))
         steps = (*self._steps, _Step("raw", len(history), len(history) + len(tokens)))
-        return replace(self, _steps=steps, _first=len(steps)), addition
+        return replace(self, _steps=steps, _first=len(steps), _head=()), addition
 
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
         """Forget what lies behind `position`.
 
-        The rest of an answer is an unfinished answer, the rest of a prompt is raw content.
+        The rest of an answer is an unfinished answer, the rest of a prompt is raw content. Raises
+        `CutOffError`.
         """
+        if not position:
+            return Conversation(self.tokenizer, self.started)
+        if position <= self._base:
+            raise CutOffError
         steps = [step for step in self._steps if step.end <= position]
         if len(steps) < len(self._steps):
             cut = self._steps[len(steps)]
@@ -161,8 +189,67 @@ class Conversation:
                 steps.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
             elif cut.start < position:
                 steps.append(_Step("raw", cut.start, position))
-        raw = (index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw")
-        return replace(self, _steps=tuple(steps), _first=next(raw, 0))
+        first = _first(steps)
+        if self._first and self._num_cut and not first:
+            raise CutOffError  # it is back in a conversation whose beginning was left out
+        return replace(self, _steps=tuple(steps), _first=first)
+
+    def shortened(self) -> Conversation:
+        """Leave out what is needed only to rewind, or where the template looks back: it takes no more memory.
+
+        Every change comes to the same as without, or raises `CutOffError`.
+        """
+        num_head, steps = num_first(self.tokenizer.template), self._steps
+        if num_head is None or not steps:
+            return self
+        start = len(steps) - 1
+        while start > self._first and (
+            steps[start].kind != "prompt" or steps[-1].num_before - steps[start].num_before < num_head + _KEPT
+        ):
+            start -= 1
+        if start <= self._first:
+            start = max(self._first - 1, 0)  # with the raw content that messages do not go on with
+        if not start:
+            return self
+        head = self._head or tuple(self._first_messages(num_head)) if start > self._first else ()
+        return replace(
+            self,
+            _steps=steps[start:],
+            _first=max(self._first - start, 0),
+            _num_cut=self._num_cut + start,
+            _base=steps[start].start,
+            _head=head,
+        )
+
+    def changes(self, since: Conversation) -> Changes:
+        """Tell what was changed since an earlier state, which was shortened as this one was."""
+        if self._num_cut != since._num_cut:
+            return Changes(0, 0, list(self._steps))  # it was begun anew
+        kept = 0
+        for mine, earlier in zip(self._steps, since._steps, strict=False):
+            if mine is not earlier:
+                break
+            kept += 1
+        end = self._steps[kept - 1].end if kept else self._base
+        return Changes(self._num_cut + kept, end, list(self._steps[kept:]))
+
+    def pack(self) -> bytes:
+        """Write what `unpack` needs to go on."""
+        return msgspec.msgpack.encode(
+            (self.started, self._first, self._num_cut, self._base, self._head, self._steps)
+        )
+
+    @classmethod
+    def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Conversation:
+        """Read what `pack` wrote. Raises `msgspec.MsgspecError`."""
+        parts = msgspec.msgpack.decode(packed, type=_Packed)
+        started, first, num_cut, base, head, steps = parts
+        return cls(tokenizer, started, steps, first, num_cut, base, head)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, started: datetime, steps: Sequence[_Step]) -> Conversation:
+        """Make the conversation of these steps."""
+        return cls(tokenizer, started, tuple(steps), _first(steps))
 
     def _with(self, step: _Step) -> Conversation:
         return replace(self, _steps=(*self._steps, step))
@@ -205,6 +292,8 @@ class Conversation:
         extended = near and self._reach(near, history, messages, opens_answer=opens_answer)
         if extended:
             return extended
+        if self._head:
+            raise CutOffError
         every = [*self._messages(self._steps[self._first :]), *messages]
         whole = _Target(self._first, self._render(every, header=opens_answer))
         extended = self._reach(whole, history, messages, opens_answer=opens_answer)
@@ -231,15 +320,15 @@ class Conversation:
         ):
             start -= 1
         # A message's text may depend on the one before it, counted from the start of a list without the head.
-        lead, num_lead = start, num_head + 4
+        lead, num_lead = start, num_head + _LEAD
         while lead > first and (
             steps[lead].kind == "answer" or steps[start].num_before - steps[lead].num_before < num_lead
         ):
             lead -= 1
-        if steps[lead].num_before <= num_head:
+        if steps[lead].num_before <= num_head or steps[start].num_before - steps[lead].num_before < num_lead:
             return None
         odd = (steps[lead].num_before - num_head) % 2  # left out are so many that the others stay odd or even
-        head = self._head(num_head)
+        head = self._head or self._first_messages(num_head)
         before = self._messages(steps[lead:end])[odd:]
         opened = steps[end - 1].opens_answer
         after = [*self._messages(steps[lead:])[odd:], *messages]
@@ -254,7 +343,7 @@ class Conversation:
             return None
         return _Target(start, wanted[shared:])
 
-    def _head(self, num_messages: int) -> list[Message]:
+    def _first_messages(self, num_messages: int) -> list[Message]:
         """List the conversation's first messages."""
         head: list[Message] = []
         first = self._first
@@ -269,7 +358,7 @@ class Conversation:
     ) -> tuple[Conversation, Addition] | None:
         """Change the steps from the target's on to its text; None where that may change those before it."""
         before, steps = self._steps[: target.start], self._steps[target.start :]
-        base = before[-1].end if before else 0
+        base = before[-1].end if before else self._base
         agreeing, agreed_chars = _agreement(steps, target.text)
         seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target.text, base, history)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
@@ -282,7 +371,9 @@ class Conversation:
 
         kept = [step for step in steps[:agreeing] if step.end <= addition.keep]
         if kept and kept[-1].opens_answer and len(kept) < len(steps):
-            kept[-1] = replace(kept[-1], opens_answer=False)  # its answer becomes a message of the new step
+            kept[-1] = structs.replace(
+                kept[-1], opens_answer=False
+            )  # its answer becomes a message of the new step
         every = [*self._messages(steps), *messages]
         num_kept = len(self._messages(kept))
         added = _Step(
@@ -356,6 +447,14 @@ class Conversation:
             if ids[:1] == [end]:
                 return ids[1:]
         return self.tokenizer.encode(text, at_start=position == 0)
+
+
+_Packed: TypeAlias = tuple[datetime, int, int, int, tuple[Message, ...], tuple[_Step, ...]]
+
+
+def _first(steps: Sequence[_Step]) -> int:
+    """Find the first step of the conversation that messages go on with: that behind the last raw content."""
+    return next((index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw"), 0)
 
 
 def _num_behind(step: _Step) -> int:
