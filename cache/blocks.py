@@ -56,6 +56,15 @@ def pack(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack(packed: bytes) -> Tokens:
+    """Read what `pack` wrote. Raises `ValueError` where a token is cut off."""
+    tokens = as_tokens()
+    tokens.frombytes(packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
 def root(identity: bytes, tenant: str) -> bytes:
     """Name the empty prefix of a tenant under an identity's digest."""
     return hashlib.blake2b(

@@ -36,6 +36,7 @@ from worker.sessions.gate import Gate
 from worker.sessions.history import Folder
 from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
+from worker.sessions.trail import Trails
 from worker.wire import broker, streams
 from worker.wire.connection import connect
 from worker.wire.desk import Desk
@@ -295,6 +296,7 @@ class App:
             max_message_bytes=settings.max_message_bytes,
         )
         self._intake = intake
+        trails = Trails(journal, loaded.tokenizer, max_message_bytes=settings.max_message_bytes)
         services = Services(
             journal=journal,
             outbox=outbox,
@@ -302,6 +304,7 @@ class App:
             execution=execution,
             folder=folder,
             telemetry=telemetry,
+            trails=trails,
             release=intake.release,
             folds=Gate(_MAX_FOLDS),
             model=loaded.name,
@@ -338,6 +341,7 @@ class App:
             await end([stopped, pull])
             self._engine.stop()
             await self._sessions.stop(_STOP_S)
+            await trails.stop()
             await desk.close()
             await intake.give_back()
             await end(others)  # the keep-alive among them: until here the deliveries were this worker's

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Header of a result: digest of the session's token ids after it.
 HISTORY_HEADER: Final = "Turnkeep-History"
+#: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
+CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
 #: Header of a result: the model that made it.
 MODEL_HEADER: Final = "Turnkeep-Model"
 

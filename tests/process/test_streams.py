@@ -44,6 +44,7 @@ async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
     for subject, stream in (
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
         (SUBJECTS.of(KEY, "commit"), "turnkeep_log"),
+        (SUBJECTS.of(KEY, "checkpoint"), "turnkeep_log"),
         (SUBJECTS.tokens(KEY, "r1"), "turnkeep_tok"),
     ):
         assert (await js.publish(subject, b"x")).stream == stream
@@ -163,6 +164,13 @@ async def test_two_prefixes_that_share_a_stream_name_do_not_steal_from_each_othe
     await ensure(js, Subjects("a.b"), settings)
     with pytest.raises(BrokerError, match=r"a_b_log exists with the subjects a\.b.*choose another --prefix"):
         await ensure(js, Subjects("a_b"), settings)
+
+
+async def test_a_stream_of_an_earlier_version_gets_the_subjects_that_it_lacks(js, settings):
+    await js.add_stream(name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("commit")])
+    await js.publish(SUBJECTS.of(KEY, "in"), b"kept")
+    await ensure(js, SUBJECTS, settings)
+    assert (await js.publish(SUBJECTS.of(KEY, "checkpoint"), b"x")).seq == 2
 
 
 async def test_a_stream_of_another_kind_is_named(js, settings):

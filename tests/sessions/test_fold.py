@@ -10,6 +10,7 @@ import asyncio
 import json
 from datetime import UTC, datetime
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
@@ -36,8 +37,9 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
-from worker.sessions.history import Folder
+from worker.sessions.history import Folder, History
 from worker.sessions.session import Services, Session
+from worker.sessions.trail import Trails
 from worker.telemetry import Telemetry
 from worker.wire.intake import Delivery
 from worker.wire.journal import Entry, FencedError
@@ -80,6 +82,15 @@ class Log:
 
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
+
+    async def last_result(self, _: SessionKey) -> Entry | None:
+        return next((entry for entry in reversed(self.entries) if entry.kind == "out"), None)
+
+    async def store_checkpoint(self, _: SessionKey, body: bytes) -> int:
+        return self.add("checkpoint", body)
+
+    async def checkpoint(self, seq: int) -> bytes | None:
+        return self.entries[seq - 1].body if 0 < seq <= len(self.entries) else None
 
     async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> list[Chunk]:
         self.looks.append(request_id)
@@ -125,6 +136,9 @@ class Formula:
     def forget(self, _: SessionKey) -> None:
         pass
 
+    async def erase(self, *_: Any) -> Any:
+        return SimpleNamespace(num_snapshots=0, settled=True)
+
     @property
     def ledger(self) -> Any:
         return self
@@ -150,6 +164,8 @@ class Outbox:
 class World:
     """A session on a log, which can be put down and taken up again."""
 
+    max_message_bytes = 2**20
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.log = Log()
         self.engine = Formula(tokenizer)
@@ -170,7 +186,15 @@ class World:
         parts["engine"] = self.engine
         limits: Any = {"context_tokens": 10_000, "vocab_size": 2**20, "kv_bits": None}
         execution = Execution(tokenizer=self._tokenizer, **limits, **parts)
-        services = Services(execution=execution, release=self._release, folds=Gate(2), model="tiny", **parts)
+        self.trails = Trails(self.log, self._tokenizer, max_message_bytes=self.max_message_bytes)  # type: ignore[arg-type]
+        services = Services(
+            execution=execution,
+            trails=self.trails,
+            release=self._release,
+            folds=Gate(2),
+            model="tiny",
+            **parts,
+        )
         self.session = Session(KEY, services, lambda _: None)
 
     async def _release(self, _: SessionKey) -> None:
@@ -210,12 +234,21 @@ class World:
     async def assert_fold_is_life(self) -> None:
         live, folded = self.session._record, (await self.refolded())._record
         assert folded.diverged is None
-        assert folded.history == live.history
+        assert_same(folded.history, live.history)
         for request_id in {result.id for result in self.results if result.id}:
             assert folded.answered.find(request_id) == live.answered.find(request_id)
         assert len(folded.answered) == len(live.answered)
         assert [(p.seq, p.id) for p in folded.pending] == [(p.seq, p.id) for p in live.pending]
         assert folded.out_seq == live.out_seq
+
+
+def assert_same(one: History, other: History) -> None:
+    """Two histories are the same, of which either may have a conversation that is shortened."""
+    assert one.tokens == other.tokens
+    assert (one.exists, one.closed) == (other.exists, other.closed)
+    steps, others = one.conversation._steps, other.conversation._steps
+    num_common = min(len(steps), len(others))
+    assert steps[len(steps) - num_common :] == others[len(others) - num_common :]
 
 
 @pytest.fixture(scope="module")

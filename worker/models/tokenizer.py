@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from datetime import UTC, datetime
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .chat_template import ChatTemplate
@@ -62,6 +63,7 @@ class Tokenizer:
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
+        self._fingerprint: bytes | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
         self._bos = self._find_bos()
@@ -135,6 +137,15 @@ class Tokenizer:
             raise TemplateError(
                 f"the chat template does not take these messages: {one_line(error)}"
             ) from None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Name everything that decides which tokens a conversation has; the first time takes a moment."""
+        if self._fingerprint is None:
+            named = blake2b(self._rust.to_str().encode(), digest_size=16)
+            named.update(repr((self._hf.chat_template, sorted(self.eos_ids))).encode())
+            self._fingerprint = named.digest()
+        return self._fingerprint
 
     @property
     def answer_lead(self) -> str:

@@ -5,6 +5,8 @@ An id is known by a hash alone. Whoever finds one reads the request at the seque
 
 from __future__ import annotations
 
+import sys
+from array import array
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -27,6 +29,7 @@ class AnsweredIds:
     def __init__(self) -> None:
         self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
         self._recent: dict[int, Answered] = {}
+        self._noted = array("Q")  # rows since `take_noted`
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._recent)
@@ -41,11 +44,24 @@ class AnsweredIds:
         if self.find(request_id) is not None:
             return
         self._recent[_hash(request_id)] = answered
+        self._noted.extend((_hash(request_id), *answered))
         if len(self._recent) > max(_FEW, len(self._sorted) // 4):
             rows = np.array([(key, *found) for key, found in self._recent.items()], np.uint64)
             merged = np.concatenate([self._sorted, rows])
             self._sorted = merged[np.argsort(merged[:, 0], kind="stable")]
             self._recent = {}
+
+    def take_noted(self) -> bytes:
+        """Return, for `load`, what was noted since this was called last."""
+        noted, self._noted = self._noted, array("Q")
+        if sys.byteorder == "big":
+            noted.byteswap()
+        return noted.tobytes()
+
+    def load(self, noted: bytes) -> None:
+        """Take all that was noted earlier. Raises `ValueError` where that is cut off."""
+        rows = np.frombuffer(noted, "<u8").astype(np.uint64).reshape(-1, 3)
+        self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
     def find(self, request_id: str) -> Answered | None:
         """Return where an id was answered; None if it was not. Another id may have the same hash."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -19,6 +19,7 @@ from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Failed, Generate, Generated, decode_request, decode_result
 
 from .answered import Answered, AnsweredIds
+from .checkpoint import Cut
 from .history import DivergedError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.wire.journal import Entry
 
+    from .checkpoint import Checkpoint
     from .history import Folder, History
 
 
@@ -86,6 +88,10 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
+#: So many results later the next checkpoint is due: opening a session folds no more, but for long turns.
+_CHECKPOINT_EVERY: Final = 64
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """A result of a request that has not been read yet, or is being folded."""
@@ -101,8 +107,10 @@ class Record:
     answer. What is not read yet stays in the log, so a session with a long queue takes no more memory.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, whole: bool = False) -> None:
+        """`whole` keeps the conversation whole until what waits for that has its answer."""
         self._folder = folder
+        self.whole = whole
         self.history: History = folder.begin(datetime.fromtimestamp(0, UTC))
         self.answered = AnsweredIds()
         self.pending: deque[Pending] = deque()
@@ -116,6 +124,8 @@ class Record:
         self.num_foreign = 0
         #: Why the log cannot be continued by this worker, if so.
         self.diverged: str | None = None
+        #: The last request that was folded, if its result says what it made of the history.
+        self.proven_seq = 0
         #: The last result, and before it its sequence and its request.
         self.last: tuple[int, Pending, Result] | None = None
         self._early: dict[int, _Recorded] = {}
@@ -123,6 +133,30 @@ class Record:
             set()
         )  # requests that were not read yet, and have a result of this worker
         self._proof: Entry | None = None  # the last result that told what it made of the history
+        self._checkpoint_seq = 0  # the request of the checkpoint that this began with
+        self._checked = self.history.conversation  # as it was at the last checkpoint
+        self._num_unchecked = 0  # results since then
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Begin with a checkpoint, instead of the beginning of the log."""
+        self.history, self.answered = checkpoint.history, checkpoint.answered
+        self._checked = self.history.conversation
+        # Results of later requests may have been stored before that of the checkpoint's own.
+        self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
+
+    def checkpoint(self, in_seq: int) -> Cut | None:
+        """Return what the next checkpoint is to say, where one is due; of the history after this request.
+
+        It is one whose result says what it made of the history, and with no request before it waiting.
+        """
+        waits = self.pending[0].seq < in_seq if self.pending else False
+        if self._num_unchecked < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
+            return None
+        cut = Cut.of(in_seq, self.history, self._checked, self.answered.take_noted())
+        if self.folded or not self.whole:
+            self.history = replace(self.history, conversation=self.history.conversation.shortened())
+        self._checked, self._num_unchecked = self.history.conversation, 0
+        return cut
 
     def has_result(self, seq: int) -> bool:
         """Whether the result of a request that was not read yet is known."""
@@ -140,6 +174,8 @@ class Record:
             self.out_seq = max(self.out_seq, entry.seq)
             recorded = _recorded(entry)
             seq = recorded.result.seq if recorded else None
+            if seq and seq <= self._checkpoint_seq:
+                continue  # the checkpoint has it
             if recorded and seq and seq not in self._early and (seq > self.in_seq or seq in waiting):
                 self._early[seq] = recorded
                 found = True
@@ -180,6 +216,7 @@ class Record:
             self._called_off.add(pending.seq)
         self.out_seq = out_seq
         self.history = history
+        self._num_unchecked += 1
         if pending.request is not None:
             self.answered.note(pending.request.id, Answered(pending.seq, out_seq))
 
@@ -193,6 +230,9 @@ class Record:
             self.pending.append(pending)
             return
         result, out = recorded.result, recorded.entry
+        proven = HISTORY_HEADER in out.headers and not _changes_nothing(result)
+        self.proven_seq = entry.seq if proven else 0
+        self._num_unchecked += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
         if request is not None:

@@ -16,10 +16,11 @@ import msgspec
 import structlog
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Cancelled,
     Chunk,
+    Close,
     Failed,
     Generate,
     Generated,
@@ -29,11 +30,13 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import session_key
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
+from worker.text.templates import CutOffError
 from worker.wire.journal import FencedError, TooLargeError
 
 from .execution import failed, withdrawn
 from .history import RefusedError
 from .record import Record, pending_at
+from .trail import Trail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -48,10 +51,12 @@ if TYPE_CHECKING:
     from worker.wire.outbox import Outbox
 
     from .answered import Answered
+    from .checkpoint import Cut
     from .execution import Execution
     from .gate import Gate
     from .history import Folder, History
     from .record import Pending
+    from .trail import Trails
 
 log = structlog.get_logger()
 
@@ -76,6 +81,7 @@ class Services:
     execution: Execution
     folder: Folder
     telemetry: Telemetry
+    trails: Trails
     release: Callable[[SessionKey], Coroutine[Any, Any, None]]
     folds: Gate
     model: str
@@ -97,6 +103,7 @@ class Session:
         self._services = services
         self._wake = wake
         self._record = Record(services.folder)
+        self._trail = Trail(key, services.trails)
         self._rung_seq = 0  # the newest request that was delivered
         self._delivered: Delivery | None = None  # the first one since the log was read
         self._in_doubt = False  # whether a worker may have died over this session
@@ -160,6 +167,8 @@ class Session:
             except FencedError as error:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
+            except CutOffError:
+                self._begin_again(whole=True)  # with all that was said, for a request that goes far back
 
     @contextmanager
     def _reading_ahead(self) -> Iterator[Callable[[Pending], None]]:
@@ -200,7 +209,11 @@ class Session:
             num_foreign = record.num_foreign
             if not record.folded:
                 async with self._services.folds.enter(self.key.tenant):
-                    await self._fold(record)
+                    try:
+                        await self._fold(record)
+                    except CutOffError:
+                        record = self._begin_again(whole=True)
+                        await self._fold(record)
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
             self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
@@ -210,6 +223,9 @@ class Session:
         journal, until = self._services.journal, self._rung_seq
         if self._in_doubt:  # a dead worker may have acknowledged what came behind the delivery
             until = max(until, await journal.last_seq(self.key, "in"))
+        if checkpoint := await self._trail.find(whole=record.whole):
+            record.resume(checkpoint)
+        cuts: list[Cut] = []
         record.more = more_results = True
         while record.more and not record.pending:
             requests, record.more = await journal.page(self.key, "in", record.in_seq, until=until)
@@ -218,10 +234,14 @@ class Session:
                 record.take_results(results)
             # A fold tokenises everything that was ever said; that is not for the event loop.
             await asyncio.to_thread(record.take_requests, requests)
+            if record.proven_seq == record.in_seq and (cut := record.checkpoint(record.in_seq)):
+                cuts.append(cut)
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.take_results(results)
         record.end_fold()
+        for cut in cuts if record.diverged is None else ():
+            self._trail.add(cut)
         if not self._in_doubt:
             record.last = None
         if not record.more:
@@ -294,11 +314,18 @@ class Session:
 
     def forget(self) -> None:
         """Drop everything that is in memory; the log is read anew when the session goes on."""
-        record, self._record = self._record, Record(self._services.folder)
-        self._rung_seq = max(self._rung_seq, record.in_seq)
         self._services.engine.forget(self.key)
+        self._begin_again()
+
+    def _begin_again(self, *, whole: bool = False) -> Record:
+        """Begin with an empty record; `whole` for one that leaves out nothing of the conversation."""
+        record, self._record = self._record, Record(self._services.folder, whole=whole)
+        self._trail.end()
+        self._trail = Trail(self.key, self._services.trails)
+        self._rung_seq = max(self._rung_seq, record.in_seq)
         for pending in record.pending:
             pending.done.set()
+        return self._record
 
     async def _begun(self, pending: Pending) -> bool:
         """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay."""
@@ -367,7 +394,7 @@ class Session:
             return failed(pending, history, "memory_exceeded", str(error)), history
         except DeviceFaultError as error:
             return failed(pending, history, "internal", f"the forward pass failed: {error}"), history
-        except (StoppingError, FencedError):
+        except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
             log.exception("a request failed for an unknown reason")
@@ -414,10 +441,12 @@ class Session:
         committed out of turn.
         """
         services, record = self._services, self._record
+        if isinstance(pending.request, Close) and pending.request.forget:
+            await self._trail.finish()  # what was said is to leave the log, and must not come back
         async with self._log_lock:
             if record is not self._record or not record.lacks_result(pending):
                 return
-            history = history or self.history
+            in_turn, history = history is not None, history or self.history
             try:
                 out_seq = await self._store(result, history)
             except TooLargeError as error:
@@ -426,6 +455,8 @@ class Session:
                 result = failed(pending, history, "invalid_request", message)
                 out_seq = await self._store(result, history)
             record.committed(pending, out_seq, history)
+            if in_turn and not isinstance(result, Failed) and (cut := record.checkpoint(pending.seq)):
+                self._trail.add(cut)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
@@ -440,6 +471,8 @@ class Session:
         headers = {MODEL_HEADER: self._services.model}
         if not isinstance(result, Failed):
             headers[HISTORY_HEADER] = history.digest()
+        if self._trail.link is not None:
+            headers[CHECKPOINT_HEADER] = str(self._trail.link)
         while True:
             try:
                 return await journal.commit(self.key, result, record.out_seq, headers)

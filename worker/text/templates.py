@@ -15,6 +15,7 @@ the session's text, so the rest is what the full render would add.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -57,7 +58,7 @@ class Addition:
     tokens: list[int]
 
 
-class _Step(Struct, frozen=True, array_like=True):
+class Step(Struct, frozen=True, array_like=True):
     """The tokens `[start, end)` of a session and their text.
 
     A prompt holds the messages that it renders; it may end with the header of an answer. An answer is closed
@@ -88,7 +89,7 @@ class Changes(NamedTuple):
 
     kept_steps: int
     kept_tokens: int
-    steps: list[_Step]
+    steps: list[Step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Conversation:
 
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
-    _steps: tuple[_Step, ...] = ()
+    _steps: tuple[Step, ...] = ()
     _first: int = 0  # the first step of the conversation that messages go on with
     # What `shortened` has left out: so many steps, up to a position; and the first messages, if among them.
     _num_cut: int = 0
@@ -169,7 +170,7 @@ class Conversation:
         if not tokens:
             return self, Addition(len(history), [])
         addition = Addition(len(history), list(tokens))
-        steps = (*self._steps, _Step("raw", len(history), len(history) + len(tokens)))
+        steps = (*self._steps, Step("raw", len(history), len(history) + len(tokens)))
         return replace(self, _steps=steps, _first=len(steps), _head=()), addition
 
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
@@ -188,11 +189,16 @@ class Conversation:
             if cut.start < position and cut.kind == "answer":
                 steps.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
             elif cut.start < position:
-                steps.append(_Step("raw", cut.start, position))
+                steps.append(Step("raw", cut.start, position))
         first = _first(steps)
         if self._first and self._num_cut and not first:
             raise CutOffError  # it is back in a conversation whose beginning was left out
         return replace(self, _steps=tuple(steps), _first=first)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the template may render any message otherwise for what is said later."""
+        return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Conversation:
         """Leave out what is needed only to rewind, or where the template looks back: it takes no more memory.
@@ -235,29 +241,27 @@ class Conversation:
 
     def pack(self) -> bytes:
         """Write what `unpack` needs to go on."""
-        return msgspec.msgpack.encode(
-            (self.started, self._first, self._num_cut, self._base, self._head, self._steps)
-        )
+        started, first = self.started.isoformat(), self._first
+        return pack_steps((started, first, self._num_cut, self._base, self._head, self._steps))
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Conversation:
-        """Read what `pack` wrote. Raises `msgspec.MsgspecError`."""
-        parts = msgspec.msgpack.decode(packed, type=_Packed)
-        started, first, num_cut, base, head, steps = parts
-        return cls(tokenizer, started, steps, first, num_cut, base, head)
+        """Read what `pack` wrote. Raises `ValueError` and `MsgspecError`."""
+        started, first, num_cut, base, head, steps = msgspec.convert(json.loads(packed), _Packed)
+        return cls(tokenizer, datetime.fromisoformat(started), steps, first, num_cut, base, head)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, started: datetime, steps: Sequence[_Step]) -> Conversation:
+    def of(cls, tokenizer: Tokenizer, started: datetime, steps: Sequence[Step]) -> Conversation:
         """Make the conversation of these steps."""
         return cls(tokenizer, started, tuple(steps), _first(steps))
 
-    def _with(self, step: _Step) -> Conversation:
+    def _with(self, step: Step) -> Conversation:
         return replace(self, _steps=(*self._steps, step))
 
-    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> _Step:
+    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> Step:
         closed = tokens[-1] in self.tokenizer.eos_ids
         lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        return _Step(
+        return Step(
             "answer",
             start,
             start + len(tokens),
@@ -267,7 +271,7 @@ class Conversation:
             num_before=num_before,
         )
 
-    def _messages(self, steps: Sequence[_Step]) -> list[Message]:
+    def _messages(self, steps: Sequence[Step]) -> list[Message]:
         """List the messages that the steps stand for; a header without an answer is an empty one."""
         messages: list[Message] = []
         for step in steps:
@@ -376,7 +380,7 @@ class Conversation:
             )  # its answer becomes a message of the new step
         every = [*self._messages(steps), *messages]
         num_kept = len(self._messages(kept))
-        added = _Step(
+        added = Step(
             "prompt",
             kept[-1].end if kept else base,
             addition.keep + len(addition.tokens),
@@ -389,7 +393,7 @@ class Conversation:
 
     def _seam(
         self,
-        steps: Sequence[_Step],
+        steps: Sequence[Step],
         agreeing: int,
         agreed_chars: int,
         target: str,
@@ -418,7 +422,7 @@ class Conversation:
             agreed_chars -= len(steps[agreeing].text)
         return steps[agreeing - 1].end if agreeing else base, agreed_chars
 
-    def _last_border(self, steps: Sequence[_Step], history: Sequence[int]) -> int | None:
+    def _last_border(self, steps: Sequence[Step], history: Sequence[int]) -> int | None:
         """Find the last added token of a prompt at the end; no text behind it changes what is before it."""
         if not steps or steps[-1].kind != "prompt":
             return None
@@ -449,20 +453,30 @@ class Conversation:
         return self.tokenizer.encode(text, at_start=position == 0)
 
 
-_Packed: TypeAlias = tuple[datetime, int, int, int, tuple[Message, ...], tuple[_Step, ...]]
+_Packed: TypeAlias = tuple[str, int, int, int, tuple[Message, ...], tuple[Step, ...]]
 
 
-def _first(steps: Sequence[_Step]) -> int:
+def pack_steps(what: Any) -> bytes:
+    """Write steps, or something with steps in it, as JSON: marked text is no UTF-8, which msgspec wants."""
+    return json.dumps(msgspec.to_builtins(what), separators=(",", ":")).encode()
+
+
+def unpack_steps(packed: bytes) -> list[Step]:
+    """Read a list of steps. Raises `ValueError` and `MsgspecError`."""
+    return msgspec.convert(json.loads(packed), list[Step])
+
+
+def _first(steps: Sequence[Step]) -> int:
     """Find the first step of the conversation that messages go on with: that behind the last raw content."""
     return next((index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw"), 0)
 
 
-def _num_behind(step: _Step) -> int:
+def _num_behind(step: Step) -> int:
     """Count the messages up to the end of a prompt; a header without an answer is an empty one."""
     return step.num_before + len(step.messages) + step.opens_answer
 
 
-def _agreement(steps: Sequence[_Step], target: str) -> tuple[int, int]:
+def _agreement(steps: Sequence[Step], target: str) -> tuple[int, int]:
     """Count the steps whose text `target` starts with, and the characters of that text."""
     chars = 0
     for index, step in enumerate(steps):

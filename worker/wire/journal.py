@@ -12,7 +12,7 @@ import itertools
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal
 
 import nats.errors
@@ -140,6 +140,37 @@ class Journal:
                 await self._wait_out("reading the log", error, 1.0)
                 continue
             return message.data or b""
+
+    async def last_result(self, key: SessionKey) -> Entry | None:
+        """Read a session's last result; from a replica that lags it may be an earlier one."""
+        subject = self._subjects.of(key, "out")
+        while True:
+            try:
+                found = await self._js.get_last_msg(self._subjects.log_stream, subject, direct=True)
+            except NotFoundError:
+                return None
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+                continue
+            headers = found.headers or {}
+            stored = found.time or datetime.fromtimestamp(0, UTC)
+            return Entry(found.seq or 0, "out", stored, found.data or b"", headers)
+
+    async def checkpoint(self, seq: int) -> bytes | None:
+        """Read the body of a message beside the log; None where it cannot be had."""
+        for direct in (True, False):  # a replica may lag
+            with contextlib.suppress(nats.errors.Error, APIError, OSError):
+                return (await self._js.get_msg(self._subjects.log_stream, seq, direct=direct)).data or b""
+        return None
+
+    async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
+        """Store a message beside a session's log; returns its sequence, None where that fails."""
+        subject = self._subjects.of(key, "checkpoint")
+        try:
+            return (await self._js.publish(subject, body, timeout=_TIMEOUT_S)).seq
+        except (nats.errors.Error, APIError, OSError) as error:
+            log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
+            return None
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
         """Ask the stream's leader for the sequence of a session's last request, or result; 0 without one."""

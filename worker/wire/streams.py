@@ -37,7 +37,7 @@ _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of 
 
 #: What the settings decide; everything else is the operator's.
 _OWNED: Final = frozenset(
-    {"discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
+    {"subjects", "discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
 
@@ -68,7 +68,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[subjects.every("in"), subjects.every("commit")],
+        subjects=[subjects.every("in"), subjects.every("commit"), subjects.every("checkpoint")],
         # A result is stored under `out`, and is heard there only then: what is published on a subject of a
         # stream reaches its subscribers at once, even where the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),
@@ -143,8 +143,11 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
 
 
 def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
-    """Refuse a stream of this name that is another's, or of a kind that cannot be changed."""
-    if sorted(found.subjects or ()) != sorted(wanted.subjects or ()):
+    """Refuse a stream of this name that is another's, or of a kind that cannot be changed.
+
+    One that an earlier version made has some of the subjects.
+    """
+    if not found.subjects or not set(found.subjects) <= set(wanted.subjects or ()):
         raise BrokerError(
             f"the stream {wanted.name} exists with the subjects {', '.join(found.subjects or ())} instead of"
             f" {', '.join(wanted.subjects or ())}; remove or rename it, or choose another --prefix"

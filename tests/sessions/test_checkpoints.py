@@ -1,0 +1,390 @@
+"""Checkpoints: a session goes on from one as from its whole log, whatever happened, or does not use it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from test_fold import OPERATIONS, World, assert_same, live
+
+from cache.blocks import pack
+from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
+from worker.models.tokenizer import Tokenizer
+from worker.sessions import record, trail
+from worker.sessions.checkpoint import Link, Piece, _Body, digest
+from worker.sessions.trail import Trails
+from worker.text import templates
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from raw_wire import Wire
+
+    from worker.sessions.session import Session
+    from worker.wire.journal import Entry
+
+EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Checkpoints after every few results, of conversations that keep little, in small messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        _make_often(patch)
+        yield
+
+
+def _make_often(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
+    patch.setattr(templates, "_KEPT", 8)
+    patch.setattr(trail, "_PART_BYTES", 700)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer, often: None) -> World:
+    return World(tokenizer)
+
+
+def question(number: int, **more: Any) -> Generate:
+    return Generate(id=f"q{number}", messages=(Message(role="user", content="so?"),), max_tokens=3, **more)
+
+
+async def stored(world: World) -> None:
+    """Wait until what is to be stored is."""
+    while tasks := world.trails._tasks:
+        await asyncio.gather(*tasks)
+
+
+async def converse(world: World, turns: range) -> None:
+    for number in turns:
+        await world.ask(question(number))
+        await stored(world)
+
+
+async def opened(world: World) -> Session:
+    """Open the session once more, beside the one that is at work."""
+    return await world.refolded()
+
+
+def checkpoints(world: World) -> list[Entry]:
+    return [entry for entry in world.log.entries if entry.kind == "checkpoint"]
+
+
+def resumed_at(session: Session) -> int:
+    return session._record._checkpoint_seq
+
+
+def without_checkpoints(world: World) -> World:
+    """Make a world with the same log, in which there are none."""
+    other = World(world._tokenizer)
+    for entry in world.log.entries:
+        headers = {name: text for name, text in entry.headers.items() if name != CHECKPOINT_HEADER}
+        body = b"" if entry.kind == "checkpoint" else entry.body
+        other.log.entries.append(replace(entry, body=body, headers=headers))
+    return other
+
+
+async def whole(world: World) -> Session:
+    """Open the session from its whole log."""
+    return await without_checkpoints(world).refolded()
+
+
+@settings(deadline=None, max_examples=150)
+@given(operations=OPERATIONS)
+def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
+    tokenizer: Tokenizer, operations: list[tuple[str, Any]]
+) -> None:
+    """Requests of every kind, crashes and cancellations, with a checkpoint at every other result."""
+
+    async def play() -> None:
+        world = World(tokenizer)
+        await converse(world, range(6))
+        await live(world, operations)
+        await stored(world)
+        one, other = await opened(world), await whole(world)
+        assert_same(one.history, other.history)
+        assert [p.seq for p in one.pending] == [p.seq for p in other.pending]
+        assert len(one._record.answered) == len(other._record.answered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _make_often(patch)
+        patch.setattr(record, "_CHECKPOINT_EVERY", 2)
+        asyncio.run(play())
+
+
+async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await converse(world, range(60))
+    read: list[int] = []
+    page = world.log.page
+
+    async def counting(*arguments: Any, **more: Any) -> tuple[list[Entry], bool]:
+        entries, is_more = await page(*arguments, **more)
+        read.extend(entry.seq for entry in entries)
+        return entries, is_more
+
+    monkeypatch.setattr(world.log, "page", counting)
+    session = await opened(world)
+    last = world.log.entries[-1].seq
+    assert session.history.tokens == world.session.history.tokens
+    assert len(set(read)) <= 4 * EVERY
+    assert min(read) > last - 10 * EVERY
+    assert len(session.history.conversation._steps) < 12 * EVERY
+
+
+async def test_checkpoints_store_what_is_new_and_no_more(world: World) -> None:
+    """Measured in bytes: those of a long session are as small as those of a short one."""
+    await converse(world, range(120))
+    sizes = [len(entry.body) for entry in checkpoints(world)]
+    assert sum(sizes[-20:]) < 1.2 * sum(sizes[5:25])
+
+
+async def test_a_repeated_id_is_known_though_its_request_is_before_the_checkpoint(world: World) -> None:
+    await converse(world, range(20))
+    world.crash()
+    repeated = await world.ask(question(1))
+    assert resumed_at(world.session) > repeated.repeat_of
+    conflict = await world.ask(Append(id="q2", text="something else"))
+    assert conflict.code == "id_conflict"
+
+
+@pytest.mark.parametrize("to", [0, 1, 37, 120, 300])
+@pytest.mark.parametrize("crash", [False, True])
+async def test_a_rewind_goes_far_behind_a_checkpoint_and_comes_to_the_same(
+    world: World, to: int, crash: bool
+) -> None:
+    await converse(world, range(20))
+    if crash:
+        world.crash()
+    assert (await world.ask(Rewind(id="back", position=to))).position == to
+    await converse(world, range(20, 30))
+    for session in (await opened(world), await whole(world)):
+        assert_same(session.history, world.session.history)
+
+
+async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: World) -> None:
+    await converse(world, range(12))
+    await world.ask(Close(id="close"))
+    await world.ask(Open(id="open"))
+    await converse(world, range(12, 24))
+    session = await opened(world)
+    assert resumed_at(session) > 0
+    assert_same(session.history, (await whole(world)).history)
+
+
+async def test_nothing_is_stored_of_a_session_once_it_is_forgotten(world: World) -> None:
+    """Its text is to leave the log, and what is on its way must not come behind that."""
+    store = world.log.store_checkpoint
+
+    async def slowly(*arguments: Any) -> int:
+        await asyncio.sleep(0.02)
+        return await store(*arguments)
+
+    world.log.store_checkpoint = slowly  # type: ignore[method-assign]
+    for number in range(2 * EVERY - 1):
+        await world.ask(question(number))
+    world.publish(Rewind(id="back", position=20))
+    closed = await world.ask(Close(id="close", forget=True))
+    assert isinstance(closed, Closed)
+    await stored(world)
+    assert checkpoints(world)
+    assert checkpoints(world)[-1].seq < world.log.entries[-1].seq
+
+
+async def test_a_log_from_before_checkpoints_gets_them_when_it_is_opened(world: World) -> None:
+    await converse(world, range(20))
+    world.log.entries = without_checkpoints(world).log.entries
+    world.crash()
+    await world.session.catch_up(beyond_bell=True)
+    await stored(world)
+    assert resumed_at(world.session) == 0
+    await converse(world, range(20, 22))
+    assert resumed_at(await opened(world)) > 0
+    await world.assert_fold_is_life()
+
+
+def forged(world: World, **fields: Any) -> dict[str, str]:
+    """Put a checkpoint in the log that says something else; returns a header that names it."""
+    link = Link.parse(last_named(world))
+    pieces = []
+    while link is not None:
+        piece = Piece.unpack(world.log.entries[link.seq - 1].body, link)
+        pieces.append(piece)
+        link = Link.parse(piece.before) if not piece.begins else None
+    body = msgspec.msgpack.decode(b"".join(piece.part for piece in pieces[::-1]), type=_Body)
+    packed = msgspec.msgpack.encode(msgspec.structs.replace(body, **fields))
+    message = Piece(packed, begins=True, before=pieces[-1].before).pack()
+    return {CHECKPOINT_HEADER: str(Link(world.log.add("checkpoint", message), digest(message)))}
+
+
+def last_named(world: World) -> str:
+    return next(
+        entry.headers[CHECKPOINT_HEADER]
+        for entry in reversed(world.log.entries)
+        if CHECKPOINT_HEADER in entry.headers
+    )
+
+
+def damage_message(world: World) -> None:
+    """Somebody has replaced what a checkpoint says."""
+    index = Link.parse(last_named(world)).seq - 1
+    entry = world.log.entries[index]
+    world.log.entries[index] = replace(entry, body=entry.body.replace(b"a", b"b"))
+
+
+def lose_first(world: World) -> None:
+    """A part of the trail was removed from the log."""
+    first = checkpoints(world)[0]
+    world.log.entries[first.seq - 1] = replace(first, body=b"")
+
+
+def name_nonsense(world: World) -> None:
+    rename_last(world, {CHECKPOINT_HEADER: "x"})
+
+
+def name_another_entry(world: World) -> None:
+    rename_last(world, {CHECKPOINT_HEADER: str(Link(1, bytes(16)))})
+
+
+def rename_last(world: World, headers: dict[str, str]) -> None:
+    index = max(i for i, entry in enumerate(world.log.entries) if entry.kind == "out")
+    entry = world.log.entries[index]
+    world.log.entries[index] = replace(entry, headers={**entry.headers, **headers})
+
+
+def other_tokens(world: World) -> None:
+    """A result names a checkpoint with tokens that are not those of the log."""
+    rename_last(world, forged(world, tokens=zlib.compress(pack([5] * 12))))
+
+
+def other_request(world: World) -> None:
+    rename_last(world, forged(world, in_seq=3))
+
+
+def other_tokenizer(world: World) -> None:
+    rename_last(world, forged(world, maker=b"another"))
+
+
+def other_version(world: World) -> None:
+    rename_last(world, forged(world, version=0))
+
+
+def forged_result(world: World) -> None:
+    """Where anybody may publish results: one for no request, naming a checkpoint that is well made."""
+    ours = world.log.entries[-1]
+    assert ours.kind == "out"
+    body = json.dumps({**json.loads(ours.body), "seq": ours.seq - 3 * EVERY}).encode()
+    headers = {MODEL_HEADER: "m", HISTORY_HEADER: ours.headers[HISTORY_HEADER]}
+    world.log.add("out", body, headers | {CHECKPOINT_HEADER: last_named(world)})
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        damage_message,
+        lose_first,
+        name_nonsense,
+        name_another_entry,
+        other_tokens,
+        other_request,
+        other_tokenizer,
+        other_version,
+        forged_result,
+    ],
+)
+async def test_a_checkpoint_that_the_log_does_not_confirm_is_ignored(
+    world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    await converse(world, range(22))
+    tamper(world)
+    capsys.readouterr()
+    session = await opened(world)
+    assert capsys.readouterr().out.count("its checkpoint is not one of this log") == 1
+    assert resumed_at(session) == 0
+    assert session._record.diverged is None
+    assert_same(session.history, world.session.history)
+
+
+async def test_a_log_that_takes_no_checkpoints_is_tried_again_and_answers_go_on(world: World) -> None:
+    """A full log, say: what waits is bounded, and stored once there is room."""
+    store, refused = world.log.store_checkpoint, []
+
+    async def refuse(*_: Any) -> None:
+        refused.append(1)
+
+    world.log.store_checkpoint = refuse  # type: ignore[method-assign,assignment]
+    await converse(world, range(20))
+    assert len(refused) == 20 // EVERY
+    assert not checkpoints(world)
+    world.log.store_checkpoint = store  # type: ignore[method-assign]
+    await converse(world, range(20, 30))
+    assert resumed_at(await opened(world)) > 20
+    await world.assert_fold_is_life()
+
+
+async def test_a_template_that_looks_back_has_all_of_its_conversation(
+    often: None, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
+    world = World(Tokenizer.from_folder(model_with_template("counting", template)))
+    await converse(world, range(14))
+    world.crash()
+    await converse(world, range(14, 20))
+    assert resumed_at(world.session) > 0
+    assert_same(world.session.history, (await whole(world)).history)
+
+
+async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
+    often: None, wire: Callable[..., Awaitable[Wire]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real server; what is heard on the session's subjects is JSON, and a purge of them removes all."""
+    one = await wire()
+    heard: list[Any] = []
+
+    async def hear(message: Any) -> None:
+        if message.data:
+            heard.append(json.loads(message.data))
+
+    await one.nc.subscribe(f"{one.prefix}.default.s.>", cb=hear)
+    for number in range(3 * EVERY + 1):
+        await one.send("s", {"type": "append", "id": f"a{number}", "text": f"number {number}"})
+        await asyncio.sleep(0.01)
+    assert any(body["type"] == "checkpoint" for body in heard)
+    before = await one.position("s")
+    await one.worker.app._sessions.stop(5)
+    one.worker.app._sessions._sessions.clear()
+    found = []
+    confirmed = trail.Trail._confirmed
+
+    async def noting(self: Any, *arguments: Any) -> bool:
+        found.append(await confirmed(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(trail.Trail, "_confirmed", noting)
+    assert await one.position("s") == before
+    assert found == [True]
+    stream = f"{one.prefix}_log"
+    await one.js.purge_stream(stream, subject=f"{one.prefix}.default.s.>")
+    assert (await one.js.stream_info(stream)).state.messages == 0
+
+
+def test_the_parts_of_a_checkpoint_are_small_enough_for_the_log() -> None:
+    """With base64 and its frame, in the smallest messages that a log may be set to."""
+    journal: Any = None
+    for size in (64 * 2**10, 2**20):
+        trails = Trails(journal, journal, max_message_bytes=size)
+        assert len(Piece(bytes(trails.part_bytes), begins=True, before="9" * 60).pack()) < size

@@ -1,0 +1,188 @@
+"""A session's checkpoints in the log: stored behind its answers, found again when it is opened.
+
+What is stored costs what is new since the checkpoint before. A session that is opened reads its checkpoints
+and the end of its log; a checkpoint that the log does not confirm is ignored, and the whole log is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import decode_result
+
+from .checkpoint import Checkpoint, Link, Piece, digest, restore
+
+if TYPE_CHECKING:
+    from turnkeep_client.subjects import SessionKey
+    from worker.models.tokenizer import Tokenizer
+    from worker.wire.journal import Entry, Journal
+
+    from .checkpoint import Cut
+
+log = structlog.get_logger()
+
+#: So many wait for a log that takes nothing; then there are no more until the session is opened again.
+_MAX_WAITING: Final = 64
+#: A message holds so much of a checkpoint; base64 and the rest take a third more.
+_PART_BYTES: Final = 128 * 2**10
+
+
+class Trails:
+    """What the trails of a worker share, and the tasks that store. Event loop only."""
+
+    def __init__(self, journal: Journal, tokenizer: Tokenizer, *, max_message_bytes: int) -> None:
+        self.journal = journal
+        self.tokenizer = tokenizer
+        self.part_bytes = min(_PART_BYTES, max_message_bytes // 2)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, trail: Trail) -> asyncio.Task[None]:
+        """Store what a trail has waiting, as a task."""
+        task = asyncio.create_task(trail.store(), name=f"checkpoint {trail.key}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Give up what is not stored yet: it is in the log, and the next worker makes it again."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Trail:
+    """One session's checkpoints, for as long as its record is in memory. Event loop only."""
+
+    def __init__(self, key: SessionKey, trails: Trails) -> None:
+        self.key = key
+        #: The last message that is stored: results name it.
+        self.link: Link | None = None
+        self._trails = trails
+        self._waiting: deque[Cut] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def add(self, cut: Cut) -> None:
+        """Store a checkpoint, once those before it are."""
+        if self._ended:
+            return
+        self._waiting.append(cut)
+        if self._task is None or self._task.done():
+            self._task = self._trails.start(self)
+
+    def end(self) -> None:
+        """Store nothing any more, but what is on its way."""
+        self._ended = True
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def finish(self) -> None:
+        """End it, and wait for what is on its way: so it is removed with the rest of the session."""
+        self._ended = True
+        self._waiting.clear()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def store(self) -> None:
+        """Store what waits; what cannot be stored now is tried again with the next one."""
+        while self._waiting:
+            link = await self._store(self._waiting[0])
+            if link is None or self._ended:
+                if len(self._waiting) > _MAX_WAITING:
+                    log.warning("giving up a session's checkpoints until it is opened again")
+                    self._ended = True
+                    self._waiting.clear()
+                return
+            self.link = link
+            self._waiting.popleft()
+
+    async def _store(self, cut: Cut) -> Link | None:
+        trails = self._trails
+        body = await asyncio.to_thread(lambda: cut.pack(trails.tokenizer.fingerprint))
+        link = self.link
+        for start in range(0, len(body), trails.part_bytes):
+            if self._ended:
+                return None
+            part = body[start : start + trails.part_bytes]
+            message = Piece(part, begins=start == 0, before=str(link) if link else "").pack()
+            seq = await trails.journal.store_checkpoint(self.key, message)
+            if seq is None:
+                return None
+            link = Link(seq, digest(message))
+        return link
+
+    async def find(self, *, whole: bool) -> Checkpoint | None:
+        """Find the checkpoint that the last result names; None without one that the log confirms."""
+        journal = self._trails.journal
+        named = await journal.last_result(self.key)
+        text = named.headers.get(CHECKPOINT_HEADER) if named else None
+        if named is None or text is None:
+            return None
+        link = Link.parse(text)
+        bodies = await self._read(link)
+        tokenizer = self._trails.tokenizer
+        found = await asyncio.to_thread(
+            lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole)
+        )
+        if not found or not await self._confirmed(found, named):
+            log.warning("reading a session's whole log: its checkpoint is not one of this log and tokenizer")
+            return None
+        self.link = link
+        return found
+
+    async def _read(self, link: Link | None) -> list[bytes]:
+        """Read a checkpoint and all before it, in their order; none where one is not what it was."""
+        parts: list[bytes] = []
+        bodies: list[bytes] = []
+        while link is not None:
+            body = await self._trails.journal.checkpoint(link.seq)
+            piece = Piece.unpack(body, link) if body is not None else None
+            if piece is None:
+                return []
+            parts.append(piece.part)
+            if piece.begins:
+                bodies.append(b"".join(reversed(parts)))
+                parts.clear()
+            link = Link.parse(piece.before)
+        return bodies[::-1]
+
+    async def _confirmed(self, found: Checkpoint, named: Entry) -> bool:
+        """Say whether the log has these tokens after that request, and the result that names the checkpoint.
+
+        Both must be the first results of requests of the session: others are nobody's, and only those are
+        what a whole fold would have believed.
+        """
+        journal = self._trails.journal
+        naming = _answers(named)
+        requests, _ = await journal.page(self.key, "in", naming - 1) if naming else ([], False)
+        if naming <= found.in_seq or not requests or requests[0].seq != naming:
+            return False
+        history: str | None = None
+        after, more, confirmed = found.in_seq, True, False
+        while more and not confirmed:
+            entries, more = await journal.page(self.key, "out", after)
+            for entry in entries:
+                after, seq = entry.seq, _answers(entry)
+                if seq == found.in_seq and history is None:
+                    history = entry.headers.get(HISTORY_HEADER, "")
+                elif seq == naming and not confirmed:
+                    if entry.seq != named.seq:
+                        return False
+                    confirmed = True
+        return confirmed and history == await asyncio.to_thread(found.history.digest)
+
+
+def _answers(entry: Entry) -> int:
+    """Return the sequence of the request that an entry of `out` answers; 0 where it is no result."""
+    try:
+        return decode_result(entry.body).seq or 0
+    except InvalidMessageError:
+        return 0
