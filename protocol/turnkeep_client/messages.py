@@ -288,8 +288,13 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     seq: int | None = None
 
 
-class InfoRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info"):
-    """Ask for a session's state (on `ctl`)."""
+class InfoRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
+):
+    """Ask for a session's state (on `ctl`), with some of the requests that wait: `limit` behind `skip`."""
+
+    skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    limit: Annotated[int, Meta(ge=0, le=1000)] = 100
 
 
 class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
@@ -444,7 +449,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`."""
+    """Answer to `info`. `waiting` are some of the `num_waiting` requests that wait, as it was asked for."""
 
     tenant: str
     session: str
@@ -452,6 +457,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     state: Literal["idle", "waiting", "running"]
     active: str | None
     waiting: tuple[str, ...]
+    num_waiting: int = 0
     requests: int
     progress: Progress | None
     resident: bool

@@ -59,6 +59,7 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str] | str
     raw: bool
+    special_tokens: bool | None
     deadline_s: float | None
     priority: int
 
@@ -126,7 +127,6 @@ class Session:
         messages: Messages | None = None,
         text: str | None = None,
         tokens: Sequence[int] | None = None,
-        special_tokens: bool | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
         timeout_s: float | None = None,
@@ -142,7 +142,6 @@ class Session:
             messages=messages,
             text=text,
             tokens=tokens,
-            special_tokens=special_tokens,
             expect_position=expect_position,
             **sampling,
         )
@@ -167,9 +166,12 @@ class Session:
         request = build(Close, request_id, forget=forget or None)
         return expect(Closed, await self._call(request, timeout_s))
 
-    async def info(self) -> SessionInfo:
-        """Return the session's state, from the worker that holds it."""
-        return expect(SessionInfo, await self._control(InfoRequest()))
+    async def info(self, *, skip: int = 0, limit: int = 100) -> SessionInfo:
+        """Return the session's state, from the worker that holds it.
+
+        It names at most `limit` of the requests that wait, behind the first `skip`, and counts all.
+        """
+        return expect(SessionInfo, await self._control(InfoRequest(skip=skip, limit=limit)))
 
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""

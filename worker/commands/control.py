@@ -15,7 +15,7 @@ from .printing import size, span, table
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import Metrics, SessionInfo
 
 
 async def info(client: Client, name: str | None, *, as_json: bool) -> None:
@@ -37,10 +37,16 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
         ("position", f"{session.position} tokens"),
         ("KV on the device", size(session.kv_live_bytes)),
         ("requests answered", str(session.requests)),
-        ("requests waiting", ", ".join(session.waiting) or "none"),
+        ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
+
+
+def _waiting(session: SessionInfo) -> str:
+    """Name the requests that wait, and count those that the answer leaves out."""
+    num_more = session.num_waiting - len(session.waiting)
+    return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
 
 async def pin(client: Client, name: str, position: int | None) -> None:

@@ -286,6 +286,23 @@ class Session:
             return await self.cancel(request_id)
         return Cancelled(id=request_id, was="running")
 
+    async def waiting(self, skip: int, limit: int) -> tuple[list[str], int]:
+        """Name `limit` of the requests that wait for others, behind the first `skip`, and count them all.
+
+        Those that were not read yet are counted with the few that were called off.
+        """
+        names = [pending.id or "" for pending in self.pending if pending is not self.active]
+        after, num_more = self._record.in_seq, int(bool(self.pending))
+        while num_more:
+            entries, num_more = await self._services.journal.backlog(self.key, after)
+            names += [
+                pending_at(entry).id or "" for entry in entries if not self._record.has_result(entry.seq)
+            ]
+            after = entries[-1].seq if entries else after
+            if len(names) >= skip + limit:
+                break
+        return names[skip:][:limit], len(names) + num_more
+
     async def _waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: among those that were read, then in the rest of the log."""
         for pending in self.pending:

@@ -88,7 +88,7 @@ class Sessions:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return failure(None, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error))
         session = self._hold(key)
         if isinstance(request, CancelRequest):
             try:
@@ -101,7 +101,8 @@ class Sessions:
         history = session.history
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
-                return self._info(session)
+                waiting, num_waiting = await session.waiting(request.skip, request.limit)
+                return self._info(session, waiting, num_waiting)
             return await pinning.answer(self._store, key.tenant, history.tokens, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
@@ -169,7 +170,7 @@ class Sessions:
         finally:
             del self._tasks[session.key]
 
-    def _info(self, session: Session) -> SessionInfo:
+    def _info(self, session: Session, waiting: list[str], num_waiting: int) -> SessionInfo:
         history, key, active = session.history, session.key, session.active
         running = self._engine.progress(key)
         live_bytes = self._engine.live_bytes(key, history.tokens)
@@ -186,7 +187,8 @@ class Sessions:
             position=history.position,
             state="running" if running else "waiting" if session.pending else "idle",
             active=active.id if active else None,
-            waiting=tuple(pending.id or "" for pending in session.pending if pending is not active),
+            waiting=tuple(waiting),
+            num_waiting=num_waiting,
             requests=session.num_answered,
             progress=progress,
             resident=live_bytes > 0,

@@ -89,16 +89,16 @@ class Journal:
         stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
         pause_s = 0.01
         while True:
-            try:
-                entries, more = await self._direct_batch(stream, subject, after)
-            except (nats.errors.Error, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
-                continue
+            entries, num_more = await self._direct_batch(stream, subject, after)
             last = entries[-1].seq if entries else after
-            if more or last >= until or await self.get(until) is None:
-                return entries, more
+            if num_more or last >= until or await self.get(until) is None:
+                return entries, num_more > 0
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def backlog(self, key: SessionKey, after: int) -> tuple[list[Entry], int]:
+        """Read a session's next requests above the stream sequence `after`, and count those behind them."""
+        return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> list[Chunk]:
         """Read back the token chunks of the request at `seq`: those from index 0 on, without a gap.
@@ -251,18 +251,22 @@ class Journal:
 
     async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:
         """Iterate over a subject's messages with sequences above `after`, some hundred per request."""
-        more = True
-        while more:
-            try:
-                entries, more = await self._direct_batch(stream, subject, after)
-            except (nats.errors.Error, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
-                continue
+        num_more = 1
+        while num_more:
+            entries, num_more = await self._direct_batch(stream, subject, after)
             for entry in entries:
                 after = entry.seq
                 yield entry
 
-    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], bool]:
+    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
+        """Read the next messages above `after`, and count those behind them."""
+        while True:
+            try:
+                return await self._try_direct_batch(stream, subject, after)
+            except (nats.errors.Error, OSError) as error:
+                await self._wait_out("reading the log", error, 1.0)
+
+    async def _try_direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         # nats-py has no batched direct get, so this is the raw request of ADR-31.
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         entries: list[Entry] = []
@@ -275,7 +279,7 @@ class Journal:
                 if "Nats-Sequence" in headers:
                     entries.append(_entry(message, headers))
                 elif status in ("204", "404"):
-                    return entries, int(headers.get("Nats-Num-Pending", "0")) > 0
+                    return entries, int(headers.get("Nats-Num-Pending", "0"))
                 else:
                     raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import nats.errors
 import structlog
 
-from turnkeep_client.messages import Chunk, encode
+from turnkeep_client.messages import Chunk, encode, failure
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -40,11 +39,19 @@ class Outbox:
         await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
 
     async def reply(self, inbox: str, message: Struct) -> None:
-        """Answer a control request."""
-        await self._publish(inbox, encode(message))
+        """Answer a control request or an ask; what is too large for the server becomes a `failed`."""
+        body, limit = encode(message), self._nc.max_payload
+        if len(body) > limit:
+            text = f"the answer takes {len(body)} bytes, the server carries {limit}; ask for less of it"
+            body = encode(failure(getattr(message, "id", None), "invalid_request", text))
+        await self._publish(inbox, body)
 
     async def _publish(self, subject: str, body: bytes) -> None:
         # While the connection is down nats-py buffers up to a limit; what goes beyond it is lost to those
         # who listen, who then see a gap and read the record.
-        with contextlib.suppress(nats.errors.Error, OSError):
+        try:
             await self._nc.publish(subject, body)
+        except nats.errors.MaxPayloadError:
+            log.error("a message is larger than the server carries", subject=subject, size_bytes=len(body))  # noqa: TRY400
+        except (nats.errors.Error, OSError):
+            pass

@@ -1,0 +1,106 @@
+"""Answers on `ctl` and `ask` fit into what the server carries, or say that they do not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from raw_wire import LONG, Wire, append, generate
+
+from tests.conftest import free_port, nats_server_program
+from turnkeep_client.messages import Unpinned
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from pathlib import Path
+
+MAX_PAYLOAD = 16 * 1024
+
+
+@pytest.fixture
+def narrow_url(tmp_path: Path) -> Iterator[str]:
+    """A NATS server that carries no more than 16 KiB in a message."""
+    port = free_port()
+    config = {
+        "listen": f"127.0.0.1:{port}",
+        "max_payload": MAX_PAYLOAD,
+        "jetstream": {"store_dir": str(tmp_path / "nats"), "max_file_store": 2**60},
+    }
+    (tmp_path / "narrow.conf").write_text(json.dumps(config))
+    process = subprocess.Popen(
+        [nats_server_program(), "-c", str(tmp_path / "narrow.conf")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        time.sleep(0.02)
+    yield f"nats://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.fixture
+async def narrow(
+    narrow_url: str, local_worker: Callable[..., Awaitable[Any]], endless_model: Path
+) -> AsyncIterator[Wire]:
+    worker = await local_worker(nats=narrow_url, max_message_bytes=8 * 1024, model=str(endless_model))
+    wire = Wire(await nats.connect(narrow_url), worker)
+    await wire.listen()
+    yield wire
+    await wire.nc.close()
+
+
+async def test_a_session_with_more_waiting_requests_than_a_message_holds_tells_them_page_by_page(
+    narrow: Wire,
+) -> None:
+    """300 requests with names of 64 characters, where a message holds some 200."""
+    ids = [f"{number:064d}" for number in range(300)]
+    await narrow.publish("s", generate("first", **LONG))
+    await narrow.until("s", "running")
+    for request_id in ids:
+        await narrow.publish("s", append(request_id, ""))
+    info = await narrow.control("s", {"type": "info"})
+    assert (info["type"], info["num_waiting"], info["waiting"]) == ("session", 300, ids[:100])
+    told: list[str] = []
+    while page := (await narrow.control("s", {"type": "info", "skip": len(told), "limit": 70}))["waiting"]:
+        told += page
+    assert told == ids
+    assert (await narrow.control("s", {"type": "info", "limit": 0}))["waiting"] == []
+    refused = await narrow.control("s", {"type": "info", "limit": 300})
+    assert (refused["type"], refused["code"]) == ("failed", "invalid_request")
+    assert f"the server carries {MAX_PAYLOAD}; ask for less of it" in refused["message"]
+    client = await narrow.worker.client.session("s").info(skip=298)
+    assert (client.waiting, client.num_waiting) == (tuple(ids[298:]), 300)
+    await narrow.control("s", {"type": "cancel", "id": "first"})
+
+
+async def test_any_answer_that_the_server_does_not_carry_becomes_a_refusal(
+    narrow: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of an unpin of thousands of prefixes, which nobody waits for in a test."""
+    many = Unpinned(prefixes=tuple(range(10_000)), pinned_bytes=0)
+
+    async def unpin(*_: object) -> Unpinned:
+        return many
+
+    monkeypatch.setattr("worker.sessions.pinning.answer", unpin)
+    await narrow.send("s", append("a"))
+    reply = await narrow.control("s", {"type": "unpin"})
+    assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+    assert "the answer takes" in reply["message"]
+
+
+async def test_a_control_request_that_names_a_valid_id_is_refused_under_it(narrow: Wire) -> None:
+    reply = await narrow.control("s", {"type": "cancel", "id": "mine", "more": 1})
+    assert (reply["code"], reply["id"]) == ("invalid_request", "mine")
+    asked = await narrow.nc.request(narrow.subject("s", "ask"), b'{"id":"mine","more":1}', timeout=20)
+    assert json.loads(asked.data)["id"] == "mine"
