@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -144,6 +146,23 @@ async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_l
     assert len(set(read)) <= 4 * EVERY
     assert min(read) > last - 10 * EVERY
     assert len(session.history.conversation._steps) < 12 * EVERY
+
+
+async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(world: World) -> None:
+    """Of each turn beyond its tokens, 4 bytes each: where its id was answered."""
+    sizes, lengths = [], []
+    for turns in (range(60), range(60, 360)):
+        await converse(world, turns)
+        await opened(world)  # what is made once
+        tracemalloc.start()
+        session = await opened(world)
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        lengths.append(session.history.position)
+        del session
+    tokens_bytes = 4 * (lengths[1] - lengths[0]) * 9 / 8  # an array has some room to grow
+    assert sizes[1] - sizes[0] - tokens_bytes < 300 * 48
 
 
 async def test_checkpoints_store_what_is_new_and_no_more(world: World) -> None:
