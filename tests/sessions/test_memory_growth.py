@@ -1,0 +1,66 @@
+"""Answers that outgrow the memory of a real worker: their streams stall, and nothing else is to be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from raw_wire import append, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from nats.aio.msg import Msg
+    from raw_wire import Wire
+
+LENGTH = 700
+#: What a token of the tiny model's KV takes.
+TOKEN_BYTES = 512
+
+
+@pytest.mark.parametrize("snapshots", ["keep", "off"])
+async def test_answers_that_do_not_fit_together_come_out_as_alone(
+    wire: Callable[..., Awaitable[Wire]], snapshots: str
+) -> None:
+    """Four of 700 tokens and one session that is idle, in memory for 1,100."""
+    w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
+    chunks: dict[str, list[dict]] = {}
+    furthest: list[int] = []  # tokens of the longest answer as each one began
+
+    async def heard(message: Msg) -> None:
+        if message.data:
+            name = message.subject.split(".")[-1]
+            if name not in chunks:
+                furthest.append(max((some[-1]["i"] for some in chunks.values()), default=0))
+            chunks.setdefault(name, []).append(json.loads(message.data))
+
+    await w.nc.subscribe(f"{w.prefix}.*.*.tok.*", cb=heard)
+    await w.send("idle", append("a", "y" * 200))
+    most_waiting = 0
+
+    def body(i: int, name: str) -> dict:
+        text = "once upon a time"[: 4 * (i + 1)]
+        return generate(f"{name}{i}", text=text, max_tokens=LENGTH, temperature=1.0, seed=i)
+
+    seqs = [await w.publish(f"s{i}", body(i, "together")) for i in range(4)]
+    results = asyncio.gather(*(w.result(seq) for seq in seqs))
+    while not results.done():
+        info = await w.control("s0", {"type": "info"})
+        most_waiting = max(most_waiting, info["worker"]["waiting_for_memory"])
+        assert info["worker"]["resident_kv_bytes"] <= 1100 * TOKEN_BYTES
+        await asyncio.sleep(0.01)
+    assert most_waiting, "they did not fit together"
+    assert furthest[1] < LENGTH // 2, "nor did one wait for all that another might need"
+    for i, result in enumerate(await results):
+        alone = await w.send(f"alone{i}", body(i, "alone"))
+        assert (result["type"], result["finish_reason"]) == ("generated", alone["finish_reason"])
+        assert result["tokens"] == alone["tokens"]
+        assert result["usage"] == alone["usage"] | {
+            name: result["usage"][name] for name in ("cached_tokens", "prefilled_tokens")
+        }
+        assert result["usage"]["cached_tokens"] + result["usage"]["prefilled_tokens"] == 4 * (i + 1)
+        heard_tokens = [token for chunk in chunks[f"together{i}"] for token in chunk["tokens"]]
+        assert heard_tokens == result["tokens"], "no token twice, none left out"
+        assert "".join(chunk["text"] for chunk in chunks[f"together{i}"]) == result["text"]
