@@ -46,9 +46,9 @@ from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
 
 from .datadir import DataDir
-from .settings import size_text
 from .tasks import end
 from .telemetry import Telemetry
+from .words import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -359,8 +359,8 @@ class App:
         )
         if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
             raise WorkerError(
-                f"the weights take {size_text(estimator.weight_bytes)}, which leaves no room for KV in"
-                f" {size_text(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
+                f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
+                f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
             )
         if settings.max_memory is not None and settings.max_memory > room:
             log.warning(

@@ -57,7 +57,10 @@ def where(worker: LocalWorker) -> tuple[Any, ...]:
 class Terminal:
     """A command on a terminal of its own: keys go in, and what it has printed can be waited for. Blocking."""
 
-    def __init__(self, *arguments: object, columns: int = 80, command: str = "", **more: str) -> None:
+    def __init__(
+        self, *arguments: object, columns: int = 80, command: str = "", own: bool = True, **more: str
+    ) -> None:
+        """`command` is run by a shell around the program; without `own` the terminal is another session's."""
         self._columns = columns
         self._output = b""
         self._seen = 0
@@ -66,9 +69,7 @@ class Terminal:
         program = [sys.executable, "-m", "worker", *map(str, arguments)]
         self.process = subprocess.Popen(
             [
-                sys.executable,
-                "-c",
-                _TAKE_TERMINAL,
+                *((sys.executable, "-c", _TAKE_TERMINAL) if own else ()),
                 *(("/bin/sh", "-c", command) if command else ()),
                 *program,
             ],

@@ -23,9 +23,10 @@ from cache.folder import DirectoryLockedError, Folder, digest_of
 from cache.snapshot import CacheError
 from turnkeep_client.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size
+from worker.words import size, span
 
 from .flags import as_json, read, with_settings
-from .printing import size, span, table
+from .printing import table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from bench.cli import bench
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.settings import SettingsError
+from worker.words import size
 
 from .cache_cli import cache
 from .flags import as_json, read, tenant_option, with_sampling, with_settings
-from .printing import size, table
+from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -10,8 +10,9 @@ import click
 
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import encode
+from worker.words import size, span
 
-from .printing import size, span, table
+from .printing import table
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

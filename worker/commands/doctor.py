@@ -21,8 +21,9 @@ from worker.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.models import hub
 from worker.wire.broker import check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
+from worker.words import size
 
-from .printing import size, table
+from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

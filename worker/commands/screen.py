@@ -141,8 +141,7 @@ def unechoed() -> Iterator[None]:
     terminal = next(
         (stream.fileno() for stream in (sys.stdin, sys.stdout) if stream and stream.isatty()), None
     )
-    # In the background a change of the terminal would stop this process.
-    if terminal is None or os.tcgetpgrp(terminal) != os.getpgrp():
+    if terminal is None or not _is_ours(terminal):
         yield
         return
     before = termios.tcgetattr(terminal)
@@ -152,6 +151,14 @@ def unechoed() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _is_ours(terminal: int) -> bool:
+    """Say whether this process is in the terminal's foreground: elsewhere a change of it would stop it."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # another session's terminal
+        return False
 
 
 def _is_ideograph(char: str) -> bool:

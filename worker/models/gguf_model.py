@@ -19,6 +19,8 @@ import numpy as np
 import xxhash
 from gguf.constants import GGMLQuantizationType
 
+from worker.words import size
+
 from . import gguf_file, gguf_tokenizer
 from .model_files import ModelError, one_line
 
@@ -237,7 +239,8 @@ def _write(plan: _Plan, folder: Path, progress: Progress) -> None:
     free = shutil.disk_usage(folder.parent).free
     if plan.num_bytes > free:
         raise ModelError(
-            f"converting {plan.file.path} needs {plan.num_bytes:,} bytes in {folder.parent}; it has {free:,}"
+            f"converting {plan.file.path} needs {size(plan.num_bytes)} in {folder.parent};"
+            f" it has {size(free)}"
         )
     unfinished = folder.with_name(_UNFINISHED + folder.name)
     unfinished.mkdir()

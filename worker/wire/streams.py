@@ -14,6 +14,8 @@ import structlog
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
+from worker.words import size
+
 from .connection import BrokerError
 
 if TYPE_CHECKING:
@@ -197,7 +199,7 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
         )
     if code in _NO_SPACE:
         return (
-            f"the NATS server has no room for the stream {wanted.name} of up to {wanted.max_bytes} bytes;"
+            f"the NATS server has no room for the stream {wanted.name}, of {size(wanted.max_bytes or 0)};"
             " raise its JetStream storage limit, or lower --log-max-bytes and --token-max-bytes"
         )
     return f"the NATS server refuses the stream {wanted.name}: {reason(error)}"
