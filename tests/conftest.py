@@ -212,7 +212,7 @@ class WorkerProcess:
     def __init__(self, data_dir: Path, model: Path | None, port: int, *options: str) -> None:
         self.data_dir = data_dir
         self.url = f"nats://127.0.0.1:{port}"
-        self._command = [
+        self.command = [
             *(sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), "--nats-port", str(port)),
             *(("--model", str(model)) if model else ()),
             *("--log-format", "json", *options),
@@ -223,7 +223,7 @@ class WorkerProcess:
     def start(self) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         with self.log_path.open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=environment)
+            self._process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
 
     def kill(self) -> None:
         """`kill -9`: no clean-up of any kind."""

@@ -31,6 +31,7 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
+from worker.sessions.attempts import Attempts, Company
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Folder
@@ -281,6 +282,7 @@ class App:
             folder=folder,
             tokenizer=loaded.tokenizer,
             telemetry=telemetry,
+            max_result_bytes=settings.max_message_bytes,
             context_tokens=self._context_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
@@ -307,7 +309,10 @@ class App:
             trails=trails,
             release=intake.release,
             folds=Gate(_MAX_FOLDS),
+            attempts=Attempts(journal, settings.max_attempts),
+            company=Company(),
             model=loaded.name,
+            worker=settings.worker,
         )
         self._sessions = Sessions(
             services,

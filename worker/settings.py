@@ -304,6 +304,11 @@ class Settings:
         256,
         "sessions of one tenant among them",
     )
+    max_attempts: int = _setting(
+        _count(1, 1000),
+        3,
+        "workers that a request may end, without having come further, until it is given up",
+    )
     max_context: int | None = _setting(
         _or("auto", None, _count(16, 2**31)),
         None,

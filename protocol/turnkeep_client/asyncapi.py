@@ -25,6 +25,7 @@ from .messages import (
     Chunk,
     Close,
     Closed,
+    DeadLetter,
     Failed,
     Generate,
     Generated,
@@ -91,6 +92,9 @@ def document() -> dict[str, Any]:
                 (Generate,),
             ),
             "askReply": _channel(None, "The asker's inbox.", (Generated, Failed)),
+            "dead": _channel(
+                subjects.of(_KEY, "dead"), "Requests that were given up; the same log.", (DeadLetter,)
+            ),
             "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
         },
         "operations": {
@@ -98,6 +102,7 @@ def document() -> dict[str, Any]:
             "sendTokens": _operation("send", "tokens", (Chunk, _END)),
             "receiveControl": _operation("receive", "ctl", CONTROLS, reply=("ctlReply", CONTROL_REPLIES)),
             "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
+            "sendDeadLetter": _operation("send", "dead", (DeadLetter,)),
             "sendMetrics": _operation("send", "metrics", (Metrics,)),
         },
         "components": {"messages": _messages(), "schemas": _schemas()},
@@ -162,7 +167,7 @@ def _selection(channel: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
 
 
 def _messages() -> dict[str, Any]:
-    kinds = dict.fromkeys((*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, Metrics))
+    kinds = dict.fromkeys((*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics))
     messages: dict[str, Any] = {}
     for kind in kinds:
         messages[kind.__name__] = {
@@ -182,7 +187,7 @@ def _messages() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, Metrics)
+    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics)
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         if "description" in schema:

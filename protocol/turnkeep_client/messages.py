@@ -273,6 +273,19 @@ def failure(
     return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
 
 
+class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
+    """Why a request was given up, on the session's `dead`; the request itself is in the log at `seq`."""
+
+    seq: int
+    id: str | None
+    request: str
+    position: int
+    attempts: int
+    reason: str
+    worker: str
+    model: str
+
+
 Result = Opened | Appended | Generated | Rewound | Closed | Failed
 
 

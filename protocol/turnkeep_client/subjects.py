@@ -26,8 +26,8 @@ ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a let
 #: Where a tenant's requests under names like `*` are answered; no session can have this name.
 REFUSED: Final = "_refused"
 
-Kind = Literal["in", "commit", "out", "checkpoint", "tok", "ctl", "ask"]
-SessionKind = Literal["in", "commit", "out", "checkpoint", "ctl", "ask"]
+Kind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "tok", "ctl", "ask"]
+SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "ctl", "ask"]
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")

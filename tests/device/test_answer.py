@@ -28,7 +28,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 def new_answer(tokenizer):
     def make(max_tokens: int = 12, stop: tuple[str, ...] = STOPS) -> Answer:
         stream = TextStream(tokenizer, stop)
-        return Answer(stream, max_tokens=max_tokens, end_tokens=tokenizer.eos_ids)
+        return Answer(stream, max_tokens=max_tokens, max_bytes=2**20, end_tokens=tokenizer.eos_ids)
 
     return make
 

@@ -268,7 +268,7 @@ def loaded(model: Any) -> LoadedModel:
 
 
 def answer(max_tokens: int, *forced: int) -> Answer:
-    made = Answer(Endless(), max_tokens=max_tokens, end_tokens=frozenset())
+    made = Answer(Endless(), max_tokens=max_tokens, max_bytes=2**30, end_tokens=frozenset())
     for token in forced:
         made.push(token)
     return made

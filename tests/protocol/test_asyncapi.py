@@ -22,6 +22,7 @@ from turnkeep_client.messages import (
     Chunk,
     Close,
     Closed,
+    DeadLetter,
     Failed,
     Function,
     Generate,
@@ -59,7 +60,10 @@ EXAMPLES = [
     *(plain_result(n, request) for n, request in enumerate(REQUESTS, 1)),
     generated(9, REQUESTS[3], rewritten_from=2, repeat_of=4),
     Failed(id=None, code="invalid_request", message="not a request", retryable=False, seq=3),
-    Chunk(i=0, tokens=(1, 2), text="Hi"),
+    Chunk(i=0, tokens=(1, 2), text="Hi", seq=4),
+    DeadLetter(
+        seq=4, id="r4", request="append", position=0, attempts=3, reason="it ends", worker="w", model="m"
+    ),
     InfoRequest(),
     CancelRequest(id="r4"),
     Cancelled(id="r4", was="running"),

@@ -35,6 +35,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.device.engine import Outcome
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
+from worker.sessions.attempts import Attempts, Company
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Folder, History
@@ -62,6 +63,7 @@ class Log:
         self.entries: list[Entry] = []
         self.chunks: list[Chunk] = []
         self.looks: list[str] = []
+        self.notes: list[bytes] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
@@ -79,6 +81,15 @@ class Log:
 
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
+
+    async def last(self, _: SessionKey, __: str) -> bytes | None:
+        return self.notes[-1] if self.notes else None
+
+    async def append(self, _: SessionKey, __: str, body: bytes) -> None:
+        self.notes.append(body)
+
+    async def purge(self, *_: Any) -> None:
+        self.notes.clear()
 
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
@@ -184,7 +195,12 @@ class World:
             "folder": self.folder,
         }
         parts["engine"] = self.engine
-        limits: Any = {"context_tokens": 10_000, "vocab_size": 2**20, "kv_bits": None}
+        limits: Any = {
+            "context_tokens": 10_000,
+            "max_result_bytes": 2**20,
+            "vocab_size": 2**20,
+            "kv_bits": None,
+        }
         execution = Execution(tokenizer=self._tokenizer, **limits, **parts)
         self.trails = Trails(self.log, self._tokenizer, max_message_bytes=self.max_message_bytes)  # type: ignore[arg-type]
         services = Services(
@@ -192,7 +208,10 @@ class World:
             trails=self.trails,
             release=self._release,
             folds=Gate(2),
+            attempts=Attempts(self.log, 3),
+            company=Company(),
             model="tiny",
+            worker="w",
             **parts,
         )
         self.session = Session(KEY, services, lambda _: None)
@@ -449,6 +468,18 @@ async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_b
     await world.session.run()
     assert world.outbox.ended == ["g"]
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
+
+
+@pytest.mark.parametrize("known", [3, 6])
+async def test_the_usage_of_an_answer_that_was_taken_up_adds_up(world, known) -> None:
+    """What was found of the answer is no prompt; where all of it was found nothing ran, and all are 0."""
+    whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
+    await world.ask(Rewind(id="back", position=0))
+    seq = world.log.entries[-1].seq + 1
+    world.log.chunks = [Chunk(0, whole.tokens[:known], "", seq)]
+    usage = (await world.ask(Generate(id="again", text="down", max_tokens=6))).usage
+    assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == (4 if known < 6 else 0)
+    assert usage.completion_tokens == 6
 
 
 async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_held_the_session(

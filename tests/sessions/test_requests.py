@@ -96,6 +96,17 @@ async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Star
     assert last["usage"]["prompt_tokens"] == answer["position"] == 1903
 
 
+@pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
+async def test_an_answer_ends_before_its_result_is_larger_than_a_message(wire: Start, text: str) -> None:
+    """What was streamed is kept: the answer ends with `length`, and can be gone on with."""
+    w = await wire(max_message_bytes=8 * 1024)
+    result = await w.send("s", generate("a", text=text, max_tokens=1900))
+    assert (result["type"], result["finish_reason"]) == ("generated", "length")
+    assert 400 < len(result["tokens"]) < 1900
+    assert len(json.dumps(result)) < 8 * 1024
+    assert (await w.send("s", generate("b")))["type"] == "generated"
+
+
 async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
     """What was prefilled until then is found again by the next try."""
     w = await wire(block_tokens=8)

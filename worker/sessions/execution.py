@@ -59,6 +59,11 @@ log = structlog.get_logger()
 _LITTLE: Final = 256
 
 
+#: What a result and its headers take besides the answer's tokens and text, and text that was held back for a
+#: stop string: 256 characters, of up to 6 bytes each as JSON.
+_RESULT_BYTES: Final = 4096
+
+
 class Execution:
     """Carries out requests for one model; event loop only."""
 
@@ -72,11 +77,13 @@ class Execution:
         tokenizer: Tokenizer,
         telemetry: Telemetry,
         context_tokens: int,
+        max_result_bytes: int,
         vocab_size: int,
         kv_bits: int | None,
     ) -> None:
         """`context_tokens` is the most that a session may hold; `vocab_size` bounds the model's token ids.
 
+        An answer ends before its result takes more than `max_result_bytes` of the log.
         `kv_bits` is what this worker keeps of each number of KV; None where it keeps all of it.
         """
         self._journal = journal
@@ -86,6 +93,7 @@ class Execution:
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._context_tokens = context_tokens
+        self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
 
@@ -170,7 +178,12 @@ class Execution:
         most = max(most, sum(len(chunk.tokens) for chunk in published))
         max_tokens = min(request.max_tokens, most)
         stream = TextStream(self._tokenizer, request.stop)
-        answer = Answer(stream, max_tokens=max_tokens, end_tokens=self._tokenizer.eos_ids)
+        answer = Answer(
+            stream,
+            max_tokens=max_tokens,
+            max_bytes=self._max_answer_bytes,
+            end_tokens=self._tokenizer.eos_ids,
+        )
         self._resume(published, answer)
         outcome = await self._sample(key, request, pending, prompt, answer)
         if answer.finish_reason is None:
@@ -242,7 +255,9 @@ class Execution:
         after: History,
     ) -> Generated:
         now_s, begun_s = monotonic(), pending.received_s
-        num_prompt = extended.history.position
+        # What of the context is the prompt: the beginning of an interrupted answer is no part of it.
+        num_prompt = extended.history.position if outcome else 0
+        num_cached = min(outcome.num_cached, num_prompt) if outcome else 0
         return Generated(
             id=pending.id or "",
             seq=pending.seq,
@@ -252,8 +267,8 @@ class Execution:
             finish_reason=answer.finish_reason or "cancelled",
             usage=Usage(
                 prompt_tokens=num_prompt,
-                cached_tokens=outcome.num_cached if outcome else 0,
-                prefilled_tokens=outcome.num_prefilled if outcome else 0,
+                cached_tokens=num_cached,
+                prefilled_tokens=num_prompt - num_cached,
                 completion_tokens=len(answer.tokens),
             ),
             seconds=Seconds(

@@ -208,6 +208,10 @@ class Record:
         if self.diverged is None and proof and proof.headers[HISTORY_HEADER] != self.history.digest():
             self._diverge("this model makes other tokens of the same log", proof)
 
+    def give_up(self, why: str) -> None:
+        """Take the history for lost: nothing is folded any more, and requests are answered with that."""
+        self.diverged = f"{why}: go on in a new session"
+
     def committed(self, pending: Pending, out_seq: int, history: History) -> None:
         """Note that a request's result is in the log, and what the session is after it."""
         if pending in self.pending:

@@ -21,11 +21,13 @@ from turnkeep_client.messages import (
     Cancelled,
     Chunk,
     Close,
+    DeadLetter,
     Failed,
     Generate,
     Generated,
     decode_request,
     decode_result,
+    encode,
     failure,
 )
 from turnkeep_client.subjects import session_key
@@ -33,6 +35,7 @@ from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.text.templates import CutOffError
 from worker.wire.journal import FencedError, TooLargeError
 
+from .attempts import Note
 from .execution import failed, withdrawn
 from .history import RefusedError
 from .record import Record, pending_at
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from worker.wire.outbox import Outbox
 
     from .answered import Answered
+    from .attempts import Attempts, Company
     from .checkpoint import Cut
     from .execution import Execution
     from .gate import Gate
@@ -84,7 +88,10 @@ class Services:
     trails: Trails
     release: Callable[[SessionKey], Coroutine[Any, Any, None]]
     folds: Gate
+    attempts: Attempts
+    company: Company
     model: str
+    worker: str
 
 
 class Known(NamedTuple):
@@ -107,6 +114,8 @@ class Session:
         self._rung_seq = 0  # the newest request that was delivered
         self._delivered: Delivery | None = None  # the first one since the log was read
         self._in_doubt = False  # whether a worker may have died over this session
+        self._note = Note()  # of the attempts, where in doubt
+        self._num_failures = 0  # of this worker, for reasons that it does not know
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.used_s = monotonic()
@@ -136,7 +145,8 @@ class Session:
     def has_work(self) -> bool:
         """Whether `run` has something to do."""
         record = self._record
-        return bool(record.pending) or record.more or self._rung_seq > record.in_seq
+        behind = self._delivered is not None or self._rung_seq > record.in_seq
+        return bool(record.pending) or record.more or behind
 
     @property
     def size_bytes(self) -> int:
@@ -160,7 +170,10 @@ class Session:
                     if self._record.pending:
                         give(self._record.pending[0])
                         await self._answer(self._record.pending[0])
+                        await self._doubt_no_more()
+                        self._num_failures = 0
                     elif not self.has_work:
+                        await self._doubt_no_more()
                         await self._services.release(self.key)
                         if not self.has_work:  # else it was rung meanwhile
                             return
@@ -221,9 +234,15 @@ class Session:
     async def _fold(self, record: Record) -> None:
         """Read results and the requests that they answer, page by page, up to what waits for an answer."""
         journal, until = self._services.journal, self._rung_seq
-        if self._in_doubt:  # a dead worker may have acknowledged what came behind the delivery
+        if self._num_failures >= self._services.attempts.max_attempts:
+            record.give_up("its log cannot be read, this worker's log says why")
+        if self._in_doubt:
+            # A dead worker may have acknowledged what came behind the delivery.
             until = max(until, await journal.last_seq(self.key, "in"))
-        if checkpoint := await self._trail.find(whole=record.whole):
+            self._note = await self._services.attempts.begin_reading(self.key)
+            if self._note.reads > self._services.attempts.max_attempts:
+                record.give_up(f"reading its log has ended {self._note.reads - 1} workers")
+        if record.diverged is None and (checkpoint := await self._trail.find(whole=record.whole)):
             record.resume(checkpoint)
         cuts: list[Cut] = []
         record.more = more_results = True
@@ -377,7 +396,7 @@ class Session:
         alarm = self._set_alarm(pending)
         try:
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
-                result, history = await self._result(pending)
+                result, history = await self._attempt(pending)
                 await self._commit(pending, result, history)
         finally:
             if alarm is not None:
@@ -399,6 +418,66 @@ class Session:
             self._services.engine.cancel(self.key)
 
         return asyncio.get_running_loop().call_later(left_s, expire)
+
+    async def _attempt(self, pending: Pending) -> tuple[Result, History]:
+        """Carry a request out, unless it has ended too many workers; in doubt, it is counted before."""
+        attempts, company = self._services.attempts, self._services.company
+        note, limit = self._note, attempts.max_attempts
+        if self._in_doubt:
+            note = note.then(pending.seq, await self._num_published(pending))
+        if note.attempts > limit:
+            return await self._park(pending, note.attempts - 1, "it has ended every worker that began it")
+        try:
+            async with company.alone() if note.attempts == limit > 1 else company.join():
+                if self._in_doubt:  # not before: what only waits for its turn ends nobody
+                    self._note = await attempts.note(self.key, note)
+                return await self._result(pending)
+        except StoppingError:
+            num_tokens = await self._num_published(pending)
+            await attempts.take_back(self.key, pending.seq, num_tokens, self._note)
+            raise
+
+    async def _doubt_no_more(self) -> None:
+        """Note that what may have ended a worker has not ended this one."""
+        if self._in_doubt:
+            await self._services.attempts.end(self.key)
+            self._in_doubt, self._note = False, Note()
+
+    async def _num_published(self, pending: Pending) -> int:
+        return sum(len(chunk.tokens) for chunk in await self._published(pending))
+
+    async def _park(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
+        """Leave a request unanswered but for a failure, and a note of it where an operator finds it."""
+        history = self.history
+        log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
+        letter = DeadLetter(
+            seq=pending.seq,
+            id=pending.id,
+            request=pending.type,
+            position=history.position,
+            attempts=num_attempts,
+            reason=reason,
+            worker=self._services.worker,
+            model=self._services.model,
+        )
+        await self._services.journal.append(self.key, "dead", encode(letter))
+        message = f"{reason} ({num_attempts} attempts); to try again send it under a new id"
+        return failed(pending, history, "internal", message), history
+
+    async def fail(self, error: Exception) -> None:
+        """Note a failure for an unknown reason; after some of them the request that is next is given up.
+
+        The log is to be read anew. Where reading it is what fails, the session is `history_diverged` in the
+        end.
+        """
+        self._num_failures += 1
+        record = self._record
+        if self._num_failures >= self._services.attempts.max_attempts and record.folded and record.pending:
+            pending = record.pending[0]
+            reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
+            await self._commit(pending, *await self._park(pending, self._num_failures, reason))
+            self._num_failures = 0
+        self.forget()
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
         """Work out a request's result and the history after it; only a stop or a fence gets in the way."""

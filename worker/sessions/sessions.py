@@ -161,14 +161,21 @@ class Sessions:
                         return await session.run()
                     except StoppingError:
                         return None
-                    except Exception:
+                    except Exception as error:
                         log.exception("a session failed; trying again from its log")
-                        session.forget()
+                        await self._fail(session, error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause_s)
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
             del self._tasks[session.key]
+
+    async def _fail(self, session: Session, error: Exception) -> None:
+        try:
+            await session.fail(error)
+        except Exception:
+            log.exception("a request could not be given up")
+            session.forget()
 
     def _info(self, session: Session, waiting: list[str], num_waiting: int) -> SessionInfo:
         history, key, active = session.history, session.key, session.active

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from turnkeep_client.messages import FinishReason
 
@@ -29,9 +31,13 @@ class TextSink(Protocol):
 class Answer:
     """Tokens and text of one generate, up to its end."""
 
-    def __init__(self, stream: TextSink, *, max_tokens: int, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self, stream: TextSink, *, max_tokens: int, max_bytes: int, end_tokens: frozenset[int]
+    ) -> None:
+        """`max_bytes` bounds tokens and text as JSON; the text that is held back comes on top."""
         self._stream = stream
         self.max_tokens = max_tokens
+        self._left_bytes = max_bytes
         self._end_tokens = end_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
@@ -52,7 +58,8 @@ class Answer:
             text = self._stream.push(token)
             if self._stream.stopped:
                 self.finish_reason = "stop"
-            elif len(self.tokens) >= self.max_tokens:
+            self._left_bytes -= len(str(token)) + len(msgspec.json.encode(text)) - 1  # a comma, no quotes
+            if self.finish_reason is None and (len(self.tokens) >= self.max_tokens or self._left_bytes < 0):
                 self.finish_reason = "length"
         if self.finish_reason is not None:
             text += self._stream.finish()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
+    from nats.js.api import RawStreamMsg
 
     from turnkeep_client.subjects import Subjects
 
@@ -174,15 +175,17 @@ class Journal:
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
         """Ask the stream's leader for the sequence of a session's last request, or result; 0 without one."""
+        found = await self._last(key, kind)
+        return (found.seq or 0) if found else 0
+
+    async def _last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> RawStreamMsg | None:
         while True:
             try:
-                found = await self._js.get_last_msg(self._subjects.log_stream, self._subjects.of(key, kind))
+                return await self._js.get_last_msg(self._subjects.log_stream, self._subjects.of(key, kind))
             except NotFoundError:
-                return 0
+                return None
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._wait_out("reading the log", error, 1.0)
-                continue
-            return found.seq or 0
 
     async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
         """Store a result as the successor of the session's result at sequence `after` (0: the first).
@@ -211,6 +214,28 @@ class Journal:
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def append(self, key: SessionKey, kind: Literal["attempt", "dead"], body: bytes) -> None:
+        """Store what is neither a request nor a result beside a session's log."""
+        pause_s = 0.1
+        while True:
+            try:
+                await self._js.publish(self._subjects.of(key, kind), body, timeout=_TIMEOUT_S)
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._wait_out("writing the log", error, pause_s)
+                pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+            else:
+                return
+
+    async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> bytes | None:
+        """Read the body of a session's last entry of a kind; None without one."""
+        found = await self._last(key, kind)
+        return (found.data or b"") if found else None
+
+    async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
+        """Remove what was stored of a kind. Where that fails it stays, which does no harm."""
+        with contextlib.suppress(nats.errors.Error, APIError, OSError):
+            await self._js.purge_stream(self._subjects.log_stream, subject=self._subjects.of(key, kind))
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Answer the request at `seq` under names that no log can be kept for: at its tenant's `_refused`.

@@ -70,7 +70,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[subjects.every("in"), subjects.every("commit"), subjects.every("checkpoint")],
+        subjects=[subjects.every(kind) for kind in ("in", "commit", "checkpoint", "attempt", "dead")],
         # A result is stored under `out`, and is heard there only then: what is published on a subject of a
         # stream reaches its subscribers at once, even where the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),

@@ -1,0 +1,137 @@
+"""A request that ends every worker, or fails for no known reason, is given up; others are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from raw_wire import append, generate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from nats.js import JetStreamContext
+
+pytestmark = pytest.mark.process
+PROGRAM = str(Path(__file__).with_name("poisoned_worker.py"))
+
+
+class Lives:
+    """One worker process after another, each started when the one before has ended."""
+
+    def __init__(self, process: Any, js: JetStreamContext) -> None:
+        self.process = process
+        self.js = js
+        self.num = 1
+
+    async def publish(self, session: str, body: dict[str, Any]) -> int:
+        raw = json.dumps(body).encode()
+        return int((await self.js.publish(f"turnkeep.default.{session}.in", raw)).seq)
+
+    async def results(self) -> dict[int, dict[str, Any]]:
+        """Read all results, by the sequence of their requests."""
+        state = (await self.js.stream_info("turnkeep_log")).state
+        found = {}
+        for seq in range(max(state.first_seq, 1), state.last_seq + 1):
+            try:
+                message = await self.js.get_msg("turnkeep_log", seq)
+            except nats.js.errors.NotFoundError:
+                continue
+            if str(message.subject).endswith(".out"):
+                result = json.loads(message.data or b"")
+                assert result["seq"] not in found
+                found[result["seq"]] = result
+        return found
+
+    async def until_answered(self, seqs: list[int]) -> dict[int, dict[str, Any]]:
+        async with asyncio.timeout(120):
+            while not set(seqs) <= set(found := await self.results()):
+                if not self.process.running:
+                    self.process.start()
+                    self.num += 1
+                await asyncio.sleep(0.2)
+        return found
+
+    async def letters(self, session: str) -> list[dict[str, Any]]:
+        subscription = await self.js.subscribe(f"turnkeep.default.{session}.dead", ordered_consumer=True)
+        found = []
+        try:
+            while True:
+                found.append(json.loads((await subscription.next_msg(timeout=1)).data))
+        except nats.errors.TimeoutError:
+            return found
+
+
+@pytest.fixture
+async def lives(worker_process: Callable[..., Any]) -> AsyncIterator[Lives]:
+    # The server is not the worker's: it goes on when the worker ends.
+    process = worker_process("--ack-wait-s", "1")
+    process.command[1:3] = [PROGRAM]
+    process.start()
+    await (await process.client()).close()
+    nc = await nats.connect(process.url)
+    async with asyncio.timeout(60):
+        while '"ready"' not in process.log:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.1)
+    yield Lives(process, nc.jetstream())
+    await nc.close()
+    process.command[1:2] = ["-m", "worker"]
+
+
+async def test_a_request_that_ends_every_worker_is_given_up_after_three(lives: Lives) -> None:
+    """And nobody else's, though they were being answered whenever it struck."""
+    others = [await lives.publish(f"o{n}", generate("g", text="eee", max_tokens=1500)) for n in range(3)]
+    before = await lives.publish("s", append("before"))
+    poison = await lives.publish("s", append("poison", "POISON"))
+    behind = await lives.publish("s", append("behind"))
+    results = await lives.until_answered([*others, before, poison, behind])
+    assert lives.num == 4
+    assert (results[poison]["type"], results[poison]["code"], results[poison]["id"]) == (
+        "failed",
+        "internal",
+        "poison",
+    )
+    assert "3 attempts" in results[poison]["message"]
+    assert [results[seq]["type"] for seq in (*others, before, behind)] == ["generated"] * 3 + ["appended"] * 2
+    (letter,) = await lives.letters("s")
+    assert (letter["seq"], letter["id"], letter["attempts"]) == (poison, "poison", 3)
+    assert not [line for line in lives.process.log.splitlines() if "a session failed" in line]
+
+
+async def test_a_request_that_fails_for_no_known_reason_is_given_up_by_the_worker_itself(
+    lives: Lives,
+) -> None:
+    poison = await lives.publish("s", append("venom", "VENOM"))
+    behind = await lives.publish("s", append("behind"))
+    results = await lives.until_answered([poison, behind])
+    assert lives.num == 1
+    assert (results[poison]["code"], results[behind]["type"]) == ("internal", "appended")
+    assert "LookupError: bitten" in results[poison]["message"]
+    assert [letter["id"] for letter in await lives.letters("s")] == ["venom"]
+
+
+async def test_a_session_whose_log_cannot_be_read_says_so(lives: Lives) -> None:
+    first = await lives.publish("s", append("a", "BANE"))
+    await lives.until_answered([first])
+    lives.process.kill()
+    second = await lives.publish("s", append("b"))
+    other = await lives.publish("other", append("b"))
+    results = await lives.until_answered([second, other])
+    assert results[second]["code"] == "history_diverged"
+    assert "go on in a new session" in results[second]["message"]
+    assert results[other]["type"] == "appended"
+
+
+async def test_orderly_stops_are_no_attempts(lives: Lives) -> None:
+    """Four of them in the middle of one prompt's answer, which goes on each time."""
+    long = await lives.publish("s", generate("g", text="eee", max_tokens=1900))
+    for _ in range(4):
+        await asyncio.sleep(0.5)
+        lives.process.stop()
+        lives.process.start()
+    results = await lives.until_answered([long])
+    assert results[long]["type"] == "generated"

@@ -1,0 +1,106 @@
+"""How often a request was begun by workers that died over it, and what is done with one that ends them all.
+
+Counted in the log, beside the session: what is begun for the first time costs nothing. What a worker may
+have died over is noted before it is begun again, with how far it had come; an attempt that got further does
+not count. The last attempt is made alone on the device, so that nobody fails for having been near.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from turnkeep_client.subjects import SessionKey
+    from worker.wire.journal import Journal
+
+
+class Note(Struct, frozen=True, omit_defaults=True):
+    """What is known of a session in doubt: attempts at the request at `seq`, and at reading the log.
+
+    `tokens` of the request's answer had been published before the attempt.
+    """
+
+    seq: int = 0
+    attempts: int = 0
+    tokens: int = 0
+    reads: int = 0
+
+    def then(self, seq: int, num_tokens: int) -> Note:
+        """Return the next attempt at the request at `seq`, of which so many tokens are published by now."""
+        # Where nothing is known of it, the life before this one may have begun it.
+        last = self if self.seq == seq else Note(seq, 1)
+        return Note(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
+
+
+class Attempts:
+    """Reads and writes the notes. Event loop only."""
+
+    def __init__(self, journal: Journal, max_attempts: int) -> None:
+        self._journal = journal
+        self.max_attempts = max_attempts
+
+    async def begin_reading(self, key: SessionKey) -> Note:
+        """Note that the log of a session in doubt is read once more."""
+        body = await self._journal.last(key, "attempt")
+        note = Note()
+        with contextlib.suppress(msgspec.DecodeError):  # somebody else's
+            note = msgspec.json.decode(body or b"{}", type=Note)
+        return await self.note(key, msgspec.structs.replace(note, reads=note.reads + 1))
+
+    async def note(self, key: SessionKey, note: Note) -> Note:
+        """Store what is about to be tried."""
+        await self._journal.append(key, "attempt", msgspec.json.encode(note))
+        return note
+
+    async def take_back(self, key: SessionKey, seq: int, num_tokens: int, last: Note) -> None:
+        """Note that the attempt was ended by an orderly stop: it does not count."""
+        attempts = last.attempts if last.seq == seq else 1
+        await self.note(key, Note(seq, attempts - 1, num_tokens))
+
+    async def end(self, key: SessionKey) -> None:
+        """Remove the notes."""
+        await self._journal.purge(key, "attempt")
+
+
+class Company:
+    """Requests on the device, and the one that must be there alone. Event loop only."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._left = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def join(self) -> AsyncIterator[None]:
+        """Be there with others; waits while somebody is alone, or waits to be."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+            self._left.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Wait until everybody has left, and be there alone."""
+        async with self._alone:
+            self._open.clear()
+            try:
+                while self._num:
+                    self._left.clear()
+                    await self._left.wait()
+                yield
+            finally:
+                self._open.set()
