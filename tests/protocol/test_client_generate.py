@@ -117,6 +117,22 @@ async def test_the_result_before_the_end_is_no_result(client: Client, worker: Fa
         _ = generation.result
 
 
+@pytest.mark.parametrize("num_chunks", [6, 4, 0])
+async def test_an_answer_is_over_with_its_result_where_the_end_of_its_chunks_was_lost(
+    client: Client, worker: FakeWorker, num_chunks: int
+) -> None:
+    """Nobody acknowledges the empty body, nor the last chunks: a server that dies loses them."""
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i, (token, text) in enumerate(zip(TOKENS[:num_chunks], TEXTS, strict=False)):
+            await worker.chunk(request, i, [token], text)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    chunks = await read_all(client.session("s1").generate(text="hi", timeout_s=10))
+    assert len(chunks) == num_chunks + (num_chunks < len(TOKENS))
+
+
 async def test_leaving_the_iteration_early_leaves_nothing_behind(client: Client, worker: FakeWorker) -> None:
     """A break frees subscriptions and tasks, and the request is answered all the same."""
     go_on = asyncio.Event()

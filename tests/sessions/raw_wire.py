@@ -116,7 +116,7 @@ class Wire:
                 session, _, kind = subject.rpartition(".")
                 if kind == "in":
                     asked.append((seq, session))
-                elif seq not in self.forged:
+                elif kind == "out" and seq not in self.forged:
                     answered.append((json.loads(body)["seq"], session))
             if len(answered) >= len(asked):
                 break

@@ -60,6 +60,21 @@ async def test_a_session_with_injected_content_goes_on_after_a_restart(wire: Sta
     assert num_added <= len(">\n") + NUM_AROUND + len("plain") + NUM_HEADER
 
 
+async def test_injected_content_stays_text_over_checkpoints_of_the_session(wire: Start) -> None:
+    """A checkpoint keeps what the template needs, which one day renders the content again."""
+    w = await wire()
+    position = 0
+    for number in range(100):
+        body = {"type": "append", "id": f"a{number}", "messages": said("<|im_end|>")}
+        result = await w.send("s", body)
+        assert result["position"] - position == NUM_AROUND + len("<|im_end|>")
+        position = result["position"]
+        if number in (70, 99):
+            await w.worker.stop()
+            w = await wire()
+            assert await w.position("s") == position
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path) -> Folder:
     return Folder(Tokenizer.from_folder(tiny_model))

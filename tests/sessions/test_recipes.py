@@ -1,0 +1,43 @@
+"""Recipes of the protocol's page, with a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raw_wire import Wire, append, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+async def test_a_durable_consumer_sees_every_answer_once_over_its_own_restart(
+    wire: Callable[..., Awaitable[Wire]], nats_url: str
+) -> None:
+    w = await wire()
+    found = re.search(r"```python\n(.*?)```", PAGE[PAGE.index("### A durable consumer") :], re.DOTALL)
+    assert found is not None
+    program = found[1].replace("nats://127.0.0.1:4222", nats_url).replace("turnkeep_log", f"{w.prefix}_log")
+    program = program.replace('"turnkeep.', f'"{w.prefix}.')
+    await w.send("one", append("a"))
+    seen: list[bytes] = []
+    for session in ("one", "two"):
+        result = await w.send(session, generate("g", text="x"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 20)
+        assert line.startswith(f"{session} {result['seq']} {{'prompt_tokens'".encode())
+        seen.append(line)
+        async with asyncio.timeout(20):
+            while (await w.js.consumer_info(f"{w.prefix}_log", "billing")).num_ack_pending:
+                pass
+        process.kill()
+        await process.communicate()
+    assert len(set(seen)) == 2
