@@ -171,6 +171,8 @@ class Writer:
         self._catalog_failed = False
         #: What could not be removed, off the disk or out of the catalog. The thread's.
         self._left: dict[bytes, Row] = {}
+        #: Whether the last removal of everything, if there was one, left nothing.
+        self._cleared = True
         self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
         self._thread.start()
 
@@ -380,15 +382,16 @@ class Writer:
         packed = job.packed
         try:
             if packed is None:
+                self._cleared = False
                 left = self._folder.clear()
                 for name in left:
                     _log.error("snapshot_not_removed", digest=name)
                 self._left.clear()
-                clean = not left and self._in_catalog(self._catalog.clear, [])
+                clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
             else:
                 self._remove([row for row in self._left.values() if row.is_of(packed)])
                 self._folder.release_of(packed)
-                clean = not any(row.is_of(packed) for row in self._left.values())
+                clean = self._cleared and not any(row.is_of(packed) for row in self._left.values())
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
             job.clean = clean and self._catalog.settle()

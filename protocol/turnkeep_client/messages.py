@@ -163,7 +163,8 @@ class Close(_Request, frozen=True, tag="close"):
     """End the session. Only an `open` can use its name again.
 
     `forget` also removes what the worker's disk holds of the session's tokens, up to where other sessions
-    or a pin share it. What a rewind has cut off is not looked for; it ages out. The log keeps what was said.
+    or a pin share it. What it no longer held, after a rewind or a request that was withdrawn, is not looked
+    for; it ages out. The log keeps what was said.
     """
 
     forget: bool = False

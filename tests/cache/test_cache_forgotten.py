@@ -291,6 +291,8 @@ async def test_clearing_says_so_where_something_could_not_be_removed(
     store = await stored(open_store, TOKENS)
     (tmp_path / "cache" / "snapshots" / "folder").mkdir()
     assert not await store.clear(10)
+    assert not (await store.erase("a", TOKENS, 10)).settled, "whatever it was that stayed"
     (tmp_path / "cache" / "snapshots" / "folder").rmdir()
     assert await store.clear(10)
+    assert (await store.erase("a", TOKENS, 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
