@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import signal
 import sys
+import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -259,7 +260,7 @@ def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[An
     async def run() -> _T:
         # What a terminal was set to is set back on the way out.
         task = asyncio.current_task()
-        if task:
+        if task and threading.current_thread() is threading.main_thread():  # no other one hears of signals
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"
         async with await connect(url, tenant=tenant, prefix=settings.prefix) as client:
