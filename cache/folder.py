@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -130,7 +131,7 @@ class Folder:
         """Remove what a process that died was writing; count it."""
         leftovers = _within(self.tmp)
         for path in leftovers:
-            path.unlink()
+            _discard(path)
         return len(leftovers)
 
     @contextmanager
@@ -148,6 +149,17 @@ class Folder:
         path.rename(self.path(digest))
         _sync(self.snapshots)
 
+    def mend(self, digest: bytes) -> None:
+        """Make what was in a snapshot's way leave, and folders that were removed come back.
+
+        Raises `OSError` where the directory itself is gone.
+        """
+        for room in (self.snapshots, self.tmp, self.quarantined):
+            room.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
+        _discard(self.tmp / digest.hex())
+        if self.path(digest).is_dir():
+            self.quarantine(digest)
+
     def remove(self, digest: bytes) -> None:
         """Remove a snapshot; one that is gone already is no fault."""
         self.path(digest).unlink(missing_ok=True)
@@ -159,11 +171,14 @@ class Folder:
         """
         path = self.path(digest)
         try:
+            self.quarantined.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
+            if (self.quarantined / path.name).is_dir():
+                _discard(self.quarantined / path.name)  # a file could not take its place
             with suppress(FileNotFoundError):
                 path.rename(self.quarantined / path.name)
             kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
             for old in kept[:-QUARANTINE_FILES]:
-                old.unlink(missing_ok=True)
+                _discard(old)
         except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
             _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
@@ -202,7 +217,10 @@ class Folder:
             with suppress(FileNotFoundError), os.scandir(room) as entries:
                 for entry in entries:
                     try:
-                        os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them
+                        if room is self.quarantined and entry.is_dir(follow_symlinks=False):
+                            shutil.rmtree(entry.path)
+                        else:
+                            os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them
                     except OSError:
                         left.append(entry.name)
         return left
@@ -227,3 +245,11 @@ def _sync(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _discard(path: Path) -> None:
+    """Remove what lies where only files should, whatever it is; nothing there is no fault."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

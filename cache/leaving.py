@@ -28,6 +28,8 @@ class Leaving:
     def __init__(self, index: Index, writer: Writer) -> None:
         self._index = index
         self._writer = writer
+        #: Files that may be in place though they were given up: what was saved anew was to replace them.
+        self._left: set[bytes] = set()
 
     def discard(self, entries: list[Entry]) -> None:
         """Take entries without children out of the index, and their files off the disk.
@@ -70,6 +72,7 @@ class Leaving:
         """Take note of the end of a write."""
         entry = write.entry
         if write.state is State.DURABLE and write.abandoned is None:
+            self._left.discard(entry.digest)
             self._index.settle(entry)
             if entry.resumable:
                 self.discard_unneeded(self._index.swallowed(entry))
@@ -77,8 +80,12 @@ class Leaving:
         if self._index.get(entry.digest) == entry:
             self._take_out([*self._index.below(entry), entry], "no_parent")
         # The file may be in place: it was abandoned after the writer last looked, or the sync of the
-        # directory failed. If it has been saved anew, that write is queued already, and replaces it.
-        if write.state in {State.DURABLE, State.FAILED} and self._index.get(entry.digest) is None:
+        # directory failed. If it has been saved anew, that write is queued already, and replaces it, unless
+        # it is given up too.
+        if write.state in {State.DURABLE, State.FAILED}:
+            self._left.add(entry.digest)
+        if entry.digest in self._left and self._index.get(entry.digest) is None:
+            self._left.remove(entry.digest)
             self._writer.unlink([write.row])
 
     def _take_out(self, entries: list[Entry], reason: DropReason | Literal["cancelled"]) -> None:

@@ -62,7 +62,6 @@ class Outcome:
     restored: Restored | None
     num_read: int
     doubt: str | None
-    quarantined_bytes: int
 
 
 def leave() -> None:
@@ -121,7 +120,7 @@ def restore(
             num_read, doubt = len(pieces) - 1, str(error)
     if doubt is not None:
         folder.quarantine(pieces[num_read].digest)
-    return Outcome(restored, num_read, doubt, folder.quarantined_bytes() if doubt else 0)
+    return Outcome(restored, num_read, doubt)
 
 
 class _Reading:

@@ -69,11 +69,9 @@ class Room:
         *,
         max_bytes: int,
         min_free_bytes: int,
-        quarantined_bytes: int,
     ) -> None:
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
-        self.quarantined_bytes = quarantined_bytes
         self.evicted = 0
         self._index = index
         self._writer = writer
@@ -120,7 +118,7 @@ class Room:
 
     def shrink_at_once(self) -> None:
         """Evict whatever a limit that was lowered between two runs has no room for, before anybody waits."""
-        used = self._index.stored_bytes + self.quarantined_bytes
+        used = self._index.stored_bytes + self._writer.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))
         if self.evicted > before:
@@ -149,9 +147,8 @@ class Room:
         return gone
 
     def clear(self) -> None:
-        """Forget pins and quarantine, which are gone with everything else."""
+        """Forget the pins, which are gone with everything else."""
         self._pins.clear()
-        self.quarantined_bytes = 0
 
     def close(self) -> None:
         """Evict nothing any more."""
@@ -161,7 +158,7 @@ class Room:
     def _excess(self) -> int:
         """How far over its limits the cache is (negative: how much still fits)."""
         in_flight = self._writer.counts.in_flight_bytes
-        used = self._index.stored_bytes + in_flight + self.quarantined_bytes
+        used = self._index.stored_bytes + in_flight + self._writer.quarantined_bytes
         free = self._writer.free_bytes + self._writer.unlinking_bytes - in_flight
         return max(used - self.max_bytes, self.min_free_bytes - free)
 

@@ -108,6 +108,7 @@ class Store:
             opened.catalog,
             queue_bytes=queue_bytes,
             free_bytes=opened.free_bytes,
+            quarantined_bytes=opened.quarantined_bytes,
             settled=self._settled,
             monotonic=monotonic,
         )
@@ -119,7 +120,6 @@ class Store:
             self._leaving.discard,
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
-            quarantined_bytes=opened.quarantined_bytes,
         )
         self._readers = Readers(_IO_THREADS, leave)
         self._closing = False
@@ -232,14 +232,13 @@ class Store:
                 _log.error("restores_hang", limit_s=round(limit_s, 1))
             self._hangs = True
             return None
-        except (RuntimeError, OSError) as error:  # no memory, or no file may be opened: the files are good
+        except (RuntimeError, MemoryError, OSError) as error:  # or no file may be opened: the files are good
             _log.error("restore_failed", error=str(error))
             return None
         finally:
             self.release(match)
         self._hangs = False
         if outcome.doubt is not None:
-            self._room.quarantined_bytes = outcome.quarantined_bytes
             self._rejected += self._leaving.reject(match.entries[outcome.num_read], outcome.doubt)
         if outcome.restored is not None:
             self._restored_bytes += outcome.restored.size_bytes
@@ -324,7 +323,6 @@ class Store:
                 await self._writer.barrier()
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
-        self._room.quarantined_bytes = erasure.quarantined_bytes
         is_held = any(entry.doomed for entry in self._within(tenant, packed))
         is_unknown = self._index.num_children(NO_NAME.parent) > 0
         return Forgotten(num_snapshots, erasure.clean and not is_held and not is_unknown)

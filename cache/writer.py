@@ -14,7 +14,6 @@ import asyncio
 import enum
 import errno
 import queue
-import sqlite3
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,6 +41,9 @@ _log = structlog.get_logger("turnkeep.cache")
 #: room, and nothing that may be evicted. disk_error: writes failed a moment ago. no_parent: the prefix that
 #: it continues was lost. memory: the device needs what it takes there. closing: it came too late.
 DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
+
+#: What a write meets where somebody has removed a folder, or put something else in the place of a file.
+_IN_THE_WAY: Final = frozenset({errno.ENOENT, errno.EISDIR, errno.ELOOP})
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
@@ -115,7 +117,6 @@ class Erasure:
 
     packed: bytes | None
     clean: bool = False
-    quarantined_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +151,7 @@ class Writer:
         *,
         queue_bytes: int,
         free_bytes: int,
+        quarantined_bytes: int,
         settled: Callable[[Write], None],
         monotonic: Callable[[], float],
     ) -> None:
@@ -157,8 +159,10 @@ class Writer:
         self.queue_bytes = queue_bytes
         #: Bytes of files that are removed from the index, but not yet from the disk.
         self.unlinking_bytes = 0
-        #: What the file system had left after the last job that was settled: so nobody else has to ask it.
+        #: What the file system had left after the last job that was settled, and what the quarantine took:
+        #: so nobody else has to ask the disk.
         self.free_bytes = free_bytes
+        self.quarantined_bytes = quarantined_bytes
         self._folder = folder
         self._catalog = catalog
         self._settled = settled
@@ -260,9 +264,9 @@ class Writer:
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
-    def _settle(self, job: _Job, free_bytes: int | None) -> None:
-        if free_bytes is not None:
-            self.free_bytes = free_bytes
+    def _settle(self, job: _Job, measured: tuple[int, int] | None) -> None:
+        if measured is not None:
+            self.free_bytes, self.quarantined_bytes = measured
         match job:
             case Write():
                 self._count(job)
@@ -312,25 +316,33 @@ class Writer:
     # From here on: the thread.
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            match job:
-                case Write():
-                    self._write(job)
-                case _Unlink():
-                    self._unlink(job)
-                case _Use():
-                    self._in_catalog(self._catalog.use, [(job.used, job.digest)])
-                case PinNote():
-                    change = self._catalog.pin if job.on else self._catalog.unpin
-                    job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
-                case Erasure():
-                    self._erase(job)
-                case _Barrier():
-                    pass
-            try:
-                self._loop.call_soon_threadsafe(self._settle, job, self._free_bytes())
-            except RuntimeError:  # the event loop is closed: nobody is left to be told
-                return
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Do one job; False for the end. Nothing here keeps its tensors: it may be long until the next."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        match job:
+            case Write():
+                self._write(job)
+            case _Unlink():
+                self._unlink(job)
+            case _Use():
+                self._in_catalog(self._catalog.use, [(job.used, job.digest)])
+            case PinNote():
+                change = self._catalog.pin if job.on else self._catalog.unpin
+                job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
+            case Erasure():
+                self._erase(job)
+            case _Barrier():
+                pass
+        try:
+            self._loop.call_soon_threadsafe(self._settle, job, self._measured())
+        except RuntimeError:  # the event loop is closed: nobody is left to be told
+            return False
+        return True
 
     def _write(self, write: Write) -> None:
         draft = write.draft
@@ -339,17 +351,26 @@ class Writer:
         write.state = State.WRITING
         digest = write.row.digest
         try:
-            with self._folder.placing(digest) as path:
-                snapshot_format.write(draft, path)
-                if self._let_go(write):
-                    return
-                self._folder.place(path, digest)
-            write.state = State.DURABLE
+            try:
+                self._place(write, draft)
+            except OSError as error:
+                if error.errno not in _IN_THE_WAY:
+                    raise
+                self._folder.mend(digest)
+                self._place(write, draft)
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread must go on
             write.state, write.error = State.FAILED, error
             return
-        self._left.pop(digest, None)
-        self._in_catalog(self._catalog.put, [write.row])
+        if write.state is State.DURABLE:
+            self._left.pop(digest, None)
+            self._in_catalog(self._catalog.put, [write.row])
+
+    def _place(self, write: Write, draft: Draft) -> None:
+        with self._folder.placing(write.row.digest) as path:
+            snapshot_format.write(draft, path)
+            if not self._let_go(write):
+                self._folder.place(path, write.row.digest)
+                write.state = State.DURABLE
 
     def _let_go(self, write: Write) -> bool:
         if write.abandoned is None:
@@ -395,13 +416,12 @@ class Writer:
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
             job.clean = clean and self._catalog.settle()
-        except (OSError, sqlite3.Error) as error:
-            _log.error("erasure_failed", error=str(error))
-        job.quarantined_bytes = self._folder.quarantined_bytes()
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            _log.error("erasure_failed", error=str(error) or repr(error))
 
-    def _free_bytes(self) -> int | None:
+    def _measured(self) -> tuple[int, int] | None:
         try:
-            return self._folder.free_bytes()
+            return self._folder.free_bytes(), self._folder.quarantined_bytes()
         except OSError:  # the directory is gone: the next write says so
             return None
 
@@ -409,9 +429,9 @@ class Writer:
         """Change the catalog. Its faults are announced once per episode; the next start makes it whole."""
         try:
             change(rows)
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001  # the thread must go on: SQLite lacks memory, say
             if not self._catalog_failed:
-                _log.error("index_not_written", error=str(error))
+                _log.error("index_not_written", error=str(error) or repr(error))
             self._catalog_failed = True
         else:
             self._catalog_failed = False

@@ -92,4 +92,5 @@ def assert_room_rule(store: Store) -> None:
     assert stats.kept_bytes == sum(e.size_bytes for e in entries.values() if e.kept)
     assert stats.free_bytes + stats.pinned_bytes + stats.evictable_bytes == stats.capacity_bytes
     on_disk = stats.stored_bytes + store._writer.free_bytes + store._writer.unlinking_bytes
-    assert stats.capacity_bytes == min(room.max_bytes - room.quarantined_bytes, on_disk - room.min_free_bytes)
+    limit = room.max_bytes - store._writer.quarantined_bytes
+    assert stats.capacity_bytes == min(limit, on_disk - room.min_free_bytes)

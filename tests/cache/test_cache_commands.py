@@ -131,6 +131,21 @@ async def test_verify_names_what_is_doubtful_and_moves_it_if_asked_to(filled, tu
     assert "2 files, 0 doubtful" in turnkeep("verify").stdout
 
 
+@pytest.mark.parametrize(
+    "name", ["zz" * 32, "ab" * 31, "AB" * 32, "ab" * 40, "a" * 63 + "\N{DIGIT ONE FULL STOP}"]
+)
+async def test_a_name_that_is_no_digest_is_doubtful_and_left_alone(filled, turnkeep, name) -> None:
+    stray = filled / "snapshots" / f"{name}.safetensors"
+    stray.write_bytes(snapshots(filled)[0].read_bytes())
+    for arguments in (("--json",), ("--json", "--quarantine")):
+        found = json.loads(turnkeep("verify", *arguments, code=1).stdout)
+        assert [entry["file"] for entry in found["doubtful"]] == [stray.name]
+        assert found["quarantined"] == []
+    assert stray.exists()
+    turnkeep("ls")
+    turnkeep("prune", "--all")
+
+
 async def test_files_of_another_version_are_skipped_and_kept_until_they_are_evicted(
     open_store, filled, turnkeep
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -11,17 +12,21 @@ import sqlite3
 import stat
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import BLOCK, DIM, HEADS, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 from structlog.testing import capture_logs
 
 from cache import blocks
 from cache import format as snapshot_format
+from cache.blocks import Span
 from cache.catalog import Catalog
-from cache.folder import QUARANTINE_FILES
+from cache.folder import QUARANTINE_FILES, Folder
+from cache.snapshot import Tensor
 
 TOKENS = list(range(10))
 
@@ -200,11 +205,13 @@ async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkey
     assert await restored(store, "a", [1, 2]) == 2
 
 
-async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, monkeypatch) -> None:
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
+async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, monkeypatch, error) -> None:
+    """SQLite without memory is no `sqlite3.Error`."""
     store = await open_store()
 
     def fail(catalog, rows) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise error
 
     for change in ("put", "remove", "use"):
         monkeypatch.setattr(Catalog, change, fail)
@@ -218,9 +225,29 @@ async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, m
     assert await restored(await open_store(), "a", TOKENS) == 10
 
 
-def nth_file(tmp_path, n):
+async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
+    """Nothing comes after the last one that would take their place."""
+    store = await open_store()
+    whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
+    names = ["0.keys", "0.values", "1.keys", "1.values"]
+    tensors = tuple(
+        Tensor(name, "F32", array.shape, memoryview(array).cast("B"))
+        for name, array in zip(names, whole, strict=True)
+    )
+    alive = [weakref.ref(array) for array in whole]
+    assert store.save("a", [1, 2], Span(0, 2), tensors)
+    del whole, tensors
+    for _ in range(1000):
+        if not store.stats().in_flight:
+            break
+        await asyncio.sleep(0.01)
+    gc.collect()
+    assert (store.stats().durable, [ref() is None for ref in alive]) == (1, [True] * 4)
+
+
+def nth_file(tmp_path, n, tenant="a"):
     """Name the file of the n-th block of TOKENS, or of the tail."""
-    root = blocks.root(identity().digest(), "a")
+    root = blocks.root(identity().digest(), tenant)
     chain = [*blocks.Chain(root, BLOCK).names(blocks.pack(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], blocks.pack(TOKENS[8:])))
     return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
@@ -352,3 +379,97 @@ async def test_the_quarantine_keeps_a_few_files_and_counts_against_the_limit(ope
     await store.barrier(5)
     assert save_all(store, "b", [1, 2]) == [True]
     assert store.stats().evicted == 1
+
+
+async def test_the_quarantine_is_counted_as_it_is(open_store, tmp_path) -> None:
+    """Whoever looks into it, and empties it, need not stop the worker for it to be counted right."""
+    store = await open_store()
+    sessions = [[session, 1] for session in range(6)]
+    for tokens in sessions:
+        save_all(store, "a", tokens)
+    assert await store.barrier(5)
+    size = store.stats().stored_bytes // len(sessions)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        flip(path)
+    found = await asyncio.gather(*(restored(store, "a", tokens) for tokens in sessions))
+    assert found == [0] * 6
+    assert await store.barrier(5)
+    assert store.stats().capacity_bytes == (1 << 30) - 6 * size
+    for path in (tmp_path / "cache" / "quarantine").iterdir():
+        path.unlink()
+    save_all(store, "b", [1, 2])
+    assert await store.barrier(5)
+    assert store.stats().capacity_bytes == 1 << 30
+
+
+async def test_a_load_that_is_cancelled_counts_what_it_moved_away(open_store, tmp_path, monkeypatch) -> None:
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    assert await store.barrier(5)
+    size = store.stats().stored_bytes
+    flip(next((tmp_path / "cache" / "snapshots").iterdir()))
+    moved, quarantine = threading.Event(), Folder.quarantine
+
+    def watched(folder, digest) -> None:
+        quarantine(folder, digest)
+        moved.set()
+
+    monkeypatch.setattr(Folder, "quarantine", watched)
+    loading = asyncio.ensure_future(store.load(store.match("a", [1, 2])))
+    await asyncio.sleep(0)
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    assert await asyncio.to_thread(moved.wait, 10)
+    assert await store.barrier(5)
+    assert store.stats().capacity_bytes == (1 << 30) - size
+
+
+@pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
+async def test_a_folder_that_is_removed_under_a_worker_is_made_again(open_store, tmp_path, room) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    shutil.rmtree(tmp_path / "cache" / room)
+    save_all(store, "b", TOKENS)
+    assert await store.barrier(5)
+    assert await restored(store, "b", TOKENS) == 10
+    assert (store.stats().failed, store.stats().dropped) == (0, {})
+    assert await restored(store, "a", TOKENS) == (0 if room == "snapshots" else 10)
+    flip(nth_file(tmp_path, 0, tenant="b"))
+    assert await restored(store, "b", TOKENS) == 0
+    assert await store.barrier(5)
+    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == 1
+    assert_sum_rule(store)
+
+
+def a_folder(path) -> None:
+    path.mkdir()
+
+
+def a_full_folder(path) -> None:
+    path.mkdir()
+    (path / "somebody's").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("make", [a_folder, a_full_folder])
+async def test_a_folder_in_the_place_of_a_file_is_moved_away(open_store, tmp_path, make) -> None:
+    store = await open_store()
+    path = nth_file(tmp_path, 0)
+    make(path)
+    make(tmp_path / "cache" / "tmp" / path.stem)
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    assert (store.stats().failed, store.stats().dropped) == (0, {}), "nothing pauses for it"
+    assert await restored(store, "a", TOKENS) == 10
+    assert (tmp_path / "cache" / "quarantine" / path.name).is_dir()
+    make(nth_file(tmp_path, 0, tenant="c"))
+    make(tmp_path / "cache" / "tmp" / "left")
+    for i in range(QUARANTINE_FILES):
+        make(tmp_path / "cache" / "quarantine" / str(i))
+    assert await store.close()
+    store = await open_store()
+    assert await restored(store, "a", TOKENS) == 10
+    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
+    assert await store.clear()
+    assert [*(tmp_path / "cache").glob("*/*")] == []

@@ -152,6 +152,7 @@ async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:
         assert await store.load(store.match("a", tokens)) is None
     quarantine = tmp_path / "cache" / "quarantine"
     assert len(list(quarantine.iterdir())) == 2
+    assert await store.barrier(10)
     room_before = store.stats().capacity_bytes
     assert (await store.erase("a", TOKENS, 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []

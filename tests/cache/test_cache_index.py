@@ -258,6 +258,20 @@ async def test_what_is_no_snapshot_is_quarantined_at_the_start(open_store, tmp_p
     assert (folder / "notes.txt").exists()
 
 
+@pytest.mark.parametrize("stray", [".DS_Store", "._x.safetensors", "Thumbs.db"])
+async def test_a_file_of_another_program_does_not_have_every_row_looked_at(
+    open_store, tmp_path, monkeypatch, stray
+) -> None:
+    await stored_once(open_store)
+    (tmp_path / "cache" / "snapshots" / stray).write_bytes(b"x")
+
+    def never(*_):
+        raise AssertionError("nothing has to be mended")
+
+    monkeypatch.setattr(reconciling, "_mended", never)
+    assert (await open_store()).stats().stored == 3
+
+
 async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_path, monkeypatch) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "index.sqlite").unlink()

@@ -422,6 +422,31 @@ async def test_closing_in_haste_gives_up_what_is_queued(open_store, gate) -> Non
     assert_sum_rule(store)
 
 
+async def test_what_was_forgotten_and_dropped_when_it_came_again_is_not_left_behind(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    """The first write was past the last look when it was given up; the second was to replace its file."""
+    gate, entered, place = threading.Event(), threading.Event(), Folder.place
+
+    def held(folder, path, digest) -> None:
+        place(folder, path, digest)
+        entered.set()
+        assert gate.wait(10)
+
+    monkeypatch.setattr(Folder, "place", held)
+    store = await open_store()
+    save_all(store, "a", [1, 2])
+    assert await asyncio.to_thread(entered.wait, 10)
+    assert store.forget("a", [1, 2]) == 1
+    save_all(store, "a", [1, 2])
+    store.free_memory()
+    gate.set()
+    assert await store.barrier(10)
+    assert store.stats().stored == 0
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+    assert_sum_rule(store)
+
+
 async def test_a_closed_store_refuses_and_counts(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [3, 4])
