@@ -67,6 +67,12 @@ def decode(model, caches, logits, num_tokens) -> tuple[list[int], list[bytes]]:
     return tokens, bits
 
 
+def layout_of(model):
+    caches = make_prompt_cache(model)
+    prefill(model, caches, [0])
+    return layers.layout(caches, lambda: make_prompt_cache(model))
+
+
 def rebuilt(model, restored) -> list:
     return layers.rebuild(restored.tensors, make_prompt_cache(model), restored.num_tokens)
 
@@ -84,7 +90,7 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
 )
 async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, position) -> None:
     """On, before and after a block's boundary; through real files, read on another thread."""
-    store = await open_store(identity=identity(block_tokens=BLOCK))
+    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(position)
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, tokens)
@@ -100,7 +106,7 @@ async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, 
 
 async def test_the_room_behind_a_restored_session_is_never_read(model, open_store) -> None:
     """Its contents are undefined; a NaN that attention met would spread over all that follows."""
-    store = await open_store(identity=identity(block_tokens=BLOCK))
+    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens)
@@ -118,7 +124,7 @@ async def test_the_room_behind_a_restored_session_is_never_read(model, open_stor
 
 
 async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bits(model, open_store) -> None:
-    store = await open_store(identity=identity(block_tokens=BLOCK))
+    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(5 * BLOCK + 3)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[: 2 * BLOCK])
@@ -234,7 +240,7 @@ def test_concatenated_and_listed_caches_are_trimmed_too() -> None:
 
 async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_store) -> None:
     """The real division of labour: one thread steps and cuts, another writes."""
-    store = await open_store(identity=identity(block_tokens=BLOCK))
+    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
     cuts: list = []
 
