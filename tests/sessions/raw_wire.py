@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
+
+from nats.js.errors import NotFoundError
 
 from worker.wire.connection import heard
 
@@ -104,8 +107,9 @@ class Wire:
         state = (await self.js.stream_info(stream)).state
         found = []
         for seq in range(max(state.first_seq, 1), state.last_seq + 1):
-            message = await self.js.get_msg(stream, seq)
-            found.append((seq, str(message.subject), message.data or b""))
+            with contextlib.suppress(NotFoundError):  # counts of attempts are removed
+                message = await self.js.get_msg(stream, seq)
+                found.append((seq, str(message.subject), message.data or b""))
         return found
 
     async def check_log(self) -> None:

@@ -261,3 +261,14 @@ async def test_the_parser_takes_any_cut_of_the_servers_bytes() -> None:
                 await nats._ps.parse(frames[start : start + size])
         assert heard == expected, size
         heard.clear()
+
+
+async def test_a_pull_that_brought_all_it_asked_for_is_no_fault(wire: Start) -> None:
+    """The server says so in the words that it has for faults, and a pause would follow each of them."""
+    with structlog.testing.capture_logs() as lines:
+        w = await wire()
+        for _ in range(2):
+            acks = [await w.js.publish_async(w.subject(f"s{n}", "in"), b"no request") for n in range(300)]
+            for ack in acks:
+                assert (await w.result((await ack).seq))["code"] == "invalid_request"
+    assert [line for line in lines if "pulling requests failed" in line["event"]] == []

@@ -51,8 +51,8 @@ _EMPTY: Final = frozenset({"404", "408"})
 #: A longer name makes no subject: a server ends the connection of whoever sends a line of more than 4 KiB.
 _MAX_NAME_BYTES: Final = 256
 
-#: And this one: the next message is more than the rest of the pull's bytes.
-_FULL: Final = "Message Size Exceeds MaxBytes"
+#: And these: the next message is more than the rest of the pull's bytes, or it has brought all.
+_FULL: Final = frozenset({"Message Size Exceeds MaxBytes", "Batch Completed"})
 
 
 def session_of(subject: str) -> SessionKey | None:
@@ -174,7 +174,7 @@ class Intake:
                 headers = message.headers or {}
                 status = headers.get("Status", "")
                 reason = headers.get("Description", "")
-                if status not in _EMPTY and reason != _FULL:
+                if status not in _EMPTY and reason not in _FULL:
                     self._fault = f"the server ended the pull: {status} {reason}"
                 self._pull_over.set()
                 return
