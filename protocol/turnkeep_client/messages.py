@@ -416,8 +416,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` are the sessions that the worker has taken up and that are not on the device, of which
     `waiting_for_memory` only want room there; `returned` are the requests that it gave back, since their
     tenant has as many sessions at work as it may. `ignored` counts what fitted nowhere, by its kind: somebody
-    else than a worker has published it. `kv_layers` names
-    for each way of keeping KV the layers.
+    else than a worker has published it. `kv_layers` names the layers
+    of each way of keeping KV.
     """
 
     worker: str
