@@ -205,7 +205,8 @@ async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: Wor
     assert_same(session.history, (await whole(world)).history)
 
 
-async def test_nothing_is_stored_of_a_session_once_it_is_forgotten(world: World) -> None:
+@pytest.mark.parametrize("forget", [False, True])
+async def test_nothing_is_stored_of_a_session_once_it_is_closed(world: World, forget: bool) -> None:
     """Its text is to leave the log, and what is on its way must not come behind that."""
     store = world.log.store_checkpoint
 
@@ -217,7 +218,7 @@ async def test_nothing_is_stored_of_a_session_once_it_is_forgotten(world: World)
     for number in range(2 * EVERY - 1):
         await world.ask(question(number))
     world.publish(Rewind(id="back", position=20))
-    closed = await world.ask(Close(id="close", forget=True))
+    closed = await world.ask(Close(id="close", forget=forget))
     assert isinstance(closed, Closed)
     await stored(world)
     assert checkpoints(world)

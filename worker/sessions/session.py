@@ -537,8 +537,8 @@ class Session:
         committed out of turn.
         """
         services, record = self._services, self._record
-        if isinstance(pending.request, Close) and pending.request.forget:
-            await self._trail.finish()  # what was said is to leave the log, and must not come back
+        if isinstance(pending.request, Close):
+            await self._trail.finish()  # what was said leaves the log sooner or later, and must not come back
         async with self._log_lock:
             if record is not self._record or not record.lacks_result(pending):
                 return
