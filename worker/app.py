@@ -45,6 +45,7 @@ from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
+from worker.wire.retention import Retention
 
 from .datadir import DataDir
 from .tasks import end
@@ -274,6 +275,9 @@ class App:
             has_unopened=self._has_unopened,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
+        retention = self._retention = Retention(
+            journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
+        )
         folder = Folder(loaded.tokenizer)
         execution = Execution(
             journal=journal,
@@ -282,6 +286,7 @@ class App:
             folder=folder,
             tokenizer=loaded.tokenizer,
             telemetry=telemetry,
+            retention=retention,
             max_result_bytes=settings.max_message_bytes,
             context_tokens=self._context_tokens,
             vocab_size=loaded.vocab_size,
@@ -310,6 +315,7 @@ class App:
             release=intake.release,
             folds=Gate(_MAX_FOLDS),
             attempts=Attempts(journal, settings.max_attempts),
+            retention=retention,
             company=Company(),
             model=loaded.name,
             worker=settings.worker,
@@ -328,6 +334,7 @@ class App:
         others = [
             asyncio.create_task(intake.keep_alive(), name="keep-alive"),
             asyncio.create_task(self._sessions.sweep(), name="sweep"),
+            asyncio.create_task(retention.run(), name="retention"),
             asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
             asyncio.create_task(self._publish_metrics(outbox, intake), name="metrics"),
         ]
@@ -411,6 +418,8 @@ class App:
             waiting=max(intake.num_held - engine.num_running, 0),
             waiting_for_memory=engine.num_waiting,
             returned=intake.num_returned,
+            log_bytes=self._retention.num_bytes,
+            log_max_bytes=self._retention.max_bytes,
             ignored=dict(telemetry.ignored),
             running=engine.num_running,
             sessions=len(self._sessions),

@@ -329,6 +329,11 @@ class Settings:
     max_message_bytes: int = _setting(
         _size(_KIB, 32 * _MIB), _MIB, "size of one NATS message at most, headers included"
     )
+    closed_ttl_s: float | None = _setting(
+        _or("off", None, _duration(0, 10 * 365 * 86400)),
+        7 * 86400.0,
+        "time until a closed session leaves the log; off keeps it while there is room",
+    )
     log_max_bytes: int = _setting(
         _size(16 * _MIB), 10 * _GIB, "size of the log at most; a full log refuses new requests"
     )

@@ -160,11 +160,11 @@ class Rewind(_Request, frozen=True, tag="rewind"):
 
 
 class Close(_Request, frozen=True, tag="close"):
-    """End the session. Only an `open` can use its name again.
+    """End the session. Only an `open` can use its name again; after some days it leaves the log.
 
-    `forget` also removes what the worker's disk holds of the session's tokens, up to where other sessions
-    or a pin share it. What it no longer held, after a rewind or a request that was withdrawn, is not looked
-    for; it ages out. The log keeps what was said.
+    `forget` removes at once what was said in it: from the worker's disk, up to where other sessions or a pin
+    share it, and from the log, where the close and its result remain. What the session no longer held, after
+    a rewind or a request that was withdrawn, is not looked for on the disk; it ages out.
     """
 
     forget: bool = False
@@ -193,10 +193,12 @@ class Closed(_Result, frozen=True, tag="closed"):
 
     Where it was to forget, `forgotten` counts the snapshots that went. `settled` is false where some of the
     session's tokens may be left on the disk: it did not answer in time, a file could not be removed, another
-    session's turn holds it, or there are snapshots that this worker does not read.
+    session's turn holds it, or there are snapshots that this worker does not read. `removed_entries` counts
+    what leaves the log with it.
     """
 
     forgotten: int | None = None
+    removed_entries: int | None = None
     settled: bool = True
 
 
@@ -429,6 +431,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     waiting: int
     waiting_for_memory: int
     returned: int = 0
+    log_bytes: int = 0
+    log_max_bytes: int = 0
     ignored: dict[str, int] = {}
     running: int
     sessions: int

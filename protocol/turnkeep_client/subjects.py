@@ -26,8 +26,8 @@ ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a let
 #: Where a tenant's requests under names like `*` are answered; no session can have this name.
 REFUSED: Final = "_refused"
 
-Kind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "tok", "ctl", "ask"]
-SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "ctl", "ask"]
+Kind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "tok", "ctl", "ask"]
+SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
@@ -83,7 +83,7 @@ class Subjects:
         return f"{self.prefix}.{key.tenant}.{key.session}.tok.{request_id}"
 
     def log(self, key: SessionKey) -> str:
-        """Match a session's `in`, `out` and `checkpoint` among the subjects of the log stream."""
+        """Match all that the log stream holds of a session."""
         return f"{self.prefix}.{key.tenant}.{key.session}.*"
 
     def every(self, kind: SessionKind) -> str:

@@ -44,6 +44,7 @@ from worker.sessions.trail import Trails
 from worker.telemetry import Telemetry
 from worker.wire.intake import Delivery
 from worker.wire.journal import Entry, FencedError
+from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,8 +86,9 @@ class Log:
     async def last(self, _: SessionKey, __: str) -> bytes | None:
         return self.notes[-1] if self.notes else None
 
-    async def append(self, _: SessionKey, __: str, body: bytes) -> None:
-        self.notes.append(body)
+    async def append(self, _: SessionKey, kind: str, body: bytes) -> None:
+        if kind == "attempt":
+            self.notes.append(body)
 
     async def purge(self, *_: Any) -> None:
         self.notes.clear()
@@ -201,7 +203,8 @@ class World:
             "vocab_size": 2**20,
             "kv_bits": None,
         }
-        execution = Execution(tokenizer=self._tokenizer, **limits, **parts)
+        retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
+        execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
         self.trails = Trails(self.log, self._tokenizer, max_message_bytes=self.max_message_bytes)  # type: ignore[arg-type]
         services = Services(
             execution=execution,
@@ -210,6 +213,7 @@ class World:
             folds=Gate(2),
             attempts=Attempts(self.log, 3),
             company=Company(),
+            retention=retention,
             model="tiny",
             worker="w",
             **parts,

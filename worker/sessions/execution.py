@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from worker.telemetry import Telemetry
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
+    from worker.wire.retention import Retention
 
     from .history import Folder, History, Input
     from .record import Pending
@@ -76,6 +77,7 @@ class Execution:
         folder: Folder,
         tokenizer: Tokenizer,
         telemetry: Telemetry,
+        retention: Retention,
         context_tokens: int,
         max_result_bytes: int,
         vocab_size: int,
@@ -92,6 +94,7 @@ class Execution:
         self._folder = folder
         self._tokenizer = tokenizer
         self._telemetry = telemetry
+        self._retention = retention
         self._context_tokens = context_tokens
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
@@ -119,7 +122,8 @@ class Execution:
                 return await self._close(key, request, pending, history), self._folder.closed(history)
 
     async def _close(self, key: SessionKey, request: Close, pending: Pending, history: History) -> Closed:
-        closed = Closed(id=request.id, seq=pending.seq, position=history.position)
+        removed = await self._retention.note(key, forget=request.forget)
+        closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
             self._engine.forget(key)
             return closed

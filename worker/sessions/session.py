@@ -21,6 +21,7 @@ from turnkeep_client.messages import (
     Cancelled,
     Chunk,
     Close,
+    Closed,
     DeadLetter,
     Failed,
     Generate,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
+    from worker.wire.retention import Retention
 
     from .answered import Answered
     from .attempts import Attempts, Company
@@ -89,6 +91,7 @@ class Services:
     release: Callable[[SessionKey], Coroutine[Any, Any, None]]
     folds: Gate
     attempts: Attempts
+    retention: Retention
     company: Company
     model: str
     worker: str
@@ -119,6 +122,7 @@ class Session:
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.used_s = monotonic()
+        self.counted_bytes = 0  # of its size, by who holds the sessions
         try:
             session_key(key.tenant, key.session)
         except InvalidMessageError as error:
@@ -557,6 +561,8 @@ class Session:
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
+        if isinstance(result, Closed) and isinstance(pending.request, Close) and pending.request.forget:
+            await services.retention.forget(self.key, pending.seq)
         if isinstance(pending.request, Generate):
             num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
             await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -46,9 +45,9 @@ _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 #: An idle timeout may be 0, but not the pause between two looks at who is idle.
 _LEAST_SWEEP_S = 0.1
-#: Sessions whose history is kept in memory, some 12 KB each and more for long ones; others are read from the
-#: log when their next request comes.
-_MAX_SESSIONS = 1024
+#: What the histories of idle sessions may take in memory; of those beyond it, the ones used longest ago are
+#: read from the log when their next request comes.
+_MAX_IDLE_BYTES = 64 * 2**20
 
 
 class Sessions:
@@ -72,6 +71,7 @@ class Sessions:
         self._idle_timeout_s = idle_timeout_s
         self._metrics = metrics
         self._sessions: dict[SessionKey, Session] = {}
+        self._size_bytes = 0  # of all sessions, as they were when they were looked at last
         self._tasks: dict[SessionKey, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
@@ -98,6 +98,7 @@ class Sessions:
                 return failure(request.id, "internal", "another worker went on with this session; ask again")
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
             await session.catch_up(beyond_bell=True)
+        self._count(session)
         history = session.history
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
@@ -106,8 +107,8 @@ class Sessions:
             return await pinning.answer(self._store, key.tenant, history.tokens, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
-        if not session.has_work and key not in self._tasks:
-            self._sessions.pop(key, None)
+        if not session.has_work and key not in self._tasks and key in self._sessions:
+            self._drop(key)
         return failure(
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
@@ -119,7 +120,7 @@ class Sessions:
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
                 if session.used_s < horizon_s and self._is_idle(key):
-                    del self._sessions[key]
+                    self._drop(key)
 
     async def stop(self, timeout_s: float) -> None:
         """Wait for the sessions' tasks, then cancel them; the engine must have been told to stop before."""
@@ -137,11 +138,25 @@ class Sessions:
         return session
 
     def _let_go(self) -> None:
-        """Let the least recently used idle sessions go where there are too many in memory."""
-        excess = len(self._sessions) - _MAX_SESSIONS
-        for key in list(itertools.islice(self._sessions, max(excess, 0))):
+        """Let the least recently used idle sessions go where all together take too much memory."""
+        if self._size_bytes <= _MAX_IDLE_BYTES:
+            return
+        for key in list(self._sessions):
             if self._is_idle(key):
-                del self._sessions[key]
+                self._drop(key)
+                if self._size_bytes <= _MAX_IDLE_BYTES:
+                    return
+
+    def _drop(self, key: SessionKey) -> None:
+        session = self._sessions.pop(key)
+        self._size_bytes -= session.counted_bytes
+        session.counted_bytes = 0
+
+    def _count(self, session: Session) -> None:
+        """Take a session's size into account; it has just been read, or has answered."""
+        size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
+        self._size_bytes += size_bytes - session.counted_bytes
+        session.counted_bytes = size_bytes
 
     def _is_idle(self, key: SessionKey) -> bool:
         return key not in self._tasks and not self._sessions[key].has_work
@@ -169,6 +184,8 @@ class Sessions:
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
             del self._tasks[session.key]
+            self._count(session)
+            self._let_go()
 
     async def _fail(self, session: Session, error: Exception) -> None:
         try:

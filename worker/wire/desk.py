@@ -37,6 +37,9 @@ log = structlog.get_logger()
 #: Workers share the asks and the control requests of their prefix.
 _QUEUE = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
+#: So many are answered at a time; who comes then is told so at once.
+_MAX_ASKED = 4096
+_TOO_MANY = f"the worker has {_MAX_ASKED} questions to answer already; ask again later"
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
@@ -89,6 +92,10 @@ class Desk:
                 log.exception("answering failed", subject=message.subject)
 
         async def spawn(message: Msg) -> None:
+            if len(self._tasks) >= _MAX_ASKED:
+                if message.reply:
+                    await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
+                return
             task = asyncio.create_task(guarded(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -215,7 +215,7 @@ class Journal:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
-    async def append(self, key: SessionKey, kind: Literal["attempt", "dead"], body: bytes) -> None:
+    async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
         """Store what is neither a request nor a result beside a session's log."""
         pause_s = 0.1
         while True:
@@ -236,6 +236,38 @@ class Journal:
         """Remove what was stored of a kind. Where that fails it stays, which does no harm."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             await self._js.purge_stream(self._subjects.log_stream, subject=self._subjects.of(key, kind))
+
+    async def count(self, key: SessionKey) -> int:
+        """Count what the log holds of a session; 0 where it does not say."""
+        with contextlib.suppress(nats.errors.Error, APIError, OSError):
+            info = await self._js.stream_info(
+                self._subjects.log_stream, subjects_filter=self._subjects.log(key)
+            )
+            return sum((info.state.subjects or {}).values())
+        return 0
+
+    async def log_bytes(self) -> int:
+        """Ask for the size of the log. Raises what nats-py does where it does not answer."""
+        return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
+
+    async def closed(self, after: int) -> tuple[list[Entry], bool]:
+        """Read the next notes of sessions that were about to be closed, above the stream sequence `after`."""
+        entries, num_more = await self._direct_batch(
+            self._subjects.log_stream, self._subjects.every("closed"), after
+        )
+        return entries, num_more > 0
+
+    async def remove(self, key: SessionKey, before: int) -> None:
+        """Remove what the log holds of a session below the stream sequence `before`."""
+        await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=self._subjects.log(key))
+
+    async def remove_tokens(self, key: SessionKey) -> None:
+        """Remove what can still be read back of a session's answers."""
+        await self._js.purge_stream(self._subjects.token_stream, subject=self._subjects.tokens(key, "*"))
+
+    async def delete(self, seq: int) -> None:
+        """Remove one entry."""
+        await self._js.delete_msg(self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Answer the request at `seq` under names that no log can be kept for: at its tenant's `_refused`.

@@ -21,7 +21,7 @@ from .connection import BrokerError
 if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
-    from turnkeep_client.subjects import Subjects
+    from turnkeep_client.subjects import SessionKind, Subjects
     from worker.settings import Settings
 
 #: The durable pull consumer of the log stream; every worker pulls from it.
@@ -36,6 +36,9 @@ DEDUPE_S: Final = 0.1
 _NAME_IN_USE: Final = 10058
 _SUBJECTS_OVERLAP: Final = 10065
 _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of the server
+
+#: What the log stream takes; `commit` is stored as `out`.
+_LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
 #: What the settings decide; everything else is the operator's.
 _OWNED: Final = frozenset(
@@ -70,7 +73,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[subjects.every(kind) for kind in ("in", "commit", "checkpoint", "attempt", "dead")],
+        subjects=[subjects.every(kind) for kind in _LOGGED],
         # A result is stored under `out`, and is heard there only then: what is published on a subject of a
         # stream reaches its subscribers at once, even where the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),

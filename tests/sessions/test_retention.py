@@ -1,0 +1,155 @@
+"""Closed sessions leave the log, forgotten ones at once; what is open stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from nats.js.errors import NotFoundError
+from raw_wire import append, generate
+
+from worker.sessions import sessions
+from worker.wire import retention
+from worker.wire.retention import Retention
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from raw_wire import Wire
+
+    Start = Callable[..., Awaitable[Wire]]
+
+CLOSE = {"type": "close", "id": "c"}
+FORGET = {"type": "close", "id": "c", "forget": True}
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
+
+
+async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:
+    """Read what the log holds of a session, by kind."""
+    found: dict[str, list[bytes]] = {}
+    info = await w.js.stream_info(f"{w.prefix}_log")
+    for seq in range(max(info.state.first_seq, 1), info.state.last_seq + 1):
+        try:
+            message = await w.js.get_msg(f"{w.prefix}_log", seq)
+        except NotFoundError:
+            continue
+        *_, name, kind = str(message.subject).split(".")
+        if name == session:
+            found.setdefault(kind, []).append(message.data or b"")
+    return found
+
+
+async def until_gone(w: Wire, session: str, *, text: bytes) -> dict[str, list[bytes]]:
+    async with asyncio.timeout(20):
+        while True:
+            found = await bodies(w, session)
+            if not any(text in body for kind in found.values() for body in kind):
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def test_a_closed_session_leaves_the_log_after_its_time_and_an_open_one_stays(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire(closed_ttl_s=0.5)
+    for name in ("closed", "open"):
+        await w.send(name, append("a", "hello"))
+    await w.send("closed", CLOSE)
+    assert "in" in await bodies(w, "closed")
+    assert await until_gone(w, "closed", text=b"") == {}
+    assert len((await bodies(w, "open"))["in"]) == 1
+    assert (await w.send("open", append("b")))["position"] == 10
+    assert (await w.send("closed", {"type": "open", "id": "a"}))["type"] == "opened"
+    assert (await w.send("closed", append("b")))["position"] == 5
+
+
+async def test_a_session_that_was_opened_again_keeps_what_came_behind_its_close(quiet_wire: Start) -> None:
+    w = await quiet_wire(closed_ttl_s=1.0)
+    await w.send("s", append("a", "first life"))
+    await w.send("s", CLOSE)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.send("s", append("b", "second"))
+    found = await until_gone(w, "s", text=b"first life")
+    assert [json.loads(body)["id"] for body in found["in"]] == ["o", "b"]
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=1.0)
+    assert (await w.send("s", append("d")))["position"] == 11
+
+
+async def test_what_is_forgotten_leaves_the_log_at_once(quiet_wire: Start) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a", "a secret"))
+    await w.send("s", generate("g", text="eee"))
+    closed = await w.send("s", FORGET)
+    assert closed["removed_entries"] >= 4
+    found = await until_gone(w, "s", text=b"secret")
+    assert [json.loads(body)["id"] for body in (*found["in"], *found["out"])] == ["c", "c"]
+    tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
+    assert not tokens.state.subjects
+    assert (await w.send("s", append("b")))["code"] == "unknown_session"
+
+
+async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: Any) -> None:
+        pass
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Retention, "forget", dies)
+        patched.setattr(retention, "_PERIOD_S", 60.0)
+        w = await quiet_wire()
+        await w.send("s", append("a", "a secret"))
+        await w.send("s", FORGET)
+        assert any(b"secret" in body for body in (await bodies(w, "s"))["in"])
+        await w.worker.stop()
+    w = await quiet_wire()
+    await until_gone(w, "s", text=b"secret")
+
+
+async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
+    """Twice as much in all; what is open is not touched by it."""
+    w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
+    await w.send("open", append("a", "hello"))
+    for n in range(128):
+        refused = await w.send(f"s{n}", append("a", "x" * 250_000, no_such_field=1))
+        assert refused["code"] == "invalid_request"
+        await w.send(f"s{n}", append("b", "hello"))
+        await w.send(f"s{n}", CLOSE)
+        await asyncio.sleep(0.01)
+    assert (await w.send("open", append("b")))["position"] == 10
+    worker = (await w.control("open", {"type": "info"}))["worker"]
+    assert 0 < worker["log_bytes"] < worker["log_max_bytes"] == 16 * 2**20
+
+
+@pytest.mark.parametrize("forged", [b"forget", b""])
+async def test_a_forged_note_removes_nothing(quiet_wire: Start, forged: bytes) -> None:
+    """A session that is open, or was closed without being forgotten, keeps its log."""
+    w = await quiet_wire(closed_ttl_s=None if forged else 0)
+    for name in ("open", "closed"):
+        await w.send(name, append("a", "hello"))
+        await w.js.publish(w.subject(name, "closed"), forged)
+        await w.send(name, append("b", "more"))
+    if forged:
+        await w.send("closed", CLOSE)
+    await asyncio.sleep(0.5)
+    for name in ("open", "closed"):
+        assert b"hello" in b"".join((await bodies(w, name))["in"])
+
+
+async def test_idle_sessions_leave_memory_by_their_size(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 5 * 12_500)
+    for n in range(20):
+        await w.send(f"s{n}", append("a"))
+    assert (await w.control("s0", {"type": "info"}))["worker"]["sessions"] <= 7
+    for n in range(20):
+        assert (await w.send(f"s{n}", append("b")))["position"] == 10

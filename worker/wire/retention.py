@@ -1,0 +1,132 @@
+"""What leaves the log: closed sessions after a time, sooner in a full log, forgotten ones at once.
+
+A close is noted on the session's `closed` before its result is stored. So even if the worker dies in between,
+the note is there, and is followed if the result is. Nothing of a session that is open ever leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+
+from .intake import session_of
+
+if TYPE_CHECKING:
+    from turnkeep_client.subjects import SessionKey
+
+    from .journal import Entry, Journal
+
+log = structlog.get_logger()
+
+_PERIOD_S: Final = 10.0
+#: From this share of the log's limit on, closed sessions leave early, until it is down to the other.
+_NEARLY_FULL: Final = 0.9
+_RELIEVED: Final = 0.8
+#: A note whose result is not there after so long belongs to a close that never came about.
+_STALE_S: Final = 3600.0
+_FORGET: Final = b"forget"
+
+
+class _Closing(NamedTuple):
+    """A close in the log: its result's entry, its result, and whether it is to forget."""
+
+    entry: Entry
+    result: Closed
+    forgets: bool
+
+
+class Retention:
+    """Removes closed sessions from the log. Event loop only."""
+
+    def __init__(self, journal: Journal, *, closed_ttl_s: float | None, max_bytes: int) -> None:
+        """Without `closed_ttl_s` closed sessions stay until there is no room for them."""
+        self._journal = journal
+        self._ttl_s = closed_ttl_s
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._forgotten: set[int] = set()  # notes that were followed already
+        self._nearly_full = False
+
+    async def note(self, key: SessionKey, *, forget: bool) -> int | None:
+        """Note that a session is about to be closed; with `forget` count the entries that will leave."""
+        num_entries = await self._journal.count(key) if forget else None
+        await self._journal.append(key, "closed", _FORGET if forget else b"")
+        return num_entries and num_entries - 1  # not the close itself
+
+    async def forget(self, key: SessionKey, close_seq: int) -> None:
+        """Remove what was said in a session before the close at a stream sequence, whose result is stored."""
+        try:
+            await self._journal.remove(key, close_seq)
+            await self._journal.remove_tokens(key)
+        except (nats.errors.Error, APIError, OSError) as error:
+            log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                await self.sweep()
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("closed sessions could not be removed, trying again", error=str(error))
+            await asyncio.sleep(_PERIOD_S)
+
+    async def sweep(self) -> None:
+        """Remove what is due; more than that, oldest first, where the log is nearly full."""
+        self.num_bytes = await self._journal.log_bytes()
+        full = self.num_bytes > _NEARLY_FULL * self.max_bytes
+        after, more = 0, True
+        while more:
+            notes, more = await self._journal.closed(after)
+            for note in notes:
+                after = note.seq
+                await self._follow(note, hurry=full)
+                if full:
+                    self.num_bytes = await self._journal.log_bytes()
+                    full = self.num_bytes > _RELIEVED * self.max_bytes
+        nearly_full = self.num_bytes > _NEARLY_FULL * self.max_bytes
+        if nearly_full and not self._nearly_full:
+            log.warning(
+                "the log is nearly full, and no closed session is left in it: when it is full it refuses"
+                " requests; close sessions, or raise log_max_bytes",
+                bytes=self.num_bytes,
+                max_bytes=self.max_bytes,
+            )
+        self._nearly_full = nearly_full
+
+    async def _follow(self, note: Entry, *, hurry: bool) -> None:
+        key, age_s = session_of(note.headers["Nats-Subject"]), time.time() - note.stored.timestamp()
+        due = hurry or (self._ttl_s is not None and age_s >= self._ttl_s)
+        forget = note.body == _FORGET and note.seq not in self._forgotten
+        if key is None or not (due or forget):
+            return
+        closed = await self._closed(key, note.seq)
+        if closed is None:
+            if age_s > _STALE_S:
+                await self._journal.delete(note.seq)
+            return
+        if due:
+            await self._journal.remove(key, closed.entry.seq + 1)
+        elif closed.forgets:
+            await self._journal.remove(key, closed.result.seq)
+        self._forgotten.add(note.seq)
+
+    async def _closed(self, key: SessionKey, note_seq: int) -> _Closing | None:
+        """Find the close that was noted; None where it has no result, or anybody else has made the note."""
+        results, _ = await self._journal.page(key, "out", note_seq)
+        for entry in results[:1]:
+            with contextlib.suppress(InvalidMessageError):
+                result = decode_result(entry.body)
+                body = await self._journal.get(result.seq or 0) if isinstance(result, Closed) else None
+                request = decode_request(body) if body is not None else None
+                if isinstance(result, Closed) and isinstance(request, Close):
+                    return _Closing(entry, result, forgets=request.forget)
+        return None
