@@ -103,7 +103,7 @@ class Dice:
         if verb == "generate":
             answer = self._random.randint(1, min(_SHORT_ANSWER, num_added - 1))
             if num_added > _SHORT_ANSWER and self._random.random() < 0.15:
-                # A long answer instead of a long prompt: its room is taken from the start.
+                # A long answer instead of a long prompt: it takes its room as it grows.
                 answer = num_added - self._random.randint(1, _SHORT_ANSWER)
                 cancel = self._random.uniform(0.2, 3)
         tokens = (self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(num_added - answer))
