@@ -187,6 +187,27 @@ async def test_a_name_that_nats_takes_and_the_rule_does_not_is_answered_where_it
     await check_goes_on(w)
 
 
+@pytest.mark.parametrize("session", ["*", ">", "s" * 300])
+async def test_a_request_under_a_name_that_makes_no_subject_is_answered_at_its_tenants_refused(
+    quiet_wire: Start, session: str
+) -> None:
+    """Each once, also where other sessions match that name as a pattern."""
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    seqs = [await w.publish(session, append(f"r{n}")) for n in range(10)]
+    for seq in seqs:
+        refused = await w.result(seq)
+        assert (refused["type"], refused["code"], refused["id"]) == ("failed", "invalid_request", None)
+        assert "1 to 64 of the characters" in refused["message"]
+    answered = [
+        (json.loads(body)["seq"], subject)
+        for _, subject, body in await w.entries()
+        if subject.endswith(".out") and json.loads(body)["seq"] in seqs
+    ]
+    assert answered == [(seq, w.subject("_refused", "out")) for seq in seqs]
+    await check_goes_on(w, "s")
+
+
 async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None:
     w = await wire()
     for session in ("fresh", "old"):
