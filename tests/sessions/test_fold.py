@@ -93,6 +93,15 @@ class Log:
     async def purge(self, *_: Any) -> None:
         self.notes.clear()
 
+    async def count(self, _: SessionKey) -> int:
+        return len(self.entries)
+
+    async def remove(self, *_: Any) -> None:
+        pass
+
+    async def remove_tokens(self, _: SessionKey) -> None:
+        pass
+
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
 
@@ -497,6 +506,25 @@ async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_h
     assert result.tokens[:2] == begun
     assert result.text.startswith("ba")
     await world.assert_fold_is_life()
+
+
+async def test_a_fence_that_is_lost_is_no_attempt(world, monkeypatch) -> None:
+    """Of a request in doubt: the worker lives, so it did not end over it."""
+    commit, num_lost = world.log.commit, 0
+
+    async def lost(*arguments: Any) -> int:
+        nonlocal num_lost
+        num_lost += 1
+        if num_lost <= 8:
+            raise FencedError("lost")
+        return await commit(*arguments)
+
+    monkeypatch.setattr(world.log, "commit", lost)
+    seq = world.log.add("in", encode(Append(id="a", text="one")))
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert world.result(seq).position == 3
+    assert not world.log.notes
 
 
 async def test_a_session_starts_anew_when_it_is_opened_after_its_close(world) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Another number where what a checkpoint holds means something else, or the same requests give other tokens.
 _VERSION: Final = 1
+#: What a part of a checkpoint may take in memory: the tokens or texts of some millions of tokens.
+_MAX_BYTES: Final = 256 * 2**20
 #: Of compression: half the size of token ids, some megabytes in a tenth of a second.
 _LEVEL: Final = 1
 
@@ -148,6 +150,15 @@ class Checkpoint:
     answered: AnsweredIds
 
 
+def _inflate(packed: bytes) -> bytes:
+    """Decompress; raises `ValueError` for what would take all memory, which no worker has written."""
+    stream = zlib.decompressobj()
+    found = stream.decompress(packed, _MAX_BYTES)
+    if stream.unconsumed_tail:
+        raise ValueError("a part of a checkpoint is too large")
+    return found
+
+
 def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
     """Put a session together from all its checkpoints, in their order; for another thread.
 
@@ -163,15 +174,15 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
         whole = whole or not last.near
         for body in read:
             del tokens[body.kept_tokens :]
-            tokens += unpack(zlib.decompress(body.tokens))
+            tokens += unpack(_inflate(body.tokens))
             if whole:
                 del steps[body.kept_steps :]
-                steps += unpack_steps(zlib.decompress(body.steps))
+                steps += unpack_steps(_inflate(body.steps))
         answered.load(b"".join(body.ids for body in read))
         if whole:
             conversation = Conversation.of(tokenizer, last.started, steps)
         else:
-            conversation = Conversation.unpack(tokenizer, zlib.decompress(last.near))
+            conversation = Conversation.unpack(tokenizer, _inflate(last.near))
     except (msgspec.MsgspecError, zlib.error, ValueError):
         return None
     history = History(conversation, tokens, exists=last.exists, closed=last.closed)

@@ -118,6 +118,7 @@ class Session:
         self._delivered: Delivery | None = None  # the first one since the log was read
         self._in_doubt = False  # whether a worker may have died over this session
         self._note = Note()  # of the attempts, where in doubt
+        self._tried_seq = 0  # the request that this worker has noted
         self._num_failures = 0  # of this worker, for reasons that it does not know
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
@@ -243,7 +244,8 @@ class Session:
         if self._in_doubt:
             # A dead worker may have acknowledged what came behind the delivery.
             until = max(until, await journal.last_seq(self.key, "in"))
-            self._note = await self._services.attempts.begin_reading(self.key)
+            if not self._note.reads:  # else it was counted, and this worker lives
+                self._note = await self._services.attempts.begin_reading(self.key)
             if self._note.reads > self._services.attempts.max_attempts:
                 record.give_up(f"reading its log has ended {self._note.reads - 1} workers")
         if record.diverged is None and (checkpoint := await self._trail.find(whole=record.whole)):
@@ -427,14 +429,15 @@ class Session:
         """Carry a request out, unless it has ended too many workers; in doubt, it is counted before."""
         attempts, company = self._services.attempts, self._services.company
         note, limit = self._note, attempts.max_attempts
-        if self._in_doubt:
+        is_new = self._in_doubt and self._tried_seq != pending.seq  # to this worker
+        if is_new:
             note = note.then(pending.seq, await self._num_published(pending))
         if note.attempts > limit:
             return await self._park(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
             async with company.alone() if note.attempts == limit > 1 else company.join():
-                if self._in_doubt:  # not before: what only waits for its turn ends nobody
-                    self._note = await attempts.note(self.key, note)
+                if is_new:  # not before: what only waits for its turn ends nobody
+                    self._note, self._tried_seq = await attempts.note(self.key, note), pending.seq
                 return await self._result(pending)
         except StoppingError:
             num_tokens = await self._num_published(pending)
