@@ -56,6 +56,16 @@ async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its
     await one.check_log()
 
 
+async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start) -> None:
+    """Only what another worker has had is: no attempt is noted in the log."""
+    one = await wire(max_waiting=2, max_waiting_per_tenant=1)
+    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
+    noted = await one.nc.subscribe(f"{one.prefix}.*.*.attempt")
+    for seq in seqs:
+        assert (await one.result(seq))["type"] == "generated"
+    assert noted.pending_msgs == 0
+
+
 async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
     """Many more requests than are read at a time, and a worker that is put down in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)

@@ -118,7 +118,7 @@ class Intake:
         self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # the largest message must fit
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
-        self._returned: set[int] = set()  # sequences that are to come again
+        self._returned: dict[int, int] = {}  # sequences that are to come again -> how often they have come
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the pull that is out; older ones may still be answered
@@ -188,18 +188,20 @@ class Intake:
     async def _take(self, message: Msg, ring: Ring) -> None:
         metadata = message.metadata
         seq = metadata.sequence.stream
-        self._returned.discard(seq)
+        num_delivered = metadata.num_delivered or 1
+        num_returned = self._returned.pop(seq, 0)
         key = session_of(message.subject)
         if key is None:
             await self._refuse(message, seq)
             return
         anchor = self._anchors.get(key)
         if anchor is None and not self._has_room(key.tenant):
-            self._returned.add(seq)
+            self._returned[seq] = num_delivered
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=max(_RETURN_S, len(self._returned) / _RETURNS_PER_S))
             return
-        again = (metadata.num_delivered or 1) > 1
+        # Not what this worker has given back itself, or holds already: nobody has died over that.
+        again = anchor is None and num_delivered > num_returned + 1
         ring(Delivery(key, seq, metadata.timestamp, message.data, again))
         if anchor is None:
             self._tenants[key.tenant] += 1
