@@ -193,6 +193,7 @@ class App:
             self._device_died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
+            max_tenant_rows=settings.max_rows_per_tenant,
             stall_s=settings.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
@@ -272,6 +273,7 @@ class App:
             telemetry,
             kv=loaded.kv,
             piece_tokens=settings.block_tokens,
+            max_tenant_bytes=settings.max_memory_per_tenant,
             has_unopened=self._has_unopened,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)

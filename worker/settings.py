@@ -288,6 +288,14 @@ class Settings:
     metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "time between two metrics messages")
     block_tokens: int = _setting(_count(8, 8192), 128, "tokens of one KV block and of one prefill chunk")
     max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
+    max_rows_per_tenant: int | None = _setting(
+        _or("off", None, _count(1, 1024)), None, "answers of one tenant decoded at the same time"
+    )
+    max_memory_per_tenant: int | None = _setting(
+        _or("off", None, _size(_MIB)),
+        None,
+        "memory for KV at which no further turn of a tenant begins beside its others",
+    )
     max_stall_s: float = _setting(
         _duration(0.01, 60), 0.25, "time that a step may take while answers run; prompts get what is left"
     )

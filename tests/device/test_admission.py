@@ -302,6 +302,22 @@ async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_hold_up_an
     assert order == ["many", "many", "one", "many", "one", *["many"] * 5]
 
 
+def test_a_tenants_turns_begin_within_its_share_and_one_of_them_always_can() -> None:
+    ledger = Ledger(1000)
+    admission = Admission(ledger, 300)
+
+    def claim(tenant: str, name: str) -> Claim:
+        return Claim(SessionKey(tenant, name), 0, place(0.0, 0))
+
+    large, small, other, late = (claim(*names) for names in (("a", "1"), ("a", "2"), ("b", "1"), ("a", "3")))
+    assert admission.begin(large, 400).granted == [large], "alone it may be larger than its share"
+    assert admission.begin(small, 100).granted == []
+    assert admission.begin(other, 100).granted == [other]
+    assert admission.leave(large, 0).granted == [small]
+    assert admission.begin(late, 200).granted == [late]
+    assert admission.num_waiting == 0
+
+
 async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     engine = await make_engine(300)
     order: list[str] = []

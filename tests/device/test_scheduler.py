@@ -87,6 +87,22 @@ def test_the_last_token_of_a_prompt_waits_for_a_row() -> None:
     assert carry_out(scheduler).decode == (second,)
 
 
+def test_a_tenant_gets_no_more_rows_than_its_share_though_more_are_free() -> None:
+    scheduler: Scheduler[Turn] = Scheduler(4, BLOCK, 2)
+    many, one = [Turn(3) for _ in range(4)], Turn(3, "b")
+    for turn in (*many, one):
+        scheduler.add(turn)
+    for _ in range(8):
+        carry_out(scheduler)
+    assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
+    assert sorted(turn.num_cached for turn in many) == [2, 2, 3, 3], (
+        "others wait with all but their last token"
+    )
+    scheduler.remove(next(turn for turn in scheduler.decoding if turn.tenant == "a"))
+    carry_out(scheduler)
+    assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
+
+
 def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
     scheduler = scheduler_of()
     assert not scheduler

@@ -129,12 +129,15 @@ class Admission:
     First those that have run, or were overtaken, the oldest first: if it fits once all younger ones have
     made way, they are paused, the youngest first, and nobody younger gets anything before. If it does not,
     it waits for older ones, and younger ones may have what is left meanwhile.
-    Then new ones, of each priority in rotation by tenant. Who fits may overtake who does not; the first that
-    is overtaken is older than those from then on. So nobody waits for ever, and the oldest always goes on.
+    Then new ones, of each priority in rotation by tenant, but none that brings its tenant's turns above
+    `max_tenant_bytes`: it waits until it fits below, or is the tenant's only one. Who fits may overtake who
+    does not; the first that is overtaken is older than those from then on. So nobody waits for ever, and the
+    oldest always goes on.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
         self._ledger = ledger
+        self._max_tenant_bytes = max_tenant_bytes
         self._ages = count()
         self._aged: list[Claim] = []
         self._overtaken: Claim | None = None
@@ -186,6 +189,8 @@ class Admission:
                 return decision
         refused: Claim | None = None
         for claim in self._rotation():
+            if self._is_over_share(claim):
+                continue
             if self._ledger.excess(claim, claim.wanted) > 0:
                 refused = refused or claim
                 continue
@@ -196,6 +201,15 @@ class Admission:
                 self._aged.append(refused)
             self._grant(claim, decision)
         return decision
+
+    def _is_over_share(self, claim: Claim) -> bool:
+        if self._max_tenant_bytes is None:
+            return False
+        tenant = claim.key.tenant
+        held = sum(
+            self._ledger.reserved(other) for other in self._ledger.running if other.key.tenant == tenant
+        )
+        return held > 0 and held + claim.wanted > self._max_tenant_bytes
 
     def _grant(self, claim: Claim, decision: Decision) -> bool:
         """Reserve what a turn wants, if that is possible now."""

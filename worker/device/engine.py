@@ -156,10 +156,12 @@ class Engine:
         *,
         kv: KvSize,
         piece_tokens: int,
+        max_tenant_bytes: int | None = None,
         has_unopened: bool = False,
     ) -> None:
         """`kv` says what a session's KV takes; prompts run in pieces of up to `piece_tokens`.
 
+        Where a tenant's turns hold `max_tenant_bytes` already, none of it begins beside them.
         `has_unopened` says that without a store there are snapshots all the same, which nobody looks at.
         """
         self.ledger = ledger
@@ -170,7 +172,7 @@ class Engine:
         self._piece_tokens = piece_tokens
         self._has_unopened = has_unopened
         self._resident: dict[SessionKey, Tokens] = {}
-        self._admission = Admission(ledger)
+        self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, _Run] = {}
         self._turns: dict[Turn, _Run] = {}  # that have memory reserved
         self._stopping = False

@@ -82,6 +82,7 @@ class Runner:
         *,
         block_tokens: int,
         max_batch: int,
+        max_tenant_rows: int | None,
         stall_s: float,
         limit_bytes: int | None,
         max_draft: int,
@@ -126,7 +127,7 @@ class Runner:
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
         )
-        self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens)
+        self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens)
         self._sharing = Sharing()
         self._events: list[Event] = []

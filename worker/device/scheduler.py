@@ -7,7 +7,7 @@ another. Those of a higher priority come first; but a priority that gets nothing
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Final, Generic, Protocol, TypeVar
@@ -55,13 +55,14 @@ class Step(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """Turns by phase: prefilling, then decoding in one of `max_rows` rows.
+    """Turns by phase: prefilling, then decoding in one of `max_rows` rows, `max_tenant_rows` of one tenant.
 
     A piece of a prompt ends at a multiple of `block` at the latest: resuming there is bit-exact.
     """
 
-    def __init__(self, max_rows: int, block: int) -> None:
+    def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
         self._max_rows = max_rows
+        self._max_tenant_rows = max_rows if max_tenant_rows is None else max_tenant_rows
         self._block = block
         self._prefilling: dict[str, deque[T]] = {}  # by tenant, in the order of their turns
         self._decoding: list[T] = []
@@ -107,7 +108,7 @@ class Scheduler(Generic[T]):
 
         Nothing changes until it is `taken`.
         """
-        num_free = self._max_rows - len(self._decoding)
+        rows = Counter(turn.tenant for turn in self._decoding)
         pieces: list[tuple[T, int]] = []
         for turn in self._rotation() if only is None else [only]:
             if budget == 0:
@@ -115,10 +116,10 @@ class Scheduler(Generic[T]):
             start = turn.num_cached
             end = min((start // self._block + 1) * self._block, turn.target, start + budget)
             if end == turn.target and turn.draws:
-                if num_free == 0:
+                if rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows:
                     end -= 1  # its last token waits for a row
                 else:
-                    num_free -= 1
+                    rows[turn.tenant] += 1
             if end > start:
                 pieces.append((turn, end - start))
                 budget -= end - start
