@@ -148,20 +148,25 @@ class Lives:
         return _Event(client, began_s=began_s, down_s=down_s, start_s=start_s)
 
     async def _push_out(self) -> None:
-        """Ask for an answer as long as the memory has room for: all others have to leave it. Then cancel."""
+        """Send a prompt as long as the memory has room for: all others have to leave it. Then cancel."""
         async with self._connected(f"push-{uuid4().hex[:12]}") as client:
             session = client.session("push")
             generation = session.generate(
-                tokens=(0,), max_tokens=self._max_context, timeout_s=self._timeout_s
+                tokens=(0,) * (self._max_context - 1), max_tokens=1, timeout_s=self._timeout_s
             )
-            async for _ in generation:
-                with contextlib.suppress(TurnkeepError):  # it was over already
-                    await generation.cancel()
-                break
-            await generation
+            over = asyncio.ensure_future(generation)
+            state = "waiting"
+            while state != "running" and not over.done():
+                await asyncio.sleep(SETTLE_PAUSE_S)
+                with contextlib.suppress(TurnkeepError):  # the worker has not heard of it yet
+                    state = (await session.info()).state
+            with contextlib.suppress(TurnkeepError):  # it was over already
+                await generation.cancel()
+            await over
             await self._settle(session)
             self._files.claim("push")
-            await session.close(timeout_s=CLOSE_TIMEOUT_S)
+            with contextlib.suppress(TurnkeepError):  # cancelled in time, it has added nothing
+                await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _cold(self, number: int, length: int, tokens: Tokens) -> Measured:
         """Send all that the warm session's last turn was an answer to, under a tenant that is new."""

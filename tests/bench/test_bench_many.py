@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.subjects import SessionKey
+    from worker.device.admission import Claim
 
 ANSWERED, STILL, REMEMBERED, LIMIT = range(4)
 MIB = 2**20
@@ -116,9 +117,10 @@ async def test_a_worker_that_lies_about_its_cache_is_caught(local_worker, monkey
 async def test_a_worker_that_exceeds_its_memory_is_caught(local_worker, monkeypatch):
     """It never lets go of an idle session."""
 
-    def hold(self: Ledger, key: SessionKey, size_bytes: int) -> list[SessionKey]:
-        self._idle.pop(key, None)
-        self._reserved[key] = size_bytes
+    def hold(self: Ledger, claim: Claim, size_bytes: int) -> list[SessionKey]:
+        self.forget(claim.key)
+        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
+        self._reserved[claim] = size_bytes
         return []
 
     monkeypatch.setattr(Ledger, "reserve", hold)

@@ -13,7 +13,7 @@ from turnkeep_client.client import connect
 
 
 async def test_a_client_with_the_documented_permissions_can_do_all_but_forge(
-    local_worker: Any, tmp_path: Any, foreign_server: Any
+    foreign_server: Any, local_worker: Any, tmp_path: Any
 ) -> None:
     client = {
         "publish": [

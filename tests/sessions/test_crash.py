@@ -406,7 +406,10 @@ class Crowd:
                     await assert_stream_is_record(self._log, name, recorded)
             assert result.position == recorded.position
         record = Record(self._folder)
-        record.take(await self._log.entries(name))
+        entries = await self._log.entries(name)
+        record.take_results([entry for entry in entries if entry.kind == "out"])
+        record.take_requests([entry for entry in entries if entry.kind == "in"])
+        record.end_fold()
         assert record.diverged is None
         assert not record.pending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,10 @@ class Lives:
 
     async def until_answered(self, seqs: list[int]) -> dict[int, dict[str, Any]]:
         async with asyncio.timeout(120):
-            while not set(seqs) <= set(found := await self.results()):
+            found: dict[int, dict[str, Any]] = {}
+            while not set(seqs) <= set(found):
+                with contextlib.suppress(nats.errors.Error):  # its server may be on its way down or up
+                    found = await self.results()
                 if not self.process.running:
                     self.process.start()
                     self.num += 1

@@ -14,7 +14,6 @@ from tests.conftest import BLOCK, TINY_KV_BYTES
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
-from worker.sessions import sessions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -307,20 +306,6 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(wire: Star
     whole = await client.session("whole").generate(text="hello there", max_tokens=16)
     assert first.tokens + again.tokens == whole.tokens
     assert again.usage.prefilled_tokens <= 1
-
-
-async def test_only_so_many_idle_sessions_stay_in_memory(wire: Start, monkeypatch) -> None:
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 3)
-    w = await wire()
-    client: Client = w.worker.client
-    for i in range(8):
-        await client.session(f"s{i}").append(text="hello there")
-    await seen(client, lambda m: m.sessions == 3)
-    for i in range(8):
-        answer = await client.session(f"s{i}").generate(max_tokens=2)
-        assert answer.position == 13
-        assert answer.usage.prefilled_tokens <= 1
-    await seen(client, lambda m: m.sessions == 3)
 
 
 async def test_an_idle_timeout_of_zero_costs_no_idle_worker_its_sleep(

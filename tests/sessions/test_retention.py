@@ -152,4 +152,6 @@ async def test_idle_sessions_leave_memory_by_their_size(
         await w.send(f"s{n}", append("a"))
     assert (await w.control("s0", {"type": "info"}))["worker"]["sessions"] <= 7
     for n in range(20):
-        assert (await w.send(f"s{n}", append("b")))["position"] == 10
+        appended = await w.send(f"s{n}", append("b"))
+        assert appended["position"] == 10
+        assert appended["prefilled_tokens"] <= 5, "their KV stays"
