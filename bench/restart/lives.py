@@ -151,22 +151,19 @@ class Lives:
         """Send a prompt as long as the memory has room for: all others have to leave it. Then cancel."""
         async with self._connected(f"push-{uuid4().hex[:12]}") as client:
             session = client.session("push")
+            await session.append(tokens=(0,), timeout_s=self._timeout_s)
             generation = session.generate(
-                tokens=(0,) * (self._max_context - 1), max_tokens=1, timeout_s=self._timeout_s
+                tokens=(0,) * (self._max_context - 2), max_tokens=1, timeout_s=self._timeout_s
             )
             over = asyncio.ensure_future(generation)
-            state = "waiting"
-            while state != "running" and not over.done():
+            while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
                 await asyncio.sleep(SETTLE_PAUSE_S)
-                with contextlib.suppress(TurnkeepError):  # the worker has not heard of it yet
-                    state = (await session.info()).state
             with contextlib.suppress(TurnkeepError):  # it was over already
                 await generation.cancel()
             await over
             await self._settle(session)
             self._files.claim("push")
-            with contextlib.suppress(TurnkeepError):  # cancelled in time, it has added nothing
-                await session.close(timeout_s=CLOSE_TIMEOUT_S)
+            await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _cold(self, number: int, length: int, tokens: Tokens) -> Measured:
         """Send all that the warm session's last turn was an answer to, under a tenant that is new."""
