@@ -102,6 +102,9 @@ class Log:
     async def remove_tokens(self, _: SessionKey) -> None:
         pass
 
+    async def delete(self, _: int) -> None:
+        pass
+
     async def get(self, seq: int) -> bytes:
         return self.entries[seq - 1].body
 

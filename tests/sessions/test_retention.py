@@ -155,3 +155,96 @@ async def test_idle_sessions_leave_memory_by_their_size(
         appended = await w.send(f"s{n}", append("b"))
         assert appended["position"] == 10
         assert appended["prefilled_tokens"] <= 5, "their KV stays"
+
+
+async def test_what_was_sent_behind_a_close_before_it_was_answered_stays(quiet_wire: Start) -> None:
+    """A client need not wait: the next life's requests may lie before the close's result in the log."""
+    w = await quiet_wire(closed_ttl_s=1.0)
+    await w.publish("s", append("a", "first life" * 100))
+    await w.publish("s", generate("g", text="eee", max_tokens=50))
+    await w.publish("s", CLOSE)
+    await w.publish("s", {"type": "open", "id": "o"})
+    last = await w.publish("s", append("b", "second"))
+    assert (await w.result(last))["position"] == 6
+    found = await until_gone(w, "s", text=b"first life")
+    await asyncio.sleep(0.3)
+    found = await bodies(w, "s")
+    assert [json.loads(body)["id"] for body in found["in"]] == ["o", "b"]
+    assert [json.loads(body)["id"] for body in found["out"]] == ["o", "b"]
+    assert "closed" not in found
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=1.0)
+    assert (await w.send("s", append("d")))["position"] == 11
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_is_forgotten_leaves_with_what_was_stored_behind_the_close(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Answers to what waited before it, and checkpoints, come into the log while it waits itself."""
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    with monkeypatch.context() as patched:
+        if dies:
+            patched.setattr(Retention, "forget", nothing)
+            patched.setattr(retention, "_PERIOD_S", 60.0)
+        w = await quiet_wire()
+        for n in range(70):
+            await w.publish("s", append(f"a{n}", "a secret"))
+        await w.publish("s", generate("g", text="eee", max_tokens=50))
+        closing = await w.publish("s", FORGET)
+        opened = await w.publish("s", {"type": "open", "id": "o"})
+        last = await w.publish("s", append("b", "second"))
+        assert (await w.result(closing))["type"] == "closed"
+        assert (await w.result(opened))["type"] == "opened"
+        assert (await w.result(last))["position"] == 6
+        if dies:
+            assert "checkpoint" in await bodies(w, "s")
+            await w.worker.stop()
+    if dies:
+        w = await quiet_wire()
+    await until_gone(w, "s", text=b"secret")
+    for _ in range(200):
+        if "checkpoint" not in (found := await bodies(w, "s")):
+            break
+        await asyncio.sleep(0.05)
+    assert "checkpoint" not in found
+    for kind in ("in", "out"):
+        assert [json.loads(body)["id"] for body in found[kind]] == ["c", "o", "b"]
+    assert (result := await w.send("s", append("d")))["position"] == 11, result
+
+
+async def test_a_note_that_somebody_else_made_before_a_repeated_close_removes_nothing(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a", "hello"))
+    await w.send("s", FORGET)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.send("s", append("b", "second life"))
+    await w.js.publish(w.subject("s", "closed"), b"forget")
+    assert (await w.send("s", FORGET))["repeat_of"]
+    await asyncio.sleep(0.5)
+    assert b"second life" in b"".join((await bodies(w, "s"))["in"])
+
+
+@pytest.mark.parametrize("life", ["first", "second"])
+async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
+    quiet_wire: Start, life: str
+) -> None:
+    """Its log begins with a close, whose position and digest are of tokens that nobody has any more."""
+    w = await quiet_wire()
+    await w.send("s", append("a", "a secret"))
+    await w.send("s", FORGET)
+    if life == "second":
+        await w.send("s", {"type": "open", "id": "o"})
+        assert (await w.send("s", append("b")))["position"] == 5
+    await w.worker.stop()
+    w = await quiet_wire()
+    if life == "first":
+        assert (await w.send("s", append("x")))["code"] == "unknown_session"
+        assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
+        assert (await w.send("s", append("b")))["position"] == 5
+    assert (await w.send("s", append("d")))["position"] == 10

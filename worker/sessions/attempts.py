@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from turnkeep_client.subjects import SessionKey
     from worker.wire.journal import Journal
@@ -75,32 +75,41 @@ class Company:
 
     def __init__(self) -> None:
         self._num = 0
-        self._left = asyncio.Event()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._alone = asyncio.Lock()
+        self._is_shut = False  # while somebody is alone, or waits for the others to leave
+        self._waiting: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
-    async def join(self) -> AsyncIterator[None]:
-        """Be there with others; waits while somebody is alone, or waits to be."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._num += 1
+    async def enter(self, given_up: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
+        """Be there, with others or alone, once that is possible.
+
+        Whoever has `given_up` leaves the device alone and gets by at once; `look_again` after it did.
+        """
+        while self._is_shut and not given_up():
+            await self._change()
+        shuts = alone and not self._is_shut
+        self._is_shut = self._is_shut or shuts
         try:
-            yield
-        finally:
-            self._num -= 1
-            self._left.set()
-
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Wait until everybody has left, and be there alone."""
-        async with self._alone:
-            self._open.clear()
+            while shuts and self._num and not given_up():
+                await self._change()
+            self._num += 1
             try:
-                while self._num:
-                    self._left.clear()
-                    await self._left.wait()
                 yield
             finally:
-                self._open.set()
+                self._num -= 1
+        finally:
+            if shuts:
+                self._is_shut = False
+            if shuts or not self._num:
+                self.look_again()
+
+    def look_again(self) -> None:
+        """Have all who wait look whether they still must, in the order in which they came."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _change(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn

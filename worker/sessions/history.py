@@ -197,6 +197,8 @@ class Folder:
                 after = self.answered(extended, tokens, undo)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
+            case Close(), Closed() if not history.exists:
+                return self.closed(history)  # the session was forgotten: what it closed has left the log
             case Close(), Closed():
                 after = self.closed(history)
             case _:

@@ -16,7 +16,15 @@ import structlog
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
-from turnkeep_client.messages import Append, Failed, Generate, Generated, decode_request, decode_result
+from turnkeep_client.messages import (
+    Append,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    decode_request,
+    decode_result,
+)
 
 from .answered import Answered, AnsweredIds
 from .checkpoint import Cut
@@ -116,6 +124,8 @@ class Record:
         self.pending: deque[Pending] = deque()
         #: Whether the results up to now have been read; until then there may be more than `out_seq` tells.
         self.folded = False
+        #: Whether another worker has stored a result since then: this is not the session any more.
+        self.overtaken = False
         #: Whether the log has requests behind `in_seq`.
         self.more = False
         self.in_seq = 0
@@ -181,6 +191,7 @@ class Record:
                 found = True
             else:
                 self._pass_over(entry)
+        self.overtaken = self.overtaken or (found and self.folded)
         return found
 
     def lacks_result(self, pending: Pending) -> bool:
@@ -234,14 +245,16 @@ class Record:
             self.pending.append(pending)
             return
         result, out = recorded.result, recorded.entry
-        proven = HISTORY_HEADER in out.headers and not _changes_nothing(result)
+        # A close with nothing before it is of a session that was forgotten: it tells of what is gone.
+        tells = HISTORY_HEADER in out.headers and (self.history.exists or not isinstance(result, Closed))
+        proven = tells and not _changes_nothing(result)
         self.proven_seq = entry.seq if proven else 0
         self._num_unchecked += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
         if request is not None:
             self.answered.note(request.id, Answered(entry.seq, out.seq))
-        if HISTORY_HEADER in out.headers and (self._proof is None or self._proof.seq < out.seq):
+        if tells and (self._proof is None or self._proof.seq < out.seq):
             self._proof = out
         if request is None or result.repeat_of is not None or self.diverged is not None:
             return

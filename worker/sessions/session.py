@@ -179,7 +179,8 @@ class Session:
                         self._num_failures = 0
                     elif not self.has_work:
                         await self._doubt_no_more()
-                        await self._services.release(self.key)
+                        if not self.has_work:  # a delivery that came meanwhile has no cover but the anchor
+                            await self._services.release(self.key)
                         if not self.has_work:  # else it was rung meanwhile
                             return
             except FencedError as error:
@@ -224,14 +225,21 @@ class Session:
         """
         async with self._log_lock:
             record = self._record  # the entries are its successors, and not those of one that replaces it
+            if record.overtaken:
+                raise FencedError("a result is not this worker's")
             num_foreign = record.num_foreign
             if not record.folded:
-                async with self._services.folds.enter(self.key.tenant):
+                services, key = self._services, self.key
+                async with services.folds.enter(key.tenant), services.retention.lock(key):
                     try:
-                        await self._fold(record)
-                    except CutOffError:
-                        record = self._begin_again(whole=True)
-                        await self._fold(record)
+                        try:
+                            await self._fold(record)
+                        except CutOffError:
+                            record = self._begin_again(whole=True)
+                            await self._fold(record)
+                    except BaseException:
+                        self._begin_again()  # what is half read would be taken for unanswered
+                        raise
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
             self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
@@ -285,26 +293,35 @@ class Session:
         if not record.more:
             record.in_seq = max(record.in_seq, until)
 
-    async def cancel(self, request_id: str) -> Cancelled | Failed:
-        """Stop a request that has no result yet; returns when its result is in the log."""
+    async def look(self) -> None:
+        """Read the log as far as it goes. Raises `FencedError` where what is under way has lost the fence."""
         try:
-            await self.catch_up(beyond_bell=True)  # the request may be younger than its delivery
+            await self.catch_up(beyond_bell=True)
         except FencedError:
             if self.active is not None:
-                self._services.engine.cancel(self.key)  # its result has lost the fence already
                 raise
             self.forget()  # nothing is under way here, so nobody else would find out
             await self.catch_up(beyond_bell=True)
+
+    async def cancel(self, request_id: str) -> Cancelled | Failed:
+        """Stop a request that has no result yet; returns when its result is in the log."""
+        try:
+            await self.look()  # the request may be younger than its delivery
+        except FencedError:
+            self._stop_active()  # its result has lost the fence already
+            raise
         known = await self._answered(request_id) is not None  # then what is pending is a repeat of it
         pending = None if known else await self._waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
-        if pending is not self.active and not await self._begun(pending):
-            await self._commit(pending, withdrawn(pending, self.history), None)
-            return Cancelled(id=request_id, was="waiting")
-        self._services.engine.cancel(self.key)
+        if not await self._begun(pending):
+            if await self._commit(pending, withdrawn(pending, self.history), None):
+                return Cancelled(id=request_id, was="waiting")
+            return await self.cancel(request_id)  # it was read, or answered, meanwhile
+        if pending is self.active:
+            self._stop_active()
         self._wake(self)
         await pending.done.wait()
         if await self._answered(request_id) is None:  # the record was given up meanwhile
@@ -370,8 +387,19 @@ class Session:
         return self._record
 
     async def _begun(self, pending: Pending) -> bool:
-        """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay."""
-        return pending is self.active or bool(await self._published(pending))
+        """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay.
+
+        None was that is not the next one, whatever was published as its tokens.
+        """
+        if pending is self.active:
+            return True
+        is_next = bool(self._record.pending) and pending is self._record.pending[0]
+        return is_next and bool(await self._published(pending))
+
+    def _stop_active(self) -> None:
+        """End what is under way as soon as it can be."""
+        self._services.engine.cancel(self.key)
+        self._services.company.look_again()
 
     async def _published(self, pending: Pending) -> list[Chunk]:
         """Read what clients may have seen of a request's tokens."""
@@ -421,7 +449,7 @@ class Session:
 
         def expire() -> None:
             pending.expired = True
-            self._services.engine.cancel(self.key)
+            self._stop_active()
 
         return asyncio.get_running_loop().call_later(left_s, expire)
 
@@ -435,7 +463,7 @@ class Session:
         if note.attempts > limit:
             return await self._park(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
-            async with company.alone() if note.attempts == limit > 1 else company.join():
+            async with company.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
                 if is_new:  # not before: what only waits for its turn ends nobody
                     self._note, self._tried_seq = await attempts.note(self.key, note), pending.seq
                 return await self._result(pending)
@@ -537,18 +565,23 @@ class Session:
         first = decode_result(body)
         return msgspec.structs.replace(first, seq=pending.seq, repeat_of=known.at.in_seq)
 
-    async def _commit(self, pending: Pending, result: Result, history: History | None) -> None:
+    async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
         """Store a result and the history after it, then tell everybody who waits for it.
+
+        False where the request has a result by now, or was read anew.
 
         Without a history the result changes none: so may a request that was cancelled while it waited be
         committed out of turn.
         """
         services, record = self._services, self._record
-        if isinstance(pending.request, Close):
+        closes = isinstance(result, Closed) and result.repeat_of is None
+        if closes:
             await self._trail.finish()  # what was said leaves the log sooner or later, and must not come back
         async with self._log_lock:
             if record is not self._record or not record.lacks_result(pending):
-                return
+                return False
+            if record.overtaken:
+                raise FencedError("a result is not this worker's")
             in_turn, history = history is not None, history or self.history
             try:
                 out_seq = await self._store(result, history)
@@ -564,11 +597,12 @@ class Session:
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
-        if isinstance(result, Closed) and isinstance(pending.request, Close) and pending.request.forget:
-            await services.retention.forget(self.key, pending.seq)
+        if closes and isinstance(pending.request, Close) and pending.request.forget:
+            await services.retention.forget(self.key, pending.seq, out_seq)
         if isinstance(pending.request, Generate):
             num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
             await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)
+        return True
 
     async def _store(self, result: Result, history: History) -> int:
         """Commit a result behind the last one; what is no result of this session is no fence either."""

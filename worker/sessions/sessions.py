@@ -97,7 +97,7 @@ class Sessions:
             except FencedError:
                 return failure(request.id, "internal", "another worker went on with this session; ask again")
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
-            await session.catch_up(beyond_bell=True)
+            await session.look()
         self._count(session)
         history = session.history
         if session.pending or (history.exists and not history.closed):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
-from turnkeep_client.messages import decode_result
+from worker.wire.journal import answers
 
 from .checkpoint import Checkpoint, Link, Piece, digest, restore
 
@@ -161,7 +160,7 @@ class Trail:
         what a whole fold would have believed.
         """
         journal = self._trails.journal
-        naming = _answers(named)
+        naming = answers(named)
         requests, _ = await journal.page(self.key, "in", naming - 1) if naming else ([], False)
         if naming <= found.in_seq or not requests or requests[0].seq != naming:
             return False
@@ -170,7 +169,7 @@ class Trail:
         while more and not confirmed:
             entries, more = await journal.page(self.key, "out", after)
             for entry in entries:
-                after, seq = entry.seq, _answers(entry)
+                after, seq = entry.seq, answers(entry)
                 if seq == found.in_seq and history is None:
                     history = entry.headers.get(HISTORY_HEADER, "")
                 elif seq == naming and not confirmed:
@@ -178,11 +177,3 @@ class Trail:
                         return False
                     confirmed = True
         return confirmed and history == await asyncio.to_thread(found.history.digest)
-
-
-def _answers(entry: Entry) -> int:
-    """Return the sequence of the request that an entry of `out` answers; 0 where it is no result."""
-    try:
-        return decode_result(entry.body).seq or 0
-    except InvalidMessageError:
-        return 0

@@ -20,7 +20,7 @@ import structlog
 from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Chunk, Result, decode_chunk, encode, failure
+from turnkeep_client.messages import Chunk, Result, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
@@ -63,6 +63,14 @@ class Entry:
     stored: datetime
     body: bytes
     headers: Mapping[str, str]
+
+
+def answers(entry: Entry) -> int:
+    """Return the sequence of the request that an entry of `out` answers; 0 where it is no result."""
+    try:
+        return decode_result(entry.body).seq or 0
+    except InvalidMessageError:
+        return 0
 
 
 class Journal:
@@ -257,17 +265,21 @@ class Journal:
         )
         return entries, num_more > 0
 
-    async def remove(self, key: SessionKey, before: int) -> None:
-        """Remove what the log holds of a session below the stream sequence `before`."""
-        await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=self._subjects.log(key))
+    async def remove(
+        self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
+    ) -> None:
+        """Remove what the log holds of a session, or that of a kind, below the stream sequence `before`."""
+        subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
+        await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
 
     async def remove_tokens(self, key: SessionKey) -> None:
         """Remove what can still be read back of a session's answers."""
         await self._js.purge_stream(self._subjects.token_stream, subject=self._subjects.tokens(key, "*"))
 
     async def delete(self, seq: int) -> None:
-        """Remove one entry."""
-        await self._js.delete_msg(self._subjects.log_stream, seq)
+        """Remove one entry, if it is there."""
+        with contextlib.suppress(NotFoundError):
+            await self._js.delete_msg(self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Answer the request at `seq` under names that no log can be kept for: at its tenant's `_refused`.

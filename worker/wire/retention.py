@@ -2,6 +2,8 @@
 
 A close is noted on the session's `closed` before its result is stored. So even if the worker dies in between,
 the note is there, and is followed if the result is. Nothing of a session that is open ever leaves.
+
+Requests of the next life may lie between a close and its result, and so may answers to requests before it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import nats.errors
 import structlog
@@ -19,6 +22,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
 
 from .intake import session_of
+from .journal import answers
 
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
@@ -44,6 +48,10 @@ class _Closing(NamedTuple):
     forgets: bool
 
 
+def _age_s(note: Entry) -> float:
+    return time.time() - note.stored.timestamp()
+
+
 class Retention:
     """Removes closed sessions from the log. Event loop only."""
 
@@ -53,8 +61,14 @@ class Retention:
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._forgotten: set[int] = set()  # notes that were followed already
+        self._looked_at = 0  # all notes up to this one have been followed, or need their time
+        self._forgotten: set[int] = set()  # notes behind it that were followed already
         self._nearly_full = False
+        self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, key: SessionKey) -> asyncio.Lock:
+        """Return what is held while a session's log is read: half of it could be gone by the second page."""
+        return self._locks.setdefault(key, asyncio.Lock())
 
     async def note(self, key: SessionKey, *, forget: bool) -> int | None:
         """Note that a session is about to be closed; with `forget` count the entries that will leave."""
@@ -62,10 +76,10 @@ class Retention:
         await self._journal.append(key, "closed", _FORGET if forget else b"")
         return num_entries and num_entries - 1  # not the close itself
 
-    async def forget(self, key: SessionKey, close_seq: int) -> None:
-        """Remove what was said in a session before the close at a stream sequence, whose result is stored."""
+    async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
+        """Remove what was said in a session before a close; the sequences are its own and its result's."""
         try:
-            await self._journal.remove(key, close_seq)
+            await self._remove_before(key, close_seq, closed_seq)
             await self._journal.remove_tokens(key)
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
@@ -83,15 +97,21 @@ class Retention:
         """Remove what is due; more than that, oldest first, where the log is nearly full."""
         self.num_bytes = await self._journal.log_bytes()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
-        after, more = 0, True
+        after, more, unsettled = 0, True, 0
         while more:
             notes, more = await self._journal.closed(after)
             for note in notes:
                 after = note.seq
-                await self._follow(note, hurry=full)
+                if not await self._follow(note, hurry=full):
+                    unsettled = unsettled or note.seq
                 if full:
                     self.num_bytes = await self._journal.log_bytes()
                     full = self.num_bytes > _RELIEVED * self.max_bytes
+                elif after < self._looked_at and not self._is_due(note):
+                    after, more = self._looked_at, True  # those between are younger: not due either
+                    break
+        self._looked_at = unsettled - 1 if unsettled else max(after, self._looked_at)
+        self._forgotten = {seq for seq in self._forgotten if seq > self._looked_at}
         nearly_full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         if nearly_full and not self._nearly_full:
             log.warning(
@@ -102,22 +122,52 @@ class Retention:
             )
         self._nearly_full = nearly_full
 
-    async def _follow(self, note: Entry, *, hurry: bool) -> None:
-        key, age_s = session_of(note.headers["Nats-Subject"]), time.time() - note.stored.timestamp()
-        due = hurry or (self._ttl_s is not None and age_s >= self._ttl_s)
+    def _is_due(self, note: Entry) -> bool:
+        return self._ttl_s is not None and _age_s(note) >= self._ttl_s
+
+    async def _follow(self, note: Entry, *, hurry: bool) -> bool:
+        """Do what a note asks for by now; False where the close that it announces has no result yet."""
+        key = session_of(note.headers["Nats-Subject"])
+        due = hurry or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
         if key is None or not (due or forget):
-            return
-        closed = await self._closed(key, note.seq)
-        if closed is None:
-            if age_s > _STALE_S:
-                await self._journal.delete(note.seq)
-            return
-        if due:
-            await self._journal.remove(key, closed.entry.seq + 1)
-        elif closed.forgets:
-            await self._journal.remove(key, closed.result.seq)
+            return True
+        async with self.lock(key):
+            closed = await self._closed(key, note.seq)
+            if closed is None:
+                if stale := _age_s(note) > _STALE_S:
+                    await self._journal.delete(note.seq)
+                return stale
+            if due:
+                await self._remove(key, note, closed)
+            elif closed.forgets:
+                await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
         self._forgotten.add(note.seq)
+        return True
+
+    async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
+        """Remove a session up to its close's result; what was sent behind the close is of its next life."""
+        close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
+        requests, _ = await self._journal.page(key, "in", close_seq)
+        if not requests or requests[0].seq > closed_seq:
+            await self._journal.remove(key, closed_seq + 1)
+            return
+        await self._remove_before(key, close_seq, closed_seq)
+        for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must not be without result
+            await self._journal.delete(seq)
+
+    async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
+        """Remove all that came before a close, also where it was stored behind that, up to its result."""
+        await self._journal.remove(key, close_seq)
+        await self._journal.remove(key, closed_seq, "checkpoint")
+        await self._journal.remove(key, closed_seq, "dead")
+        after, more = close_seq, True
+        while more and after < closed_seq:
+            results, more = await self._journal.page(key, "out", after)
+            for entry in results:
+                after = entry.seq
+                if after < closed_seq and answers(entry) < close_seq:
+                    await self._journal.delete(after)
 
     async def _closed(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close that was noted; None where it has no result, or anybody else has made the note."""
@@ -127,6 +177,6 @@ class Retention:
                 result = decode_result(entry.body)
                 body = await self._journal.get(result.seq or 0) if isinstance(result, Closed) else None
                 request = decode_request(body) if body is not None else None
-                if isinstance(result, Closed) and isinstance(request, Close):
+                if isinstance(result, Closed) and result.repeat_of is None and isinstance(request, Close):
                     return _Closing(entry, result, forgets=request.forget)
         return None

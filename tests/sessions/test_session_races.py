@@ -1,0 +1,232 @@
+"""What comes between two steps of a session: deliveries, cancels, other workers, a fold that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_fold import PAGE, STORED, World
+
+from turnkeep_client.messages import Append, Chunk, Close, Generate, Open, encode
+from worker.models.tokenizer import Tokenizer
+from worker.sessions.attempts import Company
+from worker.wire.journal import FencedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    return World(tokenizer)
+
+
+def beside(world: World) -> World:
+    """Put another worker on the same log."""
+    other = World(world._tokenizer)
+    other.log = world.log
+    other.crash()
+    return other
+
+
+def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Hold up what runs on the device; returns what says that it is there, and what lets it go on."""
+    there, go_on = asyncio.Event(), asyncio.Event()
+    run = world.engine.run
+
+    async def waits(*args: Any, **more: Any) -> Any:
+        there.set()
+        await go_on.wait()
+        return await run(*args, **more)
+
+    monkeypatch.setattr(world.engine, "run", waits)
+    return there, go_on
+
+
+async def test_a_delivery_that_comes_while_doubts_are_removed_keeps_the_anchor(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was acknowledged for the anchor's sake: that goes when its request has a result, not before."""
+    await world.ask(Append(id="a", text="one"))
+    released: list[int] = []
+
+    async def purge(*_: Any) -> None:
+        if len(world.results) == 1:
+            world.publish(Append(id="b", text="two"))
+
+    async def release(_: Any) -> None:
+        released.append(len(world.results))
+
+    monkeypatch.setattr(world.log, "purge", purge)
+    monkeypatch.setattr(world, "_release", release)
+    world.crash()
+    world.ring(1, again=True)
+    await world.session.run()
+    assert released == [2]
+
+
+@pytest.mark.parametrize("look", ["info", "cancel"])
+async def test_whoever_looks_at_a_session_hides_no_other_workers_result_from_its_task(
+    world: World, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """The task would commit behind it, and the request have two results."""
+    await world.ask(Append(id="a", text="one"))
+    there, go_on = held_up(world, monkeypatch)
+    monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
+    seq = world.publish(Append(id="b", text="two"))
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    other = beside(world)
+    other.ring(seq)
+    await other.session.run()
+    with pytest.raises(FencedError):
+        await (world.session.cancel("b") if look == "cancel" else world.session.look())
+    go_on.set()
+    await running
+    assert [result.seq for result in world.results] == [1, seq]
+    await world.assert_fold_is_life()
+
+
+async def test_a_cancel_is_not_confirmed_where_the_request_was_read_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found in the rest of the log, and is the session's next by the time that it is called off."""
+    there, go_on = held_up(world, monkeypatch)
+    seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    commit = world.session._commit
+
+    async def late(pending: Any, *args: Any) -> Any:
+        if pending.cancelled:
+            go_on.set()
+            await running
+        return await commit(pending, *args)
+
+    monkeypatch.setattr(world.session, "_commit", late)
+    answer = await world.session.cancel(f"r{PAGE}")
+    assert world.result(seqs[-1]).position == PAGE + 1
+    assert "it was answered already" in answer.message
+
+
+async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, go_on = held_up(world, monkeypatch)
+    seqs = [world.publish(Generate(id=f"r{n}", text="a", max_tokens=2)) for n in range(PAGE + 2)]
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    stopped: list[Any] = []
+    monkeypatch.setattr(world.engine, "cancel", stopped.append, raising=False)
+    world.log.chunks = [Chunk(0, (97,), "a", seqs[-1])]
+    async with asyncio.timeout(5):
+        answer = await world.session.cancel(f"r{PAGE + 1}")
+    assert answer.was == "waiting"
+    assert not stopped
+    world.log.chunks = []
+    go_on.set()
+    await running
+
+
+async def test_a_fold_that_failed_leaves_nothing_that_would_be_answered_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(3):
+        await world.ask(Append(id=f"r{n}", text="a"))
+    world.crash()
+    replay, failures = world.folder.replay, [MemoryError("no more")]
+
+    def fails(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return replay(*args)
+
+    monkeypatch.setattr(world.folder, "replay", fails)
+    with pytest.raises(MemoryError):
+        await world.session.look()  # as `info` does
+    assert (await world.ask(Append(id="new", text="b"))).position == 4
+    assert len(world.results) == 4
+
+
+async def test_a_close_that_comes_again_removes_nothing_of_the_next_life(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[Any] = []
+
+    async def remove(*args: Any) -> None:
+        removed.append(args)
+
+    for name in ("remove", "remove_tokens"):
+        monkeypatch.setattr(world.log, name, remove)
+    close = Close(id="c", forget=True)
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(close)
+    assert removed
+    await world.ask(Open(id="o"))
+    await world.ask(Append(id="b", text="two"))
+    removed.clear()
+    repeated = await world.ask(close)
+    assert repeated.repeat_of
+    assert not removed
+
+
+async def test_a_close_that_is_refused_does_not_end_the_checkpoints(world: World) -> None:
+    for n in range(40):
+        await world.ask(Append(id=f"a{n}", text="a"))
+    assert (await world.ask(Close(id="c", expect_position=7))).code == "position_conflict"
+    for n in range(40):
+        await world.ask(Append(id=f"b{n}", text="a"))
+    await asyncio.gather(*world.trails._tasks)
+    assert any(entry.kind == "checkpoint" for entry in world.log.entries)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "expired"])
+async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """It would wait for the longest answer on the device, and everybody else for it."""
+    company = world.session._services.company
+    monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
+    request = Append(id="a", text="one", deadline_s=0.3 if way == "expired" else None)
+    seq = world.log.add("in", encode(request))
+    world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
+    if way == "expired":
+        monkeypatch.setattr("worker.sessions.session.time", STORED.timestamp)
+    async with asyncio.timeout(5), company.enter(lambda: False):
+        world.ring(seq, again=True)
+        running = asyncio.create_task(world.session.run())
+        while world.session.active is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not world.results
+        if way == "cancelled":
+            await world.session.cancel("a")
+        await running
+        assert world.result(seq).code == "expired"
+        async with company.enter(lambda: False):
+            pass
+
+
+async def test_who_is_alone_is_alone() -> None:
+    company, seen = Company(), []
+
+    async def one(name: int, *, alone: bool) -> None:
+        async with company.enter(lambda: False, alone=alone):
+            seen.append((name, "in", alone))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            seen.append((name, "out", alone))
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(one(n, alone=n % 3 == 0) for n in range(12)))
+    assert len(seen) == 24
+    for at, (name, way, alone) in enumerate(seen):
+        if alone and way == "in":
+            assert seen[at + 1] == (name, "out", True)
