@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -93,7 +94,7 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
 
     A path that ends in a message's `type` gives the union of the messages that could stand there.
     """
-    at: inspect.Type | None = inspect.type_info(expected)
+    at: inspect.Type | None = _type_info(expected)
     if path != ".type":
         at = next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
     for step in _STEP.finditer(path):
@@ -105,6 +106,12 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
             at = next((field.type for field in fields if field.encode_name == step[1]), None)
         at = _without_null(at)
     return at
+
+
+@cache
+def _type_info(expected: Any) -> inspect.Type:
+    """Inspect a message type once: that takes milliseconds, and whoever sends one bad message sends more."""
+    return inspect.type_info(expected)
 
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:

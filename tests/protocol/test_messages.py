@@ -275,6 +275,18 @@ def test_every_field_of_every_request_is_named_where_one_is_unknown() -> None:
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
+def test_a_refusal_inspects_a_message_type_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes milliseconds of the event loop, and whoever sends one bad message sends thousands."""
+    inspected = []
+    whole = msgspec.inspect.type_info
+    monkeypatch.setattr(msgspec.inspect, "type_info", lambda kind: inspected.append(kind) or whole(kind))
+    for number in range(20):
+        for decode in (decode_request, decode_control):
+            with pytest.raises(InvalidMessageError):
+                decode(b'{"type": "append", "id": "a", "field%d": 1}' % number)
+    assert len(inspected) <= 2
+
+
 def test_a_long_unknown_field_is_echoed_in_part() -> None:
     with pytest.raises(InvalidMessageError) as caught:
         decode_control(b'{"type": "info", "%s": 1}' % (b"x" * 10_000))
