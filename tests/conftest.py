@@ -5,10 +5,8 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,73 +19,30 @@ from worker.models.blas import preload
 
 preload()  # as a worker does, before anything imports MLX
 
+from parts import (  # noqa: E402
+    BLOCK,
+    WorkerProcess,
+    free_port,
+    make_endless_model,
+    make_tiny_model,
+    nats_server_program,
+)
+
 from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TINY_CONTEXT = 2048
-#: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
-TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
-BLOCK = 32
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama of two layers with a byte-level tokenizer and a ChatML template, as an MLX folder."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.models import llama
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: i for i, token in enumerate(specials + letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": len(vocabulary),
-        "max_position_embeddings": TINY_CONTEXT,
-        "tie_word_embeddings": True,
-        "eos_token_id": vocabulary["<|im_end|>"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.random.seed(7)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    weights = {name: mx.random.normal(array.shape) * 0.3 for name, array in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    return folder
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
-    folder = tmp_path_factory.mktemp("models") / "endless"
-    shutil.copytree(tiny_model, folder)
-    for name in ("config.json", "tokenizer_config.json"):
-        config = json.loads((folder / name).read_text())
-        config = {key: value for key, value in config.items() if not key.startswith("eos")}
-        (folder / name).write_text(json.dumps(config))
-    return folder
+    return make_endless_model(tiny_model, tmp_path_factory.mktemp("models") / "endless")
 
 
 @pytest.fixture(scope="session")
@@ -115,16 +70,6 @@ def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = os.environ.get("TURNKEEP_TEST_DATA")
     data_dir = Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")
     return model.resolve(None, data_dir, dtype="float32")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def nats_server_program() -> str:
-    return str(Path(sys.executable).with_name("nats-server"))
 
 
 @pytest.fixture(scope="session")
@@ -204,62 +149,6 @@ async def local_worker(
     for worker in started:
         if not worker.task.done():
             await worker.stop()
-
-
-class WorkerProcess:
-    """`turnkeep serve` as a process of its own, to be killed and started again."""
-
-    def __init__(self, data_dir: Path, model: Path | None, port: int, *options: str) -> None:
-        self.data_dir = data_dir
-        self.url = f"nats://127.0.0.1:{port}"
-        self.command = [
-            *(sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), "--nats-port", str(port)),
-            *(("--model", str(model)) if model else ()),
-            *("--log-format", "json", *options),
-        ]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.log_path = data_dir.with_suffix(".log")
-
-    def start(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
-        with self.log_path.open("ab") as output:
-            self._process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
-
-    def kill(self) -> None:
-        """`kill -9`: no clean-up of any kind."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> int:
-        return self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> int:
-        assert self._process is not None
-        self._process.send_signal(number)
-        return self._process.wait(30)
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text()
-
-    async def client(self, timeout_s: float = 30, **options: str) -> Client:
-        """Connect as soon as its NATS server answers."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return await connect(self.url, **options)
-            except Exception:
-                if time.monotonic() > deadline or not self.running:
-                    raise
-                await asyncio.sleep(0.1)
 
 
 @pytest.fixture

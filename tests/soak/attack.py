@@ -1,0 +1,252 @@
+"""Requests of every kind while worker and NATS server are killed with `kill -9`; then the log is judged.
+
+    python tests/soak/attack.py --kills 300 --server-kills 60 --requests 4000 --seed 1
+
+Half of the requests come from a raw connection and half from `turnkeep_client`. The kills are spread over
+the requests; a quarter of them hit a worker that is still starting. All counts of faults should be 0.
+
+A worker cannot tell a kill from outside from a request that ends it. Kills that come as fast as here end
+several workers over one request by chance, so `max_attempts` is more than the 3 of its default; with 3 a few
+requests in a thousand are answered `internal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from harness import (
+    PATIENCE_S,
+    SUBJECTS,
+    Heard,
+    Target,
+    arguments,
+    folder,
+    judge,
+    read_log,
+    report,
+    tiny_model,
+)
+
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import decode_request, encode
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from harness import Verdict
+
+SETTLE_S = 30.0
+TENANTS = ("a", "b", "c")
+SESSIONS = 7
+TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@dataclass
+class Attack:
+    """One run. `acked` are the requests that the log has confirmed."""
+
+    target: Target
+    rng: random.Random
+    num_requests: int
+    num_kills: int
+    num_server_kills: int
+    acked: dict[int, tuple[SessionKey, bytes]] = field(default_factory=dict)
+    sent: int = 0
+    kills: int = 0
+    server_kills: int = 0
+    repeats: int = 0
+    cancels: int = 0
+    client_faults: list[str] = field(default_factory=list)
+    _numbers: dict[SessionKey, int] = field(default_factory=lambda: defaultdict(int))
+    _was_closed: dict[SessionKey, bool] = field(default_factory=lambda: defaultdict(bool))
+    _recent: dict[SessionKey, deque[dict[str, Any]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=6))
+    )
+
+    def request(self, key: SessionKey) -> dict[str, Any]:
+        """Make one up. Ids are numbers within a session, so every session has the same ones."""
+        rng, recent = self.rng, self._recent[key]
+        if recent and rng.random() < 0.12:
+            self.repeats += 1
+            again = dict(rng.choice(recent))
+            if rng.random() < 0.25 and again["type"] == "append":
+                again["text"] = "something else"
+            return again
+        self._numbers[key] += 1
+        made: dict[str, Any] = {"id": f"r{self._numbers[key]}"}
+        text = TEXT[: rng.randint(1, 90)]
+        kinds = {"append": 30, "generate": 30, "chat": 20, "rewind": 12, "close": 4, "open": 4}
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        if self._was_closed[key] and rng.random() < 0.7:
+            kind = "open"
+        self._was_closed[key] = kind == "close"
+        match kind:
+            case "append":
+                made |= {"type": "append", "text": text}
+            case "generate":
+                made |= {"type": "generate", "text": text, "max_tokens": rng.randint(1, 60)}
+                made |= rng.choice(({}, {"temperature": 0.8}, {"temperature": 0.9, "seed": 7}))
+            case "chat":
+                made |= {"type": "generate", "messages": [{"role": "user", "content": text}]}
+                made |= {"max_tokens": rng.randint(1, 40)}
+            case "rewind":
+                made |= {"type": "rewind", "position": rng.randint(0, 300)}
+            case "close":
+                made |= {"type": "close"} | rng.choice(({}, {"forget": True}))
+            case "open":
+                made |= {"type": "open"}
+        if made["type"] in ("append", "generate"):
+            made |= rng.choice(({}, {}, {}, {"priority": rng.randint(-3, 3)}, {"deadline_s": 20.0}))
+        if rng.random() < 0.05:
+            made["expect_position"] = rng.randint(0, 100)
+        recent.append(made)
+        return made
+
+    async def send(self, sender: int, heard: Heard, client: Any, names: list[str]) -> None:
+        """Send requests until there are enough; never more than the kills so far allow."""
+        is_raw = sender % 2 == 0
+        while self.sent < self.num_requests:
+            if self.sent > self.num_requests * (self.kills + 1) / (self.num_kills + 1):
+                await asyncio.sleep(0.01)
+                continue
+            self.sent += 1
+            key = SessionKey(client.tenant, self.rng.choice(names))
+            body = json.dumps(self.request(key)).encode()
+            if self.rng.random() < 0.06:
+                asyncio.get_running_loop().create_task(self._cancel(heard, key)).add_done_callback(_seen)
+            if is_raw:
+                seq = await heard.publish(key, body)
+                self.acked[seq] = key, body
+                if self.rng.random() < 0.5:
+                    # What is said while the connection is lost is not heard; the log tells at the end.
+                    with contextlib.suppress(TimeoutError):
+                        await heard.result(key, seq, timeout_s=5)
+                continue
+            try:
+                pending = await client.submit(key, decode_request(body))
+                self.acked[pending.seq] = key, encode(decode_request(body))
+                result = await asyncio.wait_for(pending.wait(), PATIENCE_S)
+                if result.seq not in self.acked:
+                    self.client_faults.append(f"{key}: a result for {result.seq}")
+            except (TurnkeepError, TimeoutError) as error:
+                self.client_faults.append(f"{key}: {error!r}")
+
+    async def _cancel(self, heard: Heard, key: SessionKey) -> None:
+        if self._recent[key]:
+            self.cancels += 1
+            body = {"type": "cancel", "id": self._recent[key][-1]["id"]}
+            await asyncio.sleep(self.rng.random() / 5)
+            await heard.nc.request(SUBJECTS.of(key, "ctl"), json.dumps(body).encode(), timeout=1)
+
+    async def kill(self) -> None:
+        """Kill worker and server again and again, at moments of every kind."""
+        rng, start_s = self.rng, 2.0
+        while self.kills < self.num_kills:
+            begun_s = monotonic()
+            if rng.random() < 0.25:
+                await asyncio.sleep(rng.uniform(0, start_s))
+            else:
+                await self.target.ready()
+                start_s = monotonic() - begun_s
+                while self.sent <= self.num_requests * self.kills / (self.num_kills + 1):  # noqa: ASYNC110 - twelve senders count it
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(rng.uniform(0, 0.4))
+            if self.server_kills * self.num_kills < self.num_server_kills * (self.kills + 1):
+                self.server_kills += self.target.kill_server()
+                await asyncio.sleep(rng.choice((0, 0.1, 0.6)))
+            self.target.process.kill()
+            self.kills += 1
+            if self.kills % 20 == 0:
+                print(f"{self.kills} kills, {self.server_kills} of the server, {self.sent} sent", flush=True)
+            self.target.start()
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Let a cancel fail: its worker was just killed."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()
+
+
+async def attack(
+    where: Path, *, requests: int, kills: int, server_kills: int, seed: int, max_attempts: int = 20
+) -> tuple[Attack, Verdict]:
+    """Run the attack; returns what it did and what the oracle says."""
+    model = tiny_model(where, endless=True)
+    options = ("--ack-wait-s", "0.5", "--min-free-disk", "0", "--max-attempts", str(max_attempts))
+    victim = Target(where / "data", model, *options)
+    run = Attack(victim, random.Random(seed), requests, kills, server_kills)
+    victim.start()
+    try:
+        await victim.ready()
+        heard = await Heard.on(victim.url)
+        async with contextlib.AsyncExitStack() as open_clients:
+            names = [f"s{n}" for n in range(SESSIONS)]
+            senders = []
+            for number in range(4 * len(TENANTS)):
+                client = await connect(
+                    victim.url, tenant=TENANTS[number % len(TENANTS)], connect_timeout_s=30
+                )
+                await open_clients.enter_async_context(client)
+                senders.append(run.send(number // len(TENANTS), heard, client, names))
+            killing = asyncio.create_task(run.kill())
+            await asyncio.gather(*senders)
+            await killing
+            await victim.ready()
+            verdict = await settled(victim, run, heard, model)
+        await heard.nc.close()
+    finally:
+        victim.stop()
+    for fault in run.client_faults:
+        verdict.blame("contradicting", fault)
+    return run, verdict
+
+
+async def settled(victim: Target, run: Attack, heard: Heard, model: Path) -> Verdict:
+    """Judge the log once everything has its answer and what is forgotten is gone, or patience is over."""
+    deadline_s = monotonic() + SETTLE_S
+    while True:
+        verdict = judge(await read_log(victim.url), run.acked, heard, model)
+        if not verdict.faults.total() or monotonic() > deadline_s:
+            return verdict
+        await asyncio.sleep(1)
+
+
+async def main() -> bool:
+    parser = arguments(__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--server-kills", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--max-attempts", type=int, default=20)
+    given = parser.parse_args()
+    begun_s = monotonic()
+    async with folder() as where:
+        run, verdict = await attack(where, **vars(given))
+        good = report(
+            verdict,
+            ("seed", given.seed),
+            ("max_attempts", given.max_attempts),
+            ("minutes", f"{(monotonic() - begun_s) / 60:.1f}"),
+            ("kills of the worker", run.kills),
+            ("kills of the server", run.server_kills),
+            ("requests sent", run.sent),
+            ("repeats among them", run.repeats),
+            ("cancels", run.cancels),
+        )
+        if not good:
+            raise SystemExit(1)
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(not asyncio.run(main()))

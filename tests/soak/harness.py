@@ -1,0 +1,412 @@
+"""What the programs in this folder share: a worker process, what is heard of it, and the oracle.
+
+The oracle reads the log past client and worker, and holds against it what clients sent and heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "protocol"), str(ROOT / "tests")]
+
+from worker.models.blas import preload  # noqa: E402
+
+preload()  # as a worker does, before anything imports MLX
+
+import msgspec  # noqa: E402
+import nats.errors  # noqa: E402
+import psutil  # noqa: E402
+from parts import BLOCK, WorkerProcess, free_port, make_endless_model, make_tiny_model  # noqa: E402
+
+from turnkeep_client.client import connect  # noqa: E402
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError  # noqa: E402
+from turnkeep_client.log import MODEL_HEADER  # noqa: E402
+from turnkeep_client.messages import (  # noqa: E402
+    Close,
+    Closed,
+    Failed,
+    Generated,
+    decode_chunk,
+    decode_request,
+    decode_result,
+)
+from turnkeep_client.nats_client import Nats  # noqa: E402
+from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
+from worker.models.tokenizer import Tokenizer  # noqa: E402
+from worker.sessions.history import Folder  # noqa: E402
+from worker.sessions.record import Record  # noqa: E402
+from worker.wire.journal import Entry  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+SUBJECTS = Subjects()
+#: Long enough for any answer on a busy machine; what takes longer is counted as unanswered.
+PATIENCE_S = 120.0
+
+
+@asynccontextmanager
+async def folder() -> AsyncIterator[Path]:
+    """Give a folder for one run; it is left where the run fails."""
+    path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
+    try:
+        yield path
+    except BaseException:
+        print(f"what is left of the run is in {path}", file=sys.stderr)
+        raise
+    shutil.rmtree(path)
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """Begin a program's command line with its module's docstring."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def tiny_model(where: Path, *, endless: bool = False) -> Path:
+    """Make the tiny model, once for a folder."""
+    tiny, without_end = where / "tiny", where / "endless"
+    if not tiny.exists():
+        make_tiny_model(tiny)
+    if endless and not without_end.exists():
+        make_endless_model(tiny, without_end)
+    return without_end if endless else tiny
+
+
+class Target:
+    """A worker process with a NATS server of its own, to be hurt."""
+
+    def __init__(self, data_dir: Path, model: Path | None, *options: str) -> None:
+        self.process = WorkerProcess(
+            data_dir, model, free_port(), "--block-tokens", str(BLOCK), "--log-level", "info", *options
+        )
+        self.url = self.process.url
+        self._log_start = 0
+
+    def start(self) -> None:
+        log = self.process.log_path
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self.process.start()
+
+    @property
+    def is_ready(self) -> bool:
+        with self.process.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return b'"event": "ready"' in log.read()
+
+    async def ready(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the worker serves."""
+        async with asyncio.timeout(timeout_s):
+            while not self.is_ready:
+                if not self.process.running:
+                    raise RuntimeError(f"the worker ended by itself:\n{self.process.log[-4000:]}")
+                await asyncio.sleep(0.02)
+
+    def server(self) -> psutil.Process | None:
+        """Find its NATS server, by what the worker has written down of it."""
+        with contextlib.suppress(OSError, ValueError, LookupError, psutil.Error):
+            process = psutil.Process(
+                json.loads((self.process.data_dir / "nats-server.json").read_text())["pid"]
+            )
+            if str(self.process.data_dir) in " ".join(process.cmdline()):
+                return process
+        return None
+
+    def kill_server(self) -> bool:
+        """`kill -9` the NATS server; False where there is none now."""
+        server = self.server()
+        with contextlib.suppress(psutil.Error):
+            if server is not None:
+                server.kill()
+                return True
+        return False
+
+    def stop(self) -> None:
+        """Stop worker and server, whatever state they are in."""
+        if self.process.running:
+            self.process.stop()
+        self.kill_server()
+
+
+@asynccontextmanager
+async def target(data_dir: Path, model: Path | None, *options: str) -> AsyncIterator[Target]:
+    """Start a worker, and stop it at the end."""
+    made = Target(data_dir, model, *options)
+    made.start()
+    try:
+        await made.ready()
+        yield made
+    finally:
+        made.stop()
+
+
+@dataclass
+class Heard:
+    """A connection that stays, and what it has heard: results by session and sequence, chunks by id."""
+
+    nc: Nats = field(default_factory=Nats)
+    results: dict[tuple[SessionKey, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    chunks: dict[tuple[SessionKey, str], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def on(cls, url: str, *, chunks: bool = True) -> Heard:
+        """Connect, for as long as it takes, and listen."""
+        heard = cls()
+        async with asyncio.timeout(PATIENCE_S):
+            await heard.nc.connect(
+                url, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=heard._expected
+            )
+        await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
+        if chunks:
+            await heard.nc.subscribe(SUBJECTS.every_token, cb=heard._chunk)
+        await heard.nc.flush()
+        return heard
+
+    async def _expected(self, error: Exception) -> None:
+        """Say nothing of a server that is down: it was killed."""
+
+    async def _result(self, message: Any) -> None:
+        with contextlib.suppress(InvalidMessageError):
+            key, _, _ = SUBJECTS.parse(message.subject)
+            self.results[key, decode_result(message.data).seq or 0].append(message.data)
+            self._news.set()
+
+    async def _chunk(self, message: Any) -> None:
+        with contextlib.suppress(InvalidMessageError):
+            key, _, request_id = SUBJECTS.parse(message.subject)
+            if message.data:
+                self.chunks[key, request_id or ""].append(decode_chunk(message.data))
+
+    async def publish(self, key: SessionKey, body: bytes, timeout_s: float = 2.0) -> int:
+        """Store a request, sending it again until it is acknowledged; returns its sequence."""
+        while True:
+            try:
+                js = self.nc.jetstream()
+                return (await js.publish(SUBJECTS.of(key, "in"), body, timeout=timeout_s)).seq
+            except (nats.errors.Error, OSError):
+                await asyncio.sleep(0.1)
+
+    async def result(self, key: SessionKey, seq: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Wait for the result of the request at `seq`."""
+        async with asyncio.timeout(timeout_s):
+            while (key, seq) not in self.results:
+                self._news.clear()
+                await self._news.wait()
+        found: dict[str, Any] = json.loads(self.results[key, seq][0])
+        return found
+
+    async def send(self, key: SessionKey, request: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
+        """Publish a request; returns its result, how long that took, and how long until it was stored."""
+        begun_s = monotonic()
+        seq = await self.publish(key, json.dumps(request).encode(), timeout_s=PATIENCE_S)
+        stored_s = monotonic() - begun_s
+        return await self.result(key, seq), monotonic() - begun_s, stored_s
+
+
+async def read_log(url: str) -> list[Any]:
+    """Read every entry of the log."""
+    for left in itertools.count(20, -1):
+        try:
+            async with await connect(url, connect_timeout_s=10) as client:
+                return await client._wire.read_all(SUBJECTS.log_stream, "turnkeep.>")
+        except TurnkeepError:
+            if not left:
+                raise
+            await asyncio.sleep(0.5)
+    raise AssertionError
+
+
+@dataclass
+class Verdict:
+    """What the oracle found. Everything in `faults` should be 0; `notes` has a line for each fault."""
+
+    requests: int = 0
+    answered: int = 0
+    faults: Counter[str] = field(
+        default_factory=lambda: Counter(
+            dict.fromkeys(("lost", "doubled", "contradicting", "unanswered", "internal"), 0)
+        )
+    )
+    outcomes: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def blame(self, what: str, note: str) -> None:
+        self.faults[what] += 1
+        self.notes.append(f"{what}: {note}")
+
+
+def judge(
+    stored: Iterable[Any],
+    acked: dict[int, tuple[SessionKey, bytes]] | None = None,
+    heard: Heard | None = None,
+    model: Path | None = None,
+) -> Verdict:
+    """Hold the log against what was acknowledged and heard, and fold each session as a worker would.
+
+    `out` entries without a worker's header were forged by the harness, and are passed over.
+    """
+    verdict = Verdict()
+    asked: dict[SessionKey, list[Entry]] = defaultdict(list)
+    told: dict[SessionKey, list[Entry]] = defaultdict(list)
+    requests: dict[int, bytes] = {}
+    for one in stored:
+        _, tenant, session, kind = one.headers["Nats-Subject"].rsplit(".", 3)
+        try:
+            key = session_key(tenant, session)
+        except InvalidMessageError:
+            continue
+        if kind == "in":
+            requests[one.seq] = one.body
+            asked[key].append(_entry(one, kind))
+        elif kind == "out" and MODEL_HEADER in one.headers:
+            told[key].append(_entry(one, kind))
+    forgotten = {key: _forgotten(asked[key], told[key]) for key in asked.keys() | told.keys()}
+    for seq, (key, body) in (acked or {}).items():
+        if requests.get(seq) != body and seq >= forgotten.get(key, 0):
+            verdict.blame("lost", f"{key} {seq} was acknowledged")
+    folder_ = Folder(Tokenizer.from_folder(model)) if model else None
+    for key, before in forgotten.items():
+        _judge_session(verdict, key, asked[key], told[key], heard, before)
+        if folder_ is not None:
+            record = Record(folder_, whole=True)
+            record.take_results(told[key])
+            record.take_requests(asked[key])
+            record.end_fold()
+            if record.diverged or record.num_foreign:
+                verdict.blame(
+                    "contradicting", f"{key} folds to {record.diverged}, {record.num_foreign} foreign"
+                )
+    return verdict
+
+
+def _entry(one: Any, kind: Any) -> Entry:
+    from datetime import datetime
+
+    return Entry(one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers)
+
+
+def _forgotten(asked: list[Entry], told: list[Entry]) -> int:
+    """Return the sequence of the last close that was to forget, and did: what was before may be gone."""
+    closed = {result.seq for result in map(decode_result, (one.body for one in told)) if _is(Closed, result)}
+    for entry in reversed(asked):
+        with contextlib.suppress(InvalidMessageError):
+            request = decode_request(entry.body)
+            if isinstance(request, Close) and request.forget and entry.seq in closed:
+                return entry.seq
+    return 0
+
+
+def _is(kind: type, result: Any) -> bool:
+    return isinstance(result, kind) and result.repeat_of is None
+
+
+def _judge_session(
+    verdict: Verdict,
+    key: SessionKey,
+    asked: list[Entry],
+    told: list[Entry],
+    heard: Heard | None,
+    forgotten: int,
+) -> None:
+    results: dict[int, list[Entry]] = defaultdict(list)
+    for entry in told:
+        results[decode_result(entry.body).seq or 0].append(entry)
+    verdict.requests += len(asked)
+    for seq in results.keys() - {entry.seq for entry in asked}:
+        verdict.blame("contradicting", f"{key} has a result for {seq}, which is no request of it")
+    first: dict[str, tuple[Any, Any]] = {}
+    for entry in asked:
+        mine = results.get(entry.seq, [])
+        if not mine:
+            verdict.blame("unanswered", f"{key} {entry.seq}: {entry.body[:200]!r}")
+            continue
+        if len(mine) > 1:
+            verdict.blame("doubled", f"{key} {entry.seq} at {[one.seq for one in mine]}")
+        verdict.answered += 1
+        result = decode_result(mine[0].body)
+        code = result.code if isinstance(result, Failed) else "ok"
+        verdict.outcomes[code] += 1
+        if code == "internal":
+            verdict.blame("internal", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
+        if code == "history_diverged":
+            verdict.blame("contradicting", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
+        if heard is not None:
+            for body in heard.results.get((key, entry.seq), ()):
+                if body != mine[0].body:
+                    verdict.blame("contradicting", f"{key} {entry.seq} was heard otherwise: {body[:200]!r}")
+        try:
+            request = decode_request(entry.body)
+        except InvalidMessageError:
+            if code != "invalid_request":
+                verdict.blame("contradicting", f"{key} {entry.seq} is no request, and was answered {code}")
+            continue
+        if result.repeat_of and result.repeat_of < forgotten:
+            continue  # answered before what it repeats was removed
+        if request.id in first:
+            _judge_repeat(verdict, f"{key} {entry.seq}", first[request.id], request, result)
+        else:
+            first[request.id] = request, result
+            if heard is not None:
+                _judge_chunks(verdict, f"{key} {entry.seq}", result, heard.chunks[key, request.id], forgotten)
+
+
+def _judge_repeat(verdict: Verdict, at: str, first: tuple[Any, Any], request: Any, result: Any) -> None:
+    if request != first[0]:
+        if not (isinstance(result, Failed) and result.code == "id_conflict"):
+            verdict.blame("contradicting", f"{at} has the id of another request, and was answered {result}")
+    elif msgspec.structs.replace(result, seq=first[1].seq, repeat_of=first[1].repeat_of) != first[1]:
+        verdict.blame("contradicting", f"{at} repeats {first[1]}, and was answered {result}")
+
+
+def _judge_chunks(verdict: Verdict, at: str, result: Any, chunks: list[Any], forgotten: int) -> None:
+    tokens = result.tokens if isinstance(result, Generated) else ()
+    for chunk in chunks:
+        if chunk.seq < forgotten:
+            continue
+        if chunk.seq != result.seq:
+            verdict.blame("contradicting", f"{at} has a chunk of {chunk.seq}")
+        if tuple(chunk.tokens) != tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]):
+            verdict.blame("contradicting", f"{at} streamed {chunk}, and its record has {tokens}")
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return a percentile of the values, the next larger one where it falls between two."""
+    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1] if values else math.nan
+
+
+def table(*rows: tuple[str, Any]) -> str:
+    """Lay out names and figures in two columns."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def report(verdict: Verdict, *rows: tuple[str, Any]) -> bool:
+    """Print the table and the faults; says whether there was none."""
+    print(
+        table(
+            *rows,
+            ("requests in the log", verdict.requests),
+            ("answered", verdict.answered),
+            ("outcomes", ", ".join(f"{code} {num}" for code, num in verdict.outcomes.most_common())),
+            *verdict.faults.items(),
+        ),
+        flush=True,
+    )
+    for note in verdict.notes[:40]:
+        print(note)
+    return not verdict.faults.total()

@@ -1,0 +1,104 @@
+"""The programs of this folder in short, and an oracle that sees what it is there for."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attack import attack
+from damage import damage
+from floods import laid_out, measure
+from harness import Heard, SessionKey, judge, tiny_model
+from malformed import malformed
+from soak import slopes, soak
+
+from turnkeep_client.log import MODEL_HEADER
+from turnkeep_client.messages import decode_chunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+KEY = SessionKey("default", "s")
+
+
+async def test_kills_of_worker_and_server_lose_double_and_contradict_nothing(tmp_path: Path) -> None:
+    run, verdict = await attack(tmp_path, requests=60, kills=4, server_kills=1, seed=1)
+    assert (run.kills, run.server_kills, run.sent) == (4, 1, 60)
+    assert verdict.answered == verdict.requests > 20  # others were forgotten
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_malformed_requests_are_answered_once_beside_a_client_that_is_served(tmp_path: Path) -> None:
+    run, verdict, _ = await malformed(tmp_path, requests=600, seed=1)
+    assert run.waits_s
+    assert verdict.answered == verdict.requests > 100
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_a_tenant_is_answered_beside_floods_of_another(tmp_path: Path) -> None:
+    waits = await measure(tmp_path, tiny_model(tmp_path), (), requests=120, sessions=40, probes=4)
+    assert [len(measured) for measured in waits.values()] == [8, 4, 4]
+    assert "quiet" in laid_out(waits)
+
+
+async def test_damaged_snapshots_under_a_running_worker_change_no_answer(tmp_path: Path) -> None:
+    run, verdict = await damage(tmp_path, requests=60, seed=1)
+    assert run.damaged.total() > 30
+    assert run.counters.rejected
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_a_short_soak_fails_no_request_and_tells_its_slopes(tmp_path: Path) -> None:
+    readings, load = await soak(tmp_path, minutes=0.05, interval_s=0.7, seed=1)
+    assert not load.failed
+    assert readings[-1].requests > 0
+    assert "nan" not in slopes(readings, load)
+
+
+def stored(at: int, kind: str, **body: Any) -> SimpleNamespace:
+    headers = {"Nats-Subject": f"turnkeep.default.s.{kind}", "Nats-Time-Stamp": "2025-01-01T00:00:00Z"}
+    if kind == "out":
+        headers[MODEL_HEADER] = "tiny"
+    return SimpleNamespace(seq=at, headers=headers, body=json.dumps(body).encode())
+
+
+def asked(seq: int, text: str = "a") -> SimpleNamespace:
+    return stored(seq, "in", type="append", id="r1", text=text)
+
+
+def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
+    counts = {"tokens": 0, "cached_tokens": 0, "prefilled_tokens": 0, "kv_live_bytes": 0, "seconds": 0.1}
+    return stored(seq, "out", type="appended", id="r1", seq=of, position=position, **counts, **more)
+
+
+@pytest.mark.parametrize(
+    ("log", "acked", "fault"),
+    [
+        ([asked(1), told(2, 1)], {3: (KEY, b"{}")}, "lost"),
+        ([asked(1)], {}, "unanswered"),
+        ([asked(1), told(2, 1), told(3, 1)], {}, "doubled"),
+        ([asked(1), told(2, 1), told(3, 9)], {}, "contradicting"),
+        ([asked(1), told(2, 1), asked(3), told(4, 3, 2, repeat_of=1)], {}, "contradicting"),
+        ([asked(1), told(2, 1), asked(3, "b"), told(4, 3)], {}, "contradicting"),
+        (
+            [
+                asked(1),
+                stored(2, "out", type="failed", id="r1", seq=1, code="internal", message="", retryable=True),
+            ],
+            {},
+            "internal",
+        ),
+    ],
+)
+def test_the_oracle_sees_each_fault(log: list[Any], acked: dict[int, Any], fault: str) -> None:
+    assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
+
+
+def test_the_oracle_compares_what_was_heard_with_the_log() -> None:
+    heard = Heard()
+    heard.results[KEY, 1].append(told(2, 1, position=7).body)
+    heard.chunks[KEY, "r1"].append(decode_chunk(b'{"i": 0, "tokens": [5], "text": "x", "seq": 1}'))
+    assert judge([asked(1), told(2, 1)], {}, heard).faults["contradicting"] == 2
