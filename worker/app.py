@@ -355,8 +355,8 @@ class App:
             await end([stopped, pull])
             self._engine.stop()
             await self._sessions.stop(_STOP_S)
-            await trails.stop()
             await desk.close()
+            await trails.stop()
             await intake.give_back()
             await end(others)  # the keep-alive among them: until here the deliveries were this worker's
         if self._fatal:

@@ -235,8 +235,8 @@ class World:
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1
 
-    def ring(self, seq: int, body: bytes = b"", *, again: bool = False) -> None:
-        self.session.ring(Delivery(KEY, seq, STORED, body, again))
+    def ring(self, seq: int, body: bytes = b"", *, again: bool = False, first_seq: int = 0) -> None:
+        self.session.ring(Delivery(KEY, seq, STORED, body, again, first_seq))
 
     def publish(self, request: Request | bytes) -> int:
         body = request if isinstance(request, bytes) else encode(request)

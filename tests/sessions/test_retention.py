@@ -10,7 +10,9 @@ import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import append, generate
 
+from turnkeep_client.subjects import SessionKey
 from worker.sessions import sessions
+from worker.sessions.session import Session
 from worker.wire import retention
 from worker.wire.retention import Retention
 
@@ -248,3 +250,39 @@ async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
         assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
         assert (await w.send("s", append("b")))["position"] == 5
     assert (await w.send("s", append("d")))["position"] == 10
+
+
+async def test_a_look_at_what_does_not_exist_leaves_nothing_in_memory(quiet_wire: Start) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    for n in range(20):
+        assert (await w.control(f"u{n}", {"type": "cancel", "id": "a"}))["code"] == "invalid_request"
+        assert (await w.control(f"v{n}", {"type": "info"}))["code"] == "unknown_session"
+    assert (await w.control("s", {"type": "info"}))["worker"]["sessions"] == 1
+
+
+async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next request would have it read a second time, and be carried out beside a cancel of it."""
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
+    held = w.worker.app._sessions
+    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.look
+
+    async def waits(session: Session) -> None:
+        there.set()
+        await go_on.wait()
+        await look(session)
+
+    monkeypatch.setattr(Session, "look", waits)
+    asked = asyncio.create_task(w.control("s", {"type": "info"}))
+    await there.wait()
+    await w.send("other", append("a"))
+    async with asyncio.timeout(20):
+        while SessionKey("default", "other") in held._sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert list(held._sessions) == [SessionKey("default", "s")]
+    go_on.set()
+    assert (await asked)["position"] == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,8 @@ from test_fold import PAGE, STORED, World
 from turnkeep_client.messages import Append, Chunk, Close, Generate, Open, encode
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.attempts import Company
+from worker.telemetry import Telemetry
+from worker.wire.intake import Intake
 from worker.wire.journal import FencedError
 
 if TYPE_CHECKING:
@@ -230,3 +233,68 @@ async def test_who_is_alone_is_alone() -> None:
     for at, (name, way, alone) in enumerate(seen):
         if alone and way == "in":
             assert seen[at + 1] == (name, "out", True)
+
+
+async def test_a_request_is_in_doubt_though_a_newer_one_is_delivered_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who goes on sending after each crash would have it tried for ever: it comes again only later."""
+    poison = world.log.add("in", encode(Append(id="poison", text="one")))
+    monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
+    lives = 0
+
+    async def ends_the_worker(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    while not world.results:
+        lives += 1
+        world.crash()
+        monkeypatch.setattr(world.engine, "run", ends_the_worker)
+        body = encode(Append(id=f"fresh{lives}", text="two"))
+        seq = world.log.add("in", body)
+        world.ring(seq, body, first_seq=seq if lives > 1 else poison)
+        try:
+            await world.session.catch_up()
+            await world.session._attempt(world.session.pending[0])
+        except KeyboardInterrupt:
+            assert lives < 6
+            continue
+        monkeypatch.undo()
+        monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
+        await world.session.run()
+    assert world.result(poison).code == "internal"
+    assert lives == 4
+
+
+class Delivered(SimpleNamespace):
+    """A delivery as nats-py gives it."""
+
+    def __init__(self, session: str, seq: int, num_delivered: int) -> None:
+        metadata = SimpleNamespace(
+            sequence=SimpleNamespace(stream=seq), num_delivered=num_delivered, timestamp=STORED
+        )
+        super().__init__(subject=f"turnkeep.t.{session}.in", data=b"", metadata=metadata)
+
+    async def ack(self) -> None:
+        pass
+
+    async def nak(self, *, delay: float) -> None:
+        pass
+
+
+async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
+    rung: list[Any] = []
+    parts: Any = [None, None, Telemetry(), None]
+    limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
+    intake = Intake(*parts, **limits)
+    for delivered in (Delivered("a", 9, 1), Delivered("b", 5, 2), Delivered("c", 10, 1)):
+        await intake._take(delivered, rung.append)  # type: ignore[arg-type]
+    assert (intake.num_held, intake.num_returned) == (1, 2)
+    for session, seq, num_delivered in (("b", 5, 3), ("c", 10, 2)):
+        await intake.release(rung[-1].key)
+        await intake._take(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
+    assert [(one.seq, one.again, one.first_seq) for one in rung] == [
+        (9, False, 9),
+        (5, True, 9),
+        (10, False, 9),
+    ]

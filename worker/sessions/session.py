@@ -115,6 +115,7 @@ class Session:
         self._record = Record(services.folder)
         self._trail = Trail(key, services.trails)
         self._rung_seq = 0  # the newest request that was delivered
+        self._first_seq = 0  # requests below it were delivered to another worker before
         self._delivered: Delivery | None = None  # the first one since the log was read
         self._in_doubt = False  # whether a worker may have died over this session
         self._note = Note()  # of the attempts, where in doubt
@@ -122,6 +123,7 @@ class Session:
         self._num_failures = 0  # of this worker, for reasons that it does not know
         self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
         self.active: Pending | None = None
+        self.num_lookers = 0  # who use it beside its task
         self.used_s = monotonic()
         self.counted_bytes = 0  # of its size, by who holds the sessions
         try:
@@ -161,6 +163,7 @@ class Session:
     def ring(self, delivery: Delivery) -> None:
         """Take a delivery: the log has a request at its sequence."""
         self._rung_seq = max(self._rung_seq, delivery.seq)
+        self._first_seq = delivery.first_seq
         self._delivered = self._delivered or delivery
         self._in_doubt = self._in_doubt or delivery.again
         self._wake(self)
@@ -272,6 +275,10 @@ class Session:
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.take_results(results)
+        if not self._in_doubt and record.pending and record.pending[0].seq < self._first_seq:
+            # A new request came sooner than the old one comes again, over which a worker may have died.
+            self._in_doubt = True
+            self._note = await self._services.attempts.begin_reading(self.key)
         record.end_fold()
         for cut in cuts if record.diverged is None else ():
             self._trail.add(cut)

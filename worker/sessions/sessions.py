@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cache.store import Store
-    from turnkeep_client.messages import ControlReply, Metrics
+    from turnkeep_client.messages import ControlReply, ControlRequest, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
     from worker.wire.intake import Delivery
@@ -90,6 +90,17 @@ class Sessions:
         except InvalidMessageError as error:
             return failure(error.request_id, "invalid_request", str(error))
         session = self._hold(key)
+        session.num_lookers += 1
+        try:
+            return await self._control(session, request)
+        finally:
+            session.num_lookers -= 1
+            self._count(session)
+            if self._is_idle(key) and not (session.history.exists or session.history.closed):
+                self._drop(key)  # whoever asks for what does not exist may do so under any name
+
+    async def _control(self, session: Session, request: ControlRequest) -> ControlReply:
+        key = session.key
         if isinstance(request, CancelRequest):
             try:
                 with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
@@ -98,7 +109,6 @@ class Sessions:
                 return failure(request.id, "internal", "another worker went on with this session; ask again")
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
             await session.look()
-        self._count(session)
         history = session.history
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
@@ -107,8 +117,6 @@ class Sessions:
             return await pinning.answer(self._store, key.tenant, history.tokens, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
-        if not session.has_work and key not in self._tasks and key in self._sessions:
-            self._drop(key)
         return failure(
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
@@ -132,9 +140,9 @@ class Sessions:
 
     def _hold(self, key: SessionKey) -> Session:
         session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
+        self._let_go()
         self._sessions[key] = session  # last in the order in which they leave
         session.used_s = monotonic()
-        self._let_go()
         return session
 
     def _let_go(self) -> None:
@@ -159,10 +167,10 @@ class Sessions:
         session.counted_bytes = size_bytes
 
     def _is_idle(self, key: SessionKey) -> bool:
-        return key not in self._tasks and not self._sessions[key].has_work
+        session = self._sessions[key]
+        return not (key in self._tasks or session.has_work or session.num_lookers)
 
     def _wake(self, session: Session) -> None:
-        self._sessions[session.key] = session  # it may have been let go of while somebody waited for it
         if session.key not in self._tasks and session.has_work and not self._stopping.is_set():
             self._tasks[session.key] = asyncio.create_task(self._run(session), name=str(session.key))
 

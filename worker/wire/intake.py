@@ -77,13 +77,18 @@ def _makes_a_subject(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A request as the server delivered it. `again` says that it was delivered before."""
+    """A request as the server delivered it.
+
+    `again` says that it was delivered before, and to another worker; so were those of sequences below
+    `first_seq`, whether they come again or not.
+    """
 
     key: SessionKey
     seq: int
     stored: datetime
     body: bytes
     again: bool
+    first_seq: int = 0
 
 
 class Intake:
@@ -118,7 +123,8 @@ class Intake:
         self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # the largest message must fit
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
-        self._returned: dict[int, int] = {}  # sequences that are to come again -> how often they have come
+        self._returned: dict[int, bool] = {}  # sequences that are to come again -> another had them before
+        self._first_seq = 0  # the first request that no other worker had
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the pull that is out; older ones may still be answered
@@ -189,20 +195,22 @@ class Intake:
         metadata = message.metadata
         seq = metadata.sequence.stream
         num_delivered = metadata.num_delivered or 1
-        num_returned = self._returned.pop(seq, 0)
+        if num_delivered == 1:
+            self._first_seq = self._first_seq or seq
+        # Not what this worker has given back itself: nobody has died over that.
+        again = self._returned.pop(seq, num_delivered > 1)
         key = session_of(message.subject)
         if key is None:
             await self._refuse(message, seq)
             return
         anchor = self._anchors.get(key)
         if anchor is None and not self._has_room(key.tenant):
-            self._returned[seq] = num_delivered
+            self._returned[seq] = again
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=max(_RETURN_S, len(self._returned) / _RETURNS_PER_S))
             return
-        # Not what this worker has given back itself, or holds already: nobody has died over that.
-        again = anchor is None and num_delivered > num_returned + 1
-        ring(Delivery(key, seq, metadata.timestamp, message.data, again))
+        again = again and anchor is None  # else it is at work, and lives
+        ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
         if anchor is None:
             self._tenants[key.tenant] += 1
         elif anchor.metadata.sequence.stream != seq:  # rung above, and covered by the anchor from here on

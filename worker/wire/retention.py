@@ -79,8 +79,8 @@ class Retention:
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove what was said in a session before a close; the sequences are its own and its result's."""
         try:
-            await self._remove_before(key, close_seq, closed_seq)
             await self._journal.remove_tokens(key)
+            await self._remove_before(key, close_seq, closed_seq)
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
