@@ -11,6 +11,9 @@ import nats
 import pytest
 from raw_wire import append, generate
 
+from worker.sessions.session import Session
+from worker.wire import desk
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -96,6 +99,31 @@ async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) 
     await one.control("s", {"type": "cancel", "id": "long"})
     await one.result(seqs[-2])
     await one.check_log()
+
+
+async def test_questions_of_one_tenant_leave_places_for_others(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, look, waiting = asyncio.Event(), Session.look, 0
+
+    async def waits(session: Session) -> None:
+        nonlocal waiting
+        waiting += 1
+        if session.key.tenant == "loud":
+            await go_on.wait()
+        await look(session)
+
+    monkeypatch.setattr(Session, "look", waits)
+    monkeypatch.setattr(desk, "_MAX_ASKED", 4)
+    one = await wire()
+    info = {"type": "info"}
+    asked = [asyncio.create_task(one.control(f"s{n}", info, tenant="loud")) for n in range(4)]
+    while waiting < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert (await one.control("s", info, tenant="loud"))["code"] == "overloaded"
+    assert (await one.control("s", info, tenant="quiet"))["code"] == "unknown_session"
+    go_on.set()
+    assert {answer["code"] for answer in await asyncio.gather(*asked)} == {"unknown_session"}
 
 
 def peak_bytes(pid: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -37,7 +38,7 @@ log = structlog.get_logger()
 #: Workers share the asks and the control requests of their prefix.
 _QUEUE = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
-#: So many are answered at a time; who comes then is told so at once.
+#: So many are answered at a time; then a tenant is told so at once, unless it has less than an equal share.
 _MAX_ASKED = 4096
 _TOO_MANY = f"the worker has {_MAX_ASKED} questions to answer already; ask again later"
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
@@ -65,6 +66,7 @@ class Desk:
         self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tenants: Counter[str] = Counter()  # of those who asked
 
     async def open(self) -> None:
         """Start to answer."""
@@ -92,15 +94,24 @@ class Desk:
                 log.exception("answering failed", subject=message.subject)
 
         async def spawn(message: Msg) -> None:
-            if len(self._tasks) >= _MAX_ASKED:
+            tenant = message.subject.rsplit(".", 3)[1]
+            share = _MAX_ASKED // (len(self._tenants) or 1)
+            if len(self._tasks) >= _MAX_ASKED and self._tenants[tenant] >= share:
                 if message.reply:
                     await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
                 return
             task = asyncio.create_task(guarded(message))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tenants[tenant] += 1
+            task.add_done_callback(lambda task: self._answered(task, tenant))
 
         return spawn
+
+    def _answered(self, task: asyncio.Task[None], tenant: str) -> None:
+        self._tasks.discard(task)
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     async def _control(self, message: Msg) -> None:
         reply = await self._sessions.control(message.subject, message.data)
