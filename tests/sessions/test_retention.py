@@ -14,6 +14,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions import sessions
 from worker.sessions.session import Session
 from worker.wire import retention
+from worker.wire.journal import Journal
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
@@ -286,3 +287,56 @@ async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
     assert list(held._sessions) == [SessionKey("default", "s")]
     go_on.set()
     assert (await asked)["position"] == 5
+
+
+async def test_a_session_is_not_removed_while_its_log_is_read(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests would have been read, and their results be gone: they would be carried out again."""
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a"))
+    await w.send("s", CLOSE)
+    await w.worker.stop()
+    sweep, page, tasks = Retention.sweep, Journal.page, list[asyncio.Task[None]]()
+
+    async def nothing(_: Retention) -> None:
+        pass
+
+    async def removes(journal: Journal, key: SessionKey, kind: Any, *args: Any, **more: Any) -> Any:
+        found = await page(journal, key, kind, *args, **more)
+        if kind == "in" and not tasks:
+            tasks.append(asyncio.create_task(sweep(w.worker.app._retention)))
+            await asyncio.wait(tasks, timeout=0.5)
+        return found
+
+    monkeypatch.setattr(Retention, "sweep", nothing)
+    w = await quiet_wire(closed_ttl_s=0)
+    monkeypatch.setattr(Journal, "page", removes)
+    assert "was closed" in (await w.control("s", {"type": "info"}))["message"]
+    await asyncio.gather(*tasks)
+    assert await bodies(w, "s") == {}
+
+
+async def test_notes_that_need_their_time_are_not_read_at_each_look(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be as many as sessions were closed in a week."""
+    monkeypatch.setattr(retention, "_PERIOD_S", 60.0)
+    w = await quiet_wire(closed_ttl_s=3600)
+    for n in range(600):
+        await w.nc.publish(w.subject(f"s{n}", "closed"), b"")
+    await w.send("s", append("a"))  # they are stored before it
+    read, closed = [], Journal.closed
+
+    async def counted(journal: Journal, after: int) -> Any:
+        found = await closed(journal, after)
+        read.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(Journal, "closed", counted)
+    looks = Retention(w.worker.app._retention._journal, closed_ttl_s=3600, max_bytes=2**30)
+    await looks.sweep()
+    assert sum(read) >= 600
+    read.clear()
+    await looks.sweep()
+    assert sum(read) <= 256
