@@ -38,10 +38,17 @@ FLOODED = {"type": "generate", "text": "Once upon a time there was", "max_tokens
 PROBE = {"type": "generate", "text": "hello, how are you?", "max_tokens": 8}
 
 
-async def probe(heard: Heard, num: int, numbers: itertools.count[int]) -> list[tuple[float, float]]:
-    """Send one request at a time as the quiet tenant; returns how long each took, and to be stored."""
+async def probe(
+    heard: Heard, num: int, numbers: itertools.count[int], num_loud: int | None = None
+) -> list[tuple[float, float]]:
+    """Send one request at a time as the quiet tenant; returns how long each took, and to be stored.
+
+    It ends early where all of the loud tenant's requests are answered.
+    """
     waits_s = []
     for number in itertools.islice(numbers, num):
+        if num_loud is not None and len(heard.results) >= num_loud + number:
+            break
         key = SessionKey("quiet", f"s{number // PROBES_PER_SESSION}")
         result, *waits = await heard.send(key, {"id": f"r{number}"} | PROBE)
         if result["type"] != "generated":
@@ -85,11 +92,8 @@ async def measure(
             waits.setdefault("quiet", []).extend(await probe(heard, probes, numbers))
             pouring = asyncio.create_task(flood(heard, num, width))
             await asyncio.sleep(0.2)
-            waits[name] = await asyncio.wait_for(probe(heard, probes, numbers), 10 * PATIENCE_S)
+            waits[name] = await asyncio.wait_for(probe(heard, probes, numbers, num), 10 * PATIENCE_S)
             await pouring
-            num_answered = len(heard.results) - next(numbers)
-            if num_answered >= num:
-                print(f"only {num_answered} of {num} were waiting at the end: take fewer probes", flush=True)
             await heard.nc.close()
     return waits
 
@@ -97,14 +101,14 @@ async def measure(
 def laid_out(waits: dict[str, list[tuple[float, float]]]) -> str:
     """Lay the waits out, with the ratio of each p99 to the quiet one; and the log's part of it."""
     quiet_s = percentile([wait_s for wait_s, _ in waits["quiet"]], 0.99)
-    head = "p50 ms   p99 ms   max ms   p99 / quiet p99   p50, p99, max until stored"
+    head = "number   p50 ms   p99 ms   max ms   p99 / quiet p99   p50, p99, max until stored"
     rows: list[tuple[str, Any]] = [("the quiet tenant's wait", head)]
     for name, measured in waits.items():
         waits_s, stored_s = [wait_s for wait_s, _ in measured], [stored_s for _, stored_s in measured]
         p50, p99 = percentile(waits_s, 0.5), percentile(waits_s, 0.99)
         stored = ", ".join(f"{1000 * percentile(stored_s, share):.0f}" for share in (0.5, 0.99, 1))
         times = "   ".join(f"{1000 * time_s:6.0f}" for time_s in (p50, p99, max(waits_s)))
-        rows.append((name, f"{times}   {p99 / quiet_s:15.1f}   {stored}"))
+        rows.append((name, f"{len(measured):6}   {times}   {p99 / quiet_s:15.1f}   {stored}"))
     return table(*rows)
 
 
@@ -129,11 +133,8 @@ async def main() -> None:
             probes=given.probes,
             only=given.flood,
         )
-    print(
-        table(
-            ("model", "packaged" if given.packaged else "tiny"), ("settings", given.option or "as they are")
-        )
-    )
+    settings = " ".join(given.option) or "as they are"
+    print(table(("model", "packaged" if given.packaged else "tiny"), ("settings", settings)))
     print(laid_out(waits))
 
 
