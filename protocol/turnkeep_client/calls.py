@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, ResultTimeoutError
+from .errors import (
+    InvalidMessageError,
+    NoWorkerError,
+    RequestFailedError,
+    ResultRemovedError,
+    ResultTimeoutError,
+)
 from .messages import ControlReply, Failed, Request, Result, decode_result, encode
 
 if TYPE_CHECKING:
@@ -52,6 +58,9 @@ class Wire(Protocol):
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return what `stream` holds of `subject` from `seq` on, in order; empty where it cannot tell."""
+
+    async def lacks(self, stream: str, subject: str, seq: int) -> bool:
+        """Say whether what `stream` held of `subject` at `seq` was removed; false where it cannot tell."""
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         """Call `on_body` for every message until the returned function is awaited."""
@@ -159,7 +168,7 @@ class Pending:
         return self.wait().__await__()
 
     async def wait(self) -> Result:
-        """Return the request's result. Raises `ResultTimeoutError`, `NoWorkerError`."""
+        """Return the request's result. Raises `ResultTimeoutError`, `ResultRemovedError`, `NoWorkerError`."""
         if not self.is_settled():
             async with self.listening():
                 while not self.is_settled():
@@ -245,6 +254,13 @@ class Pending:
         for stored in await self._wire.read(subjects.log_stream, subjects.of(self.key, "out"), self.seq + 1):
             if _result_seq(stored.body) == self.seq:
                 self.settle(stored.body)
+        if not self.is_settled() and await self._wire.lacks(
+            subjects.log_stream, subjects.of(self.key, "in"), self.seq
+        ):
+            raise ResultRemovedError(
+                f"request {self.id} was removed from the log before its result was heard: its session was"
+                " closed to be forgotten, or closed long ago; whether it was answered cannot be told any more"
+            )
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

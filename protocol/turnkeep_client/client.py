@@ -291,6 +291,13 @@ class _NatsWire:
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
         return int((reply.headers or {}).get("Nats-Sequence", "0"))
 
+    async def lacks(self, stream: str, subject: str, seq: int) -> bool:
+        with contextlib.suppress(NoWorkerError):
+            if not await self.read_all(stream, subject, seq, seq + 1):
+                # A replica that lags does not have it yet, nor anything behind it.
+                return await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
+        return False
+
     async def _read_on(
         self, stream: str, subject: str, seq: int, found: list[Stored], end: float = math.inf
     ) -> None:

@@ -63,5 +63,9 @@ class ResultTimeoutError(TurnkeepError, TimeoutError):
     """The caller's time is over. The request stays in the log and will be answered."""
 
 
+class ResultRemovedError(TurnkeepError):
+    """The request left the log before its result was heard: its session was forgotten, or closed long ago."""
+
+
 class StreamBrokenError(TurnkeepError):
     """Chunks of one answer contradict each other or the recorded result."""

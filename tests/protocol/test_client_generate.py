@@ -14,7 +14,13 @@ from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer
 import turnkeep_client.calls
 import turnkeep_client.client
 import turnkeep_client.generation
-from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, StreamBrokenError
+from turnkeep_client.errors import (
+    NoWorkerError,
+    RequestFailedError,
+    ResultRemovedError,
+    ResultTimeoutError,
+    StreamBrokenError,
+)
 from turnkeep_client.messages import (
     Cancelled,
     CancelRequest,
@@ -387,6 +393,26 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
     monkeypatch.setattr(client._wire, "listen", deaf)
     worker.script = script
     assert (await client.session("s1").generate(text="hi")).text == TEXT
+
+
+async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session was forgotten while the client was away: nobody can say any more what was answered."""
+
+    async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        return lambda: asyncio.sleep(0)
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.result(generated(seq, request))
+        subject = f"{SUBJECTS.prefix}.default.s1.*"
+        await worker.js.purge_stream(SUBJECTS.log_stream, subject=subject)
+        await worker.js.publish(f"{SUBJECTS.prefix}.default.other.out", b"{}")
+
+    monkeypatch.setattr(client._wire, "listen", deaf)
+    worker.script = script
+    with pytest.raises(ResultRemovedError, match="was removed from the log before its result was heard"):
+        await client.session("s1").append(text="hi", timeout_s=20)
 
 
 async def test_an_answer_outlives_kill_9_of_the_server(
