@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.conftest import LocalWorker, WorkerProcess
+    from tests.conftest import LocalWorker
+    from tests.parts import WorkerProcess
     from turnkeep_client.client import Client
 
 

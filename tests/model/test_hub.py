@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import free_port
+from tests.parts import free_port
 from worker.models import model
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import free_port
+from tests.parts import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -13,7 +13,7 @@ import nats
 import pytest
 from nats.js.errors import NotFoundError
 
-from tests.conftest import free_port
+from tests.parts import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nats.js import JetStreamContext
 
-    from tests.conftest import WorkerProcess
+    from tests.parts import WorkerProcess
 
 NOBODY = "nats://127.0.0.1:1"
 

@@ -13,7 +13,7 @@ import nats
 import pytest
 from raw_wire import LONG, Wire, append, generate
 
-from tests.conftest import free_port, nats_server_program
+from tests.parts import free_port, nats_server_program
 from turnkeep_client.messages import Unpinned
 
 if TYPE_CHECKING:

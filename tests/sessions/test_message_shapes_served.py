@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raw_wire import Wire, generate
 
-from tests.conftest import CHAT_TEMPLATE
+from tests.parts import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

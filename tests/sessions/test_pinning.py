@@ -20,7 +20,7 @@ from raw_wire import append, generate
 
 from cache import blocks
 from cache import format as snapshot_format
-from tests.conftest import BLOCK
+from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
 from worker.commands.cli import main
 

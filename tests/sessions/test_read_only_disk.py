@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.conftest import WorkerProcess
+    from tests.parts import WorkerProcess
     from turnkeep_client.client import Client
     from turnkeep_client.messages import SnapshotCounters
 

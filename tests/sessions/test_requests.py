@@ -10,7 +10,7 @@ import pytest
 import structlog
 from raw_wire import LONG, Wire, append, generate
 
-from tests.conftest import BLOCK, TINY_KV_BYTES
+from tests.parts import BLOCK, TINY_KV_BYTES
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics

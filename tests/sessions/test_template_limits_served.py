@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raw_wire import Wire, append, generate
 
-from tests.conftest import CHAT_TEMPLATE
+from tests.parts import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
