@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import nats
 import pytest
-from raw_wire import LONG, Wire, append, generate
+from raw_wire import Wire, append, generate
 
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.messages import Unpinned
@@ -60,12 +61,20 @@ async def narrow(
 
 
 async def test_a_session_with_more_waiting_requests_than_a_message_holds_tells_them_page_by_page(
-    narrow: Wire,
+    narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """300 requests with names of 64 characters, where a message holds some 200."""
     ids = [f"{number:064d}" for number in range(300)]
-    await narrow.publish("s", generate("first", **LONG))
-    await narrow.until("s", "running")
+    engine, over = narrow.worker.app._engine, asyncio.Event()
+    run = engine.run
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        await over.wait()
+        return await run(*arguments, **options)
+
+    monkeypatch.setattr(engine, "run", held)
+    await narrow.publish("s", generate("first", text="eee"))
+    await narrow.until("s", "waiting")
     for request_id in ids:
         await narrow.publish("s", append(request_id, ""))
     info = await narrow.control("s", {"type": "info"})
@@ -80,7 +89,7 @@ async def test_a_session_with_more_waiting_requests_than_a_message_holds_tells_t
     assert f"the server carries {MAX_PAYLOAD}; ask for less of it" in refused["message"]
     client = await narrow.worker.client.session("s").info(skip=298)
     assert (client.waiting, client.num_waiting) == (tuple(ids[298:]), 300)
-    await narrow.control("s", {"type": "cancel", "id": "first"})
+    over.set()
 
 
 async def test_any_answer_that_the_server_does_not_carry_becomes_a_refusal(
