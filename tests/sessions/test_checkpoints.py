@@ -209,15 +209,19 @@ async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: Wor
 async def test_nothing_is_stored_of_a_session_once_it_is_closed(world: World, forget: bool) -> None:
     """Its text is to leave the log, and what is on its way must not come behind that."""
     store = world.log.store_checkpoint
+    begun, release = asyncio.Event(), asyncio.Event()
 
     async def slowly(*arguments: Any) -> int:
-        await asyncio.sleep(0.02)
+        begun.set()
+        await release.wait()
         return await store(*arguments)
 
     world.log.store_checkpoint = slowly  # type: ignore[method-assign]
     for number in range(2 * EVERY - 1):
         await world.ask(question(number))
+    await begun.wait()
     world.publish(Rewind(id="back", position=20))
+    asyncio.get_running_loop().call_later(0.1, release.set)
     closed = await world.ask(Close(id="close", forget=forget))
     assert isinstance(closed, Closed)
     await stored(world)
