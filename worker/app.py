@@ -283,7 +283,6 @@ class App:
         folder = Folder(loaded.tokenizer)
         execution = Execution(
             journal=journal,
-            outbox=outbox,
             engine=self._engine,
             folder=folder,
             tokenizer=loaded.tokenizer,

@@ -57,6 +57,7 @@ READ_S: Final = 2.0
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code for more than the stream's max_msg_size
 _END_OF_BATCH: Final = "204"
+_NOTHING: Final = "404"
 
 #: nats-py lets a reset of the socket through as it is.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
@@ -303,7 +304,7 @@ class _NatsWire:
     ) -> None:
         replies = await self._nats.subscribe(self._nats.new_inbox())
         try:
-            while self._connected.is_set() and await self._read_batch(replies, stream, subject, seq, found):
+            while await self._read_batch(replies, stream, subject, seq, found):
                 seq = found[-1].seq + 1
                 if seq >= end:
                     return
@@ -313,7 +314,9 @@ class _NatsWire:
     async def _read_batch(
         self, replies: Subscription, stream: str, subject: str, seq: int, found: list[Stored]
     ) -> bool:
-        """Add one batch to `found` and say whether there is more."""
+        """Add one batch to `found` and say whether there is more; raises what nats-py does if it cannot."""
+        if not self._connected.is_set():
+            raise nats.errors.ConnectionClosedError
         request = {"seq": seq, "batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, "next_by_subj": subject}
         await self._nats.publish(
             f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=replies.subject
@@ -323,8 +326,10 @@ class _NatsWire:
             headers = reply.headers or {}
             # A stored message brings its publisher's headers along, among which there may be a `Status`.
             if "Nats-Sequence" not in headers:
-                more = int(headers.get("Nats-Num-Pending", "0")) > 0
-                return more and headers.get("Status") == _END_OF_BATCH
+                status = headers.get("Status", "")
+                if status not in (_END_OF_BATCH, _NOTHING):
+                    raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
+                return int(headers.get("Nats-Num-Pending", "0")) > 0
             found.append(Stored(int(headers["Nats-Sequence"]), reply.data, headers))
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:

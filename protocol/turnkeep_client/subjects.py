@@ -4,14 +4,14 @@ Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`; metrics go
 `<prefix>._metrics.<worker>`, which no tenant can name, since a tenant starts with a letter or digit.
 
 Workers publish results on `commit`; the log stores them under `out` and publishes them there once they are
-stored. So nobody hears a result that the log then refuses.
+stored. So nobody hears a result that the log then refuses. The same goes for token chunks, `chunk` and `tok`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 from .errors import InvalidMessageError
 
@@ -26,8 +26,9 @@ ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a let
 #: Where a tenant's requests under names like `*` are answered; no session can have this name.
 REFUSED: Final = "_refused"
 
-Kind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "tok", "ctl", "ask"]
 SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
+ChunkKind = Literal["chunk", "tok"]
+Kind = SessionKind | ChunkKind
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
@@ -78,9 +79,9 @@ class Subjects:
         """Name the subject of a session for `kind`."""
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}"
 
-    def tokens(self, key: SessionKey, request_id: str) -> str:
+    def tokens(self, key: SessionKey, request_id: str, kind: ChunkKind = "tok") -> str:
         """Name the subject of one generate's token chunks."""
-        return f"{self.prefix}.{key.tenant}.{key.session}.tok.{request_id}"
+        return f"{self.prefix}.{key.tenant}.{key.session}.{kind}.{request_id}"
 
     def log(self, key: SessionKey) -> str:
         """Match all that the log stream holds of a session."""
@@ -94,10 +95,13 @@ class Subjects:
         """Name the subject of `kind` of the session that `every` has matched, for a mapping in NATS."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
-    @property
-    def every_token(self) -> str:
-        """Match every token subject."""
-        return f"{self.prefix}.*.*.tok.*"
+    def every_token(self, kind: ChunkKind = "tok") -> str:
+        """Match the subjects of all generates' token chunks."""
+        return f"{self.prefix}.*.*.{kind}.*"
+
+    def same_tokens(self, kind: ChunkKind) -> str:
+        """Name the subject of `kind` of what `every_token` has matched, for a mapping in NATS."""
+        return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}.{{{{wildcard(3)}}}}"
 
     def metrics(self, worker: str) -> str:
         """Name a worker's metrics subject (`*` matches every worker)."""
@@ -119,17 +123,18 @@ class Subjects:
         return f"{self.prefix.replace('.', '_')}_lease"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
-        """Take a session's subject apart: key, kind, and the request id of a `tok` subject.
+        """Take a session's subject apart: key, kind, and the request id where chunks are published.
 
         Raises `InvalidMessageError` for anything else, names that break the id rule included: NATS lets
         any client publish under any name that a wildcard matches.
         """
         head = self.prefix + "."
         parts = subject[len(head) :].split(".") if subject.startswith(head) else []
-        if len(parts) < 3 or parts[2] not in get_args(Kind) or len(parts) != (4 if parts[2] == "tok" else 3):
+        kind = parts[2] if len(parts) > 2 else ""
+        of_chunks = kind in get_args(ChunkKind)
+        if not (of_chunks or kind in get_args(SessionKind)) or len(parts) != 3 + of_chunks:
             raise InvalidMessageError(
                 f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND"
             )
         key = session_key(parts[0], parts[1])
-        kind: Kind = parts[2]  # type: ignore[assignment]  # checked above
-        return key, kind, check_id("request id", parts[3]) if kind == "tok" else None
+        return key, cast("Kind", kind), check_id("request id", parts[3]) if of_chunks else None

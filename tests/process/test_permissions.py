@@ -44,7 +44,8 @@ async def test_a_client_with_the_documented_permissions_can_do_all_but_forge(
         refused.append(str(error))
 
     nc = await nats.connect(mine, error_cb=note)
-    subjects = [f"turnkeep.acme.s.{kind}" for kind in ("commit", "out", "tok.g")] + ["turnkeep.other.s.in"]
+    kinds = ("commit", "out", "chunk.g", "tok.g")
+    subjects = [*(f"turnkeep.acme.s.{kind}" for kind in kinds), "turnkeep.other.s.in"]
     for subject in subjects:
         with pytest.raises((nats.errors.Error, asyncio.TimeoutError)):
             await nc.jetstream().publish(subject, b"{}", timeout=0.3)

@@ -45,11 +45,12 @@ async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
         (SUBJECTS.of(KEY, "commit"), "turnkeep_log"),
         (SUBJECTS.of(KEY, "checkpoint"), "turnkeep_log"),
-        (SUBJECTS.tokens(KEY, "r1"), "turnkeep_tok"),
+        (SUBJECTS.tokens(KEY, "r1", "chunk"), "turnkeep_tok"),
     ):
         assert (await js.publish(subject, b"x")).stream == stream
     others = [
         SUBJECTS.of(KEY, "out"),
+        SUBJECTS.tokens(KEY, "r1"),
         SUBJECTS.of(KEY, "ctl"),
         SUBJECTS.of(KEY, "ask"),
         SUBJECTS.metrics("w"),
@@ -71,6 +72,21 @@ async def test_a_result_is_heard_once_it_is_stored_and_never_if_it_is_refused(cl
     with pytest.raises(nats.errors.TimeoutError):
         await heard.next_msg(timeout=0.3)
     assert (await js.get_last_msg("turnkeep_log", SUBJECTS.of(KEY, "out"))).data == b"first"
+
+
+async def test_a_chunk_is_heard_once_it_is_stored_and_never_if_it_is_refused(client, js, settings):
+    await ensure(js, SUBJECTS, settings)
+    heard = await client.subscribe(SUBJECTS.tokens(KEY, "g"))
+    ack = await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"first")
+    tokens = (await js.stream_info("turnkeep_tok")).config
+    await js.update_stream(tokens.evolve(max_msg_size=8))
+    with pytest.raises(APIError, match="message size exceeds maximum allowed"):
+        await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"too large")
+    message = await heard.next_msg(timeout=5)
+    assert (message.data, message.headers["Nats-Sequence"]) == (b"first", str(ack.seq))
+    with pytest.raises(nats.errors.TimeoutError):
+        await heard.next_msg(timeout=0.3)
+    assert (await js.get_last_msg("turnkeep_tok", SUBJECTS.tokens(KEY, "g"))).data == b"first"
 
 
 async def test_the_consumer_delivers_requests_from_the_first_one_and_again_without_an_ack(js, settings):
@@ -171,6 +187,16 @@ async def test_a_stream_of_an_earlier_version_gets_the_subjects_that_it_lacks(js
     await js.publish(SUBJECTS.of(KEY, "in"), b"kept")
     await ensure(js, SUBJECTS, settings)
     assert (await js.publish(SUBJECTS.of(KEY, "checkpoint"), b"x")).seq == 2
+
+
+async def test_a_token_stream_of_an_earlier_version_takes_what_is_published_on_chunk(client, js, settings):
+    await js.add_stream(name="turnkeep_tok", subjects=[SUBJECTS.every_token()])
+    await js.publish(SUBJECTS.tokens(KEY, "g"), b"kept")
+    await ensure(js, SUBJECTS, settings)
+    heard = await client.subscribe(SUBJECTS.tokens(KEY, "g"))
+    assert (await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"new")).seq == 2
+    assert (await heard.next_msg(timeout=5)).data == b"new"
+    await ensure(js, SUBJECTS, settings)  # as it is
 
 
 async def test_a_stream_of_another_kind_is_named(js, settings):

@@ -118,7 +118,7 @@ class FakeWorker:
         )
         await self.js.add_stream(
             StreamConfig(
-                name=SUBJECTS.token_stream, subjects=[SUBJECTS.every_token], allow_direct=True, max_age=600
+                name=SUBJECTS.token_stream, subjects=[SUBJECTS.every_token()], allow_direct=True, max_age=600
             )
         )
         self._polling = asyncio.create_task(self._poll())

@@ -8,6 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+import nats
 import pytest
 from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
 
@@ -413,6 +414,25 @@ async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
     worker.script = script
     with pytest.raises(ResultRemovedError, match="was removed from the log before its result was heard"):
         await client.session("s1").append(text="hi", timeout_s=20)
+
+
+@pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
+async def test_a_log_that_cannot_be_read_has_not_lost_a_request(
+    client: Client, server: NatsServer, headers: dict[str, str]
+) -> None:
+    """A server that has just been started answers for its streams one after the other."""
+    nc = await nats.connect(server.url)
+
+    async def reply(message: Msg) -> None:
+        known = {"Nats-Sequence": "9"} if b"last_by_subj" in message.data else headers
+        await nc.publish(message.reply, b"", headers=known)
+
+    await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=reply)
+    await heard(nc)
+    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5)
+    with pytest.raises(NoWorkerError, match="could not be read"):
+        await client._wire.read_all(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"))
+    await nc.close()
 
 
 async def test_an_answer_outlives_kill_9_of_the_server(

@@ -18,6 +18,7 @@ def test_what_is_built_is_parsed_back(prefix: str, tenant: str, session: str, ki
     subjects, key = Subjects(prefix), session_key(tenant, session)
     assert subjects.parse(subjects.of(key, kind)) == (key, kind, None)
     assert subjects.parse(subjects.tokens(key, request_id)) == (key, "tok", request_id)
+    assert subjects.parse(subjects.tokens(key, request_id, "chunk")) == (key, "chunk", request_id)
 
 
 @given(st.text())
@@ -68,6 +69,7 @@ def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
 def test_wildcards_and_streams_follow_the_prefix() -> None:
     subjects = Subjects("a.b")
     assert subjects.every("in") == "a.b.*.*.in"
-    assert subjects.every_token == "a.b.*.*.tok.*"
+    assert subjects.every_token() == "a.b.*.*.tok.*"
+    assert subjects.every_token("chunk") == "a.b.*.*.chunk.*"
     assert subjects.metrics("*") == "a.b._metrics.*"
     assert (subjects.log_stream, subjects.token_stream) == ("a_b_log", "a_b_tok")

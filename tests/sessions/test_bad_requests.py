@@ -583,7 +583,7 @@ async def test_garbage_among_the_tokens_does_not_become_a_part_of_an_answer(
     """Tokens that are read back to go on with an interrupted answer must be tokens of this model."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))
-    await w.js.publish(f"{w.prefix}.default.s.tok.g", garbage)
+    await w.js.publish(f"{w.prefix}.default.s.chunk.g", garbage)
     result = await w.send("s", generate("g", text="abc", max_tokens=8))
     assert result["type"] == "generated"
     assert all(0 <= token < 259 for token in result["tokens"])

@@ -117,6 +117,9 @@ class Log:
     async def checkpoint(self, seq: int) -> bytes | None:
         return self.entries[seq - 1].body if 0 < seq <= len(self.entries) else None
 
+    async def publish_chunk(self, *_: Any) -> bool:
+        return True
+
     async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> list[Chunk]:
         self.looks.append(request_id)
         return self.chunks
@@ -179,10 +182,8 @@ class Outbox:
         self.texts: list[str] = []
         self.ended: list[str] = []
 
-    async def tokens(self, _: SessionKey, __: str, chunk: Chunk) -> None:
-        self.texts.append(chunk.text)
-
-    async def end(self, _: SessionKey, request_id: str) -> None:
+    async def end(self, _: SessionKey, request_id: str, rest: Chunk | None) -> None:
+        self.texts += [rest.text] if rest else []
         self.ended.append(request_id)
 
 
@@ -204,7 +205,6 @@ class World:
         self.num_released = 0
         parts: Any = {
             "journal": self.log,
-            "outbox": self.outbox,
             "telemetry": Telemetry(),
             "folder": self.folder,
         }
@@ -221,6 +221,7 @@ class World:
         services = Services(
             execution=execution,
             trails=self.trails,
+            outbox=self.outbox,  # type: ignore[arg-type]
             release=self._release,
             folds=Gate(2),
             attempts=Attempts(self.log, 3),

@@ -123,7 +123,7 @@ async def test_tokens_published_before_their_request_are_no_part_of_its_answer(
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))
     chunk = {"i": 0, "tokens": [40, 41], "text": "HI"} | ({"seq": await next_seq(w)} if named else {})
-    await w.js.publish(f"{w.prefix}.default.s.tok.g", json.dumps(chunk).encode())
+    await w.js.publish(f"{w.prefix}.default.s.chunk.g", json.dumps(chunk).encode())
     result = await w.send("s", generate("g", text="abc"))
     assert (result["tokens"], result["text"]) == (clean["tokens"], clean["text"])
 
@@ -135,7 +135,7 @@ async def test_tokens_of_another_request_of_the_same_id_are_no_part_of_an_answer
     running = await w.publish("s", generate("long", **LONG))
     waiting = await w.publish("s", generate("g", text="abc"))
     chunk = {"i": 0, "tokens": [40, 41], "text": "HI", "seq": running}
-    await w.js.publish(f"{w.prefix}.default.s.tok.g", json.dumps(chunk).encode())
+    await w.js.publish(f"{w.prefix}.default.s.chunk.g", json.dumps(chunk).encode())
     await w.send("other", append("a"))
     result = await w.result(waiting)
     assert not result["text"].startswith("HI")

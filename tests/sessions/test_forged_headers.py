@@ -31,5 +31,5 @@ async def test_an_empty_result_with_a_status_costs_no_answer(wire: Start, status
         assert (await w.result(seq))["type"] == "generated"
     assert (await w.send("s", append("c")))["type"] == "appended"
     for body in (b"", b"{}"):
-        await w.js.publish(f"{w.prefix}.default.s.tok.d", body, headers=headers)
+        await w.js.publish(f"{w.prefix}.default.s.chunk.d", body, headers=headers)
     assert (await w.send("s", generate("d", text="x")))["type"] == "generated"

@@ -173,7 +173,7 @@ async def test_a_request_under_a_name_that_gives_no_subject_is_ended_counted_and
     assert not worker.task.done()
 
 
-@pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit"])
+@pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit", "chunk.a"])
 async def test_a_bad_name_on_any_other_subject_harms_nobody(wire: Start, raw: Socket, kind: str) -> None:
     w = await wire()
     for bad in NAMELESS:

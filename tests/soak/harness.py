@@ -173,7 +173,7 @@ class Heard:
             )
         await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
         if chunks:
-            await heard.nc.subscribe(SUBJECTS.every_token, cb=heard._chunk)
+            await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
         await heard.nc.flush()
         return heard
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
     from worker.wire.journal import Journal
-    from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
     from .history import Folder, History, Input
@@ -72,7 +71,6 @@ class Execution:
         self,
         *,
         journal: Journal,
-        outbox: Outbox,
         engine: Engine,
         folder: Folder,
         tokenizer: Tokenizer,
@@ -89,7 +87,6 @@ class Execution:
         `kv_bits` is what this worker keeps of each number of KV; None where it keeps all of it.
         """
         self._journal = journal
-        self._outbox = outbox
         self._engine = engine
         self._folder = folder
         self._tokenizer = tokenizer
@@ -231,9 +228,12 @@ class Execution:
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
+        is_heard = True
 
         async def publish(index: int, tokens: list[int], text: str) -> None:
-            await self._outbox.tokens(key, request.id, Chunk(index, tuple(tokens), text, pending.seq))
+            nonlocal is_heard
+            chunk = Chunk(index, tuple(tokens), text, pending.seq)
+            is_heard = is_heard and await self._journal.publish_chunk(key, request.id, chunk)
 
         outcome = await self._engine.run(
             key,

@@ -634,8 +634,5 @@ class Session:
         Text that a cancel has set free is published only now: before the commit, a crash would have let the
         answer go on differently.
         """
-        if held_text:
-            await self._services.outbox.tokens(
-                self.key, request_id, Chunk(num_tokens, (), held_text, pending.seq)
-            )
-        await self._services.outbox.end(self.key, request_id)
+        rest = Chunk(num_tokens, (), held_text, pending.seq) if held_text else None
+        await self._services.outbox.end(self.key, request_id, rest)

@@ -138,6 +138,26 @@ class Journal:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
         return chunks
 
+    async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk) -> bool:
+        """Publish the next chunk of an answer; returns once it is stored, which is when it is heard.
+
+        False where the token stream refuses it. Then nothing may follow it: what is heard is the beginning
+        of what is stored, so whoever resumes the answer finds all of it.
+        """
+        subject, body = self._subjects.tokens(key, request_id, "chunk"), encode(chunk)
+        pause_s = 0.1
+        while True:
+            try:
+                await self._js.publish(subject, body, timeout=_TIMEOUT_S)
+            except (APIError, nats.errors.MaxPayloadError) as error:
+                log.warning("an answer is not streamed any further", error=str(error))
+                return False
+            except (nats.errors.Error, OSError) as error:
+                await self._wait_out("publishing tokens", error, pause_s)
+                pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+            else:
+                return True
+
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None where it was removed from the log."""
         while True:

@@ -1,4 +1,4 @@
-"""Tokens, replies and metrics out. Nothing here is a promise: what counts is committed by the journal."""
+"""Ends of answers, replies and metrics out. Nothing here is a promise: what counts is the journal's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class Outbox:
         self._nc = nc
         self._subjects = subjects
 
-    async def tokens(self, key: SessionKey, request_id: str, chunk: Chunk) -> None:
-        """Publish a chunk of an answer."""
-        await self._publish(self._subjects.tokens(key, request_id), encode(chunk))
-
-    async def end(self, key: SessionKey, request_id: str) -> None:
-        """Publish the empty body that ends an answer's chunks; its record is in the log by now."""
-        await self._publish(self._subjects.tokens(key, request_id), b"")
+    async def end(self, key: SessionKey, request_id: str, rest: Chunk | None) -> None:
+        """Publish the rest of an answer and the empty body that ends it; its record is in the log by now."""
+        subject = self._subjects.tokens(key, request_id, "chunk")
+        if rest is not None:
+            await self._publish(subject, encode(rest))
+        await self._publish(subject, b"")
 
     async def metrics(self, metrics: Metrics) -> None:
         """Publish the worker's metrics."""

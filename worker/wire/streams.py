@@ -43,6 +43,7 @@ _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attemp
 #: What the settings decide; everything else is the operator's.
 _OWNED: Final = frozenset(
     {"subjects", "discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
+    | {"subject_transform", "republish"}
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
 
@@ -91,7 +92,12 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
 def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.token_stream,
-        subjects=[subjects.every_token],
+        subjects=[subjects.every_token("chunk")],
+        # As results: who has heard a chunk may count on it, so none is heard that a crash can take back.
+        subject_transform=api.SubjectTransform(
+            src=subjects.every_token("chunk"), dest=subjects.same_tokens("tok")
+        ),
+        republish=api.RePublish(src=subjects.every_token("tok"), dest=subjects.same_tokens("tok")),
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.OLD,
@@ -150,9 +156,10 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
 def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
     """Refuse a stream of this name that is another's, or of a kind that cannot be changed.
 
-    One that an earlier version made has some of the subjects.
+    One that an earlier version made has some of the subjects, or what is stored under another one now.
     """
-    if not found.subjects or not set(found.subjects) <= set(wanted.subjects or ()):
+    ours = {*(wanted.subjects or ()), wanted.republish.src if wanted.republish else ""}
+    if not found.subjects or not set(found.subjects) <= ours:
         raise BrokerError(
             f"the stream {wanted.name} exists with the subjects {', '.join(found.subjects or ())} instead of"
             f" {', '.join(wanted.subjects or ())}; remove or rename it, or choose another --prefix"

@@ -1,0 +1,88 @@
+"""Token chunks are heard once they are stored, so no crash takes back what a client has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from raw_wire import Wire, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from nats.aio.msg import Msg
+    from nats.js.api import StreamConfig
+
+    Start = Callable[..., Awaitable[Wire]]
+
+
+class Heard:
+    """What a client hears of an answer; what it hears, the token stream must have by then."""
+
+    def __init__(self) -> None:
+        self.chunks: list[dict[str, Any]] = []
+        self.over = asyncio.Event()
+
+    async def take(self, message: Msg) -> None:
+        if message.data:
+            self.chunks.append(json.loads(message.data))
+        else:
+            self.over.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk["text"] for chunk in self.chunks)
+
+
+async def listen(w: Wire) -> Heard:
+    heard = Heard()
+    await w.nc.subscribe(f"{w.prefix}.default.s.tok.g", cb=heard.take)
+    return heard
+
+
+async def limited(w: Wire, max_msg_size: int) -> StreamConfig:
+    """Have the token stream refuse larger messages; returns its former configuration."""
+    before = (await w.js.stream_info(f"{w.prefix}_tok")).config
+    await w.js.update_stream(before.evolve(max_msg_size=max_msg_size))
+    return before
+
+
+async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
+    """Who stops listening at the result has seen the whole answer."""
+    w = await wire()
+    heard, texts = await listen(w), []
+
+    async def arrived(_: Msg) -> None:
+        texts.append(heard.text)
+
+    await w.nc.subscribe(w.subject("s", "out"), cb=arrived)
+    result = await w.send("s", generate("g", text="abc", max_tokens=40))
+    assert texts == [result["text"]]
+
+
+async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) -> None:
+    w = await wire()
+    heard = await listen(w)
+    await limited(w, 16)
+    result = await w.send("s", generate("g", text="abc", max_tokens=8))
+    assert len(result["tokens"]) == 8
+    await asyncio.wait_for(heard.over.wait(), 10)
+    assert heard.chunks == []
+
+
+async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
+    """A worker that takes over reads chunks up to the first gap; what was heard behind it would be lost."""
+    w = await wire()
+    heard = await listen(w)
+    running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
+    await w.until("s", "running")
+    before = await limited(w, 16)
+    await w.control("s", {"type": "info"})
+    await w.js.update_stream(before)
+    result = await w.result(running)
+    assert len(heard.chunks) < len(result["tokens"])
+    position = 0
+    for chunk in heard.chunks:
+        assert chunk["i"] == position
+        position += len(chunk["tokens"])
