@@ -135,7 +135,8 @@ class Attack:
             try:
                 pending = await client.submit(key, decode_request(body))
                 self.acked[pending.seq] = key, encode(decode_request(body))
-                result = await asyncio.wait_for(pending.wait(), PATIENCE_S)
+                # Behind its session's queue, through as many lives of the worker as that takes.
+                result = await asyncio.wait_for(pending.wait(), 10 * PATIENCE_S)
                 if result.seq not in self.acked:
                     self.client_faults.append(f"{key}: a result for {result.seq}")
             except (TurnkeepError, TimeoutError) as error:
