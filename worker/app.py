@@ -37,6 +37,7 @@ from worker.sessions.gate import Gate
 from worker.sessions.history import Folder
 from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
+from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire import broker, streams
 from worker.wire.connection import connect
@@ -315,6 +316,7 @@ class App:
             trails=trails,
             release=intake.release,
             folds=Gate(_MAX_FOLDS),
+            shares=Shares(settings.max_batch),
             attempts=Attempts(journal, settings.max_attempts),
             retention=retention,
             company=Company(),

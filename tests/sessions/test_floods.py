@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import nats
 import pytest
-from raw_wire import append, generate
+from raw_wire import LONG, append, generate
 
 from worker.sessions.session import Session
 from worker.wire import desk
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from nats.js import JetStreamContext
     from raw_wire import Wire
+
+    from worker.sessions.record import Record
 
     Start = Callable[..., Awaitable[Wire]]
 
@@ -57,6 +59,48 @@ async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its
         assert (await one.result(seq))["type"] == "generated"
     assert before < NUM_FLOOD // 2
     await one.check_log()
+
+
+async def test_a_flood_has_few_turns_on_the_device_while_another_tenant_is_there(wire: Start) -> None:
+    """So that its steps are short for the other one; what waits is not read from the log before."""
+    one = await wire(max_batch=4)
+    await one.send("s", append("warm"), tenant="quiet")
+    flood = [
+        await one.publish(f"s{n}", generate("r", text="eee", max_tokens=60), tenant="loud")
+        for n in range(NUM_FLOOD)
+    ]
+    running, number = NUM_FLOOD, 0
+    while running > 1:
+        number += 1
+        assert (await one.send("s", generate(f"r{number}"), tenant="quiet"))["type"] == "generated"
+        running = (await one.control("s", {"type": "info"}, tenant="quiet"))["worker"]["running"]
+    assert len(one.results) - 1 - number < NUM_FLOOD // 2
+    for seq in flood:
+        assert (await one.result(seq))["type"] == "generated"
+
+
+async def test_a_worker_that_stops_reads_no_more_of_what_waits(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood would have it read session by session, for nothing."""
+    fold, folded = Session._fold, 0
+
+    async def counted(session: Session, record: Record) -> None:
+        nonlocal folded
+        folded += 1
+        await fold(session, record)
+
+    monkeypatch.setattr(Session, "_fold", counted)
+    one = await wire(max_batch=1)
+    for n in range(NUM_FLOOD):
+        await one.publish(f"s{n}", generate("r", **LONG))
+    while folded < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await one.worker.stop()
+    assert folded == 4
+    two = await wire(max_batch=4)
+    for n in range(NUM_FLOOD):
+        await two.control(f"s{n}", {"type": "cancel", "id": "r"})
 
 
 async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start) -> None:

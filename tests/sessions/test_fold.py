@@ -40,6 +40,7 @@ from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Folder, History
 from worker.sessions.session import Services, Session
+from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.telemetry import Telemetry
 from worker.wire.intake import Delivery
@@ -224,6 +225,7 @@ class World:
             outbox=self.outbox,  # type: ignore[arg-type]
             release=self._release,
             folds=Gate(2),
+            shares=Shares(4),
             attempts=Attempts(self.log, 3),
             company=Company(),
             retention=retention,

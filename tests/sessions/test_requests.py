@@ -14,12 +14,14 @@ from tests.parts import BLOCK, TINY_KV_BYTES
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
+from worker.sessions.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from turnkeep_client.client import Client
+    from worker.sessions.record import Pending
 
     Start = Callable[..., Awaitable[Wire]]
 
@@ -129,6 +131,24 @@ async def test_a_request_may_be_cancelled_before_it_has_reached_the_worker(wire:
         seq = await w.publish(f"s{number}", generate("a", **LONG))
         assert (await w.control(f"s{number}", {"type": "cancel", "id": "a"}))["type"] == "cancelled"
         assert (await w.result(seq))["finish_reason"] == "cancelled"
+
+
+async def test_who_cancels_is_told_so_where_the_session_comes_to_the_request_meanwhile(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session's task answers what it finds cancelled; that is no reason to say that nothing was."""
+
+    async def begun(session: Session, pending: Pending) -> bool:
+        session._stop_active()
+        await pending.done.wait()
+        return False
+
+    monkeypatch.setattr(Session, "_begun", begun)
+    w = await wire()
+    seq = await w.publish("s", generate("a", **LONG))
+    told = await w.control("s", {"type": "cancel", "id": "a"})
+    assert told == {"type": "cancelled", "id": "a", "was": "waiting"}
+    assert (await w.result(seq))["finish_reason"] == "cancelled"
 
 
 # Many at once

@@ -20,6 +20,7 @@ from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import Admission, Claim, place
+from .beginnings import Beginnings
 from .memory import GROWTH_TOKENS, grown
 from .turn import (
     Cut,
@@ -171,7 +172,7 @@ class Engine:
         self._kv = kv
         self._piece_tokens = piece_tokens
         self._has_unopened = has_unopened
-        self._resident: dict[SessionKey, Tokens] = {}
+        self._resident = Beginnings(LEAST_SHARED)
         self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, _Run] = {}
         self._turns: dict[Turn, _Run] = {}  # that have memory reserved
@@ -198,7 +199,7 @@ class Engine:
 
     def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
-        return self.size_bytes(num_common(self._resident.get(key, as_tokens()), tokens))
+        return self.size_bytes(num_common(self._resident.get(key), tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
@@ -262,7 +263,7 @@ class Engine:
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
-        if self._resident.pop(key, None) is not None:
+        if self._resident.pop(key):
             self._device.drop(key)
         self._apply(self._admission.forget(key))
 
@@ -304,7 +305,7 @@ class Engine:
                 self._store.free_memory()
             return
         if isinstance(event, Spilled):
-            self._resident.pop(event.key, None)
+            self._resident.pop(event.key)
             self._apply(self._admission.forget(event.key))
             return
         turn = event.turn
@@ -320,11 +321,11 @@ class Engine:
                     run.progress.num_generated = index + 1
                     self._grow(run, turn.num_prompt + index + 1)
             case Finished(_, num_cached):
-                self._resident.pop(turn.key, None)
+                self._resident.pop(turn.key)
                 if num_cached:
-                    self._resident[turn.key] = turn.tokens(num_cached)
+                    self._resident.put(turn.key, turn.tokens(num_cached))
             case Faulted():
-                self._resident.pop(turn.key, None)
+                self._resident.pop(turn.key)
         if run is None:
             return
         run.events.put_nowait(event)
@@ -431,7 +432,7 @@ class Engine:
 
     async def _find_kv(self, run: _Run, turn: Turn) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
-        resident = self._resident.get(turn.key, as_tokens())
+        resident = self._resident.get(turn.key)
         turn.num_kept = num_common(resident, turn.context)
         # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
         num_usable = len(turn.context) - (not self._device.trimmable)
@@ -476,8 +477,11 @@ class Engine:
         if not self._device.trimmable:  # such KV cannot be cut to a beginning
             return None, 0
         found, most = None, turn.num_kept + LEAST_SHARED - 1
+        if len(turn.context) <= most:
+            return None, 0
         under_way = {other.key for other in self._turns}
-        idle = ((key, tokens) for key, tokens in self._resident.items() if key not in under_way)
+        alike = self._resident.alike(turn.key.tenant, turn.context)
+        idle = ((key, self._resident.get(key)) for key in alike if key not in under_way)
         running = ((other.key, other.context) for other, run in self._turns.items() if run.is_submitted)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
@@ -539,7 +543,7 @@ class Engine:
     def _price(self, run: _Run) -> int:
         """Count what a turn takes that comes to the tokens that it asks for."""
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._resident.get(run.claim.key, [])))
+        num_tokens = max(run.num_asked, len(self._resident.get(run.claim.key)))
         # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
         allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
         return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens))
@@ -557,11 +561,11 @@ class Engine:
         self._apply(self._admission.leave(run.claim, self._idle_bytes(run)))
 
     def _idle_bytes(self, run: _Run) -> int:
-        return self.size_bytes(len(self._resident.get(run.claim.key, [])))
+        return self.size_bytes(len(self._resident.get(run.claim.key)))
 
     def _apply(self, decision: Decision) -> None:
         for key in decision.dropped:
-            self._resident.pop(key, None)
+            self._resident.pop(key)
             self._device.drop(key)
         for claim in decision.granted:
             run = self._runs[claim]

@@ -18,6 +18,7 @@ import structlog
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
+    Append,
     Cancelled,
     Chunk,
     Close,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .gate import Gate
     from .history import Folder, History
     from .record import Pending
+    from .shares import Shares
     from .trail import Trails
 
 log = structlog.get_logger()
@@ -77,8 +79,8 @@ _TOKEN_BYTES: Final = 8
 class Services:
     """What all sessions of a worker share.
 
-    `release` is told of a session with nothing left to answer; `folds` bounds how many logs are read from
-    their beginning at a time.
+    `release` is told of a session with nothing left to answer; `shares` bounds how many of a tenant's
+    sessions are at work, and `folds` how many logs are read from their beginning at a time.
     """
 
     journal: Journal
@@ -90,6 +92,7 @@ class Services:
     trails: Trails
     release: Callable[[SessionKey], Coroutine[Any, Any, None]]
     folds: Gate
+    shares: Shares
     attempts: Attempts
     retention: Retention
     company: Company
@@ -160,6 +163,16 @@ class Session:
         """About what the session takes in memory."""
         return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered.size_bytes
 
+    @property
+    def priority(self) -> int:
+        """How much its next request is to be preferred, as far as that is known."""
+        if self._record.pending:
+            return self._record.pending[0].priority
+        with suppress(InvalidMessageError):
+            request = decode_request(self._delivered.body) if self._delivered else None
+            return request.priority if isinstance(request, Append | Generate) else 0
+        return 0
+
     def ring(self, delivery: Delivery) -> None:
         """Take a delivery: the log has a request at its sequence."""
         self._rung_seq = max(self._rung_seq, delivery.seq)
@@ -172,15 +185,17 @@ class Session:
         """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
         while True:
             try:
-                with self._reading_ahead() as give:
-                    await self.catch_up()
-                    await self._end_in_doubt()
-                    if self._record.pending:
-                        give(self._record.pending[0])
-                        await self._answer(self._record.pending[0])
-                        await self._doubt_no_more()
-                        self._num_failures = 0
-                    elif not self.has_work:
+                is_stopped = bool(self._record.pending) and self._record.pending[0].stopped
+                async with self._services.shares.enter(self.key, self.priority, at_once=is_stopped):
+                    with self._reading_ahead() as give:
+                        await self.catch_up()
+                        await self._end_in_doubt()
+                        if self._record.pending:
+                            give(self._record.pending[0])
+                            await self._answer(self._record.pending[0])
+                            await self._doubt_no_more()
+                            self._num_failures = 0
+                    if not self.has_work:
                         await self._doubt_no_more()
                         if not self.has_work:  # a delivery that came meanwhile has no cover but the anchor
                             await self._services.release(self.key)
@@ -326,10 +341,13 @@ class Session:
         if not await self._begun(pending):
             if await self._commit(pending, withdrawn(pending, self.history), None):
                 return Cancelled(id=request_id, was="waiting")
-            return await self.cancel(request_id)  # it was read, or answered, meanwhile
+            if not pending.done.is_set() or await self._answered(request_id) is None:
+                return await self.cancel(request_id)  # it was read meanwhile
+            return Cancelled(id=request_id, was="waiting")  # the session's task has found it cancelled
         if pending is self.active:
             self._stop_active()
         self._wake(self)
+        self._services.shares.let_in(self.key)
         await pending.done.wait()
         if await self._answered(request_id) is None:  # the record was given up meanwhile
             return await self.cancel(request_id)

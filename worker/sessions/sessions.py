@@ -133,6 +133,7 @@ class Sessions:
     async def stop(self, timeout_s: float) -> None:
         """Wait for the sessions' tasks, then cancel them; the engine must have been told to stop before."""
         self._stopping.set()
+        self._services.shares.stop()
         tasks = set(self._tasks.values())
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)

@@ -1,0 +1,194 @@
+"""How many of a tenant's sessions are at work: what the device can use, and of a flood little."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from turnkeep_client.subjects import SessionKey
+from worker.device.engine import StoppingError
+from worker.sessions.shares import Shares
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ROWS = 8
+MOST = 4 * ROWS
+FLOOD = 4 * MOST
+A_WHILE_S = 60.0
+
+
+class Crowd:
+    """Sessions that want to be at work, each until it is told to end."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.shares = Shares(ROWS, lambda: self.now_s)
+        self.at_work: list[tuple[str, str]] = []
+        self.came_in: list[str] = []
+        self._ends: dict[tuple[str, str], asyncio.Event] = {}
+        self.tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def come(self, tenant: str, *sessions: str, priority: int = 0, at_once: bool = False) -> None:
+        """Have sessions come, and settle."""
+        for session in sessions:
+            self.tasks[tenant, session] = asyncio.create_task(
+                self._work((tenant, session), priority, at_once)
+            )
+        await settled()
+
+    async def flood(self, tenant: str) -> None:
+        await self.come(tenant, *(f"s{number}" for number in range(FLOOD)))
+
+    async def end(self, tenant: str, session: str | None = None) -> None:
+        """End a session at work, the tenant's first one if not named."""
+        key = next(one for one in self.at_work if one[0] == tenant and session in (None, one[1]))
+        self._ends[key].set()
+        await settled()
+
+    def num(self, tenant: str) -> int:
+        return Counter(one for one, _ in self.at_work)[tenant]
+
+    async def _work(self, key: tuple[str, str], priority: int, at_once: bool) -> None:
+        async with self.shares.enter(SessionKey(*key), priority, at_once=at_once):
+            self.at_work.append(key)
+            self.came_in.append(key[1])
+            self._ends[key] = asyncio.Event()
+            try:
+                await self._ends[key].wait()
+            finally:
+                self.at_work.remove(key)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def crowd() -> AsyncIterator[Crowd]:
+    made = Crowd()
+    yield made
+    for task in made.tasks.values():
+        task.cancel()
+    await asyncio.gather(*made.tasks.values(), return_exceptions=True)
+
+
+async def test_a_tenant_alone_keeps_the_device_busy_and_no_more() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        assert one.num("loud") == MOST
+        await one.end("loud")
+        assert one.num("loud") == MOST
+
+
+async def test_another_tenant_never_waits_for_a_flood_to_make_room() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        await one.come("quiet", "s")
+        assert one.num("quiet") == 1
+
+
+async def test_a_flood_gives_way_while_another_tenant_is_there_and_for_a_while_after() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        await one.come("quiet", "s")
+        while one.num("loud") > ROWS // 4:
+            before = one.num("loud")
+            await one.end("loud")
+            assert one.num("loud") == before - 1
+        await one.end("loud")
+        assert one.num("loud") == ROWS // 4
+        await one.end("quiet")
+        await one.end("loud")
+        assert one.num("loud") == ROWS // 4  # the other one comes again, as likely as not
+        one.now_s += A_WHILE_S
+        await one.end("loud")
+        assert one.num("loud") == MOST
+
+
+async def test_a_flood_is_one_to_its_last_session() -> None:
+    async with crowd() as one:
+        await one.come("quiet", "s")
+        await one.flood("loud")
+        while one.num("loud") > ROWS // 4:
+            await one.end("loud")
+        while len(one.came_in) < 1 + FLOOD:
+            assert one.num("loud") == ROWS // 4
+            await one.end("loud")
+        while one.num("loud"):
+            await one.end("loud")
+        await one.come("loud", *(f"t{number}" for number in range(MOST)))
+        assert one.num("loud") == MOST  # no flood any more
+
+
+async def test_tenants_that_do_not_flood_work_beside_each_other() -> None:
+    async with crowd() as one:
+        for tenant in ("a", "b", "c"):
+            await one.come(tenant, *(f"s{number}" for number in range(MOST)))
+        assert [one.num(tenant) for tenant in ("a", "b", "c")] == [MOST] * 3
+
+
+async def test_floods_share_what_there_is_where_nobody_else_is() -> None:
+    async with crowd() as one:
+        await one.flood("a")
+        await one.flood("b")
+        for tenant in ("a", "b"):
+            while one.num(tenant) > MOST // 2:
+                await one.end(tenant)
+            await one.end(tenant)
+            assert one.num(tenant) == MOST // 2
+
+
+async def test_of_a_tenants_sessions_those_of_a_higher_priority_come_first() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        await one.come("loud", "later")
+        await one.come("loud", "important", priority=1)
+        await one.end("loud")
+        assert one.came_in[-1] == "important"
+
+
+async def test_a_session_that_needs_no_device_any_more_waits_for_nobody() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        one.shares.let_in(SessionKey("loud", f"s{MOST + 9}"))
+        await one.come("loud", "new", at_once=True)
+        assert one.came_in[-2:] == [f"s{MOST + 9}", "new"]
+        assert one.num("loud") == MOST + 2
+        for _ in range(2):
+            await one.end("loud")
+        assert one.num("loud") == MOST
+        await one.end("loud")
+        assert one.num("loud") == MOST
+
+
+async def test_a_session_that_is_cancelled_as_it_is_let_in_leaves_its_place_to_the_next() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        first_waiting = one.tasks["loud", f"s{MOST}"]
+        one._ends["loud", "s0"].set()
+        await asyncio.sleep(0)  # it leaves, and lets in the next one, whose task has not run yet
+        first_waiting.cancel()
+        await settled()
+        assert first_waiting.cancelled()
+        assert one.num("loud") == MOST
+
+
+async def test_who_waits_as_the_worker_stops_is_sent_away_at_once() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        one.shares.stop()
+        await settled()
+        assert sum(not task.done() for task in one.tasks.values()) == MOST
+        with pytest.raises(StoppingError):
+            await one.tasks["loud", f"s{FLOOD - 1}"]
+        while one.at_work:
+            await one.end("loud")
+        await one.come("quiet", "s")
+        with pytest.raises(StoppingError):
+            await one.tasks["quiet", "s"]
