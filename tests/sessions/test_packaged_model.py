@@ -45,7 +45,7 @@ async def nc(process: Any) -> AsyncIterator[Nats]:
 
 
 async def ask(nc: Nats, kind: str, body: dict[str, Any], session: str = "s") -> dict[str, Any]:
-    reply = await nc.request(f"turnkeep.default.{session}.{kind}", json.dumps(body).encode(), timeout=60)
+    reply = await nc.request(f"turnkeep.default.{session}.{kind}", json.dumps(body).encode(), timeout=180)
     found: dict[str, Any] = json.loads(reply.data)
     return found
 
@@ -55,7 +55,7 @@ async def request(nc: Nats, body: dict[str, Any], session: str = "s") -> dict[st
     results = await nc.subscribe(f"turnkeep.default.{session}.out")
     ack = await nc.jetstream().publish(f"turnkeep.default.{session}.in", json.dumps(body).encode())
     while True:
-        result: dict[str, Any] = json.loads((await results.next_msg(timeout=60)).data)
+        result: dict[str, Any] = json.loads((await results.next_msg(timeout=180)).data)
         if result["seq"] == ack.seq:
             await results.unsubscribe()
             return result

@@ -142,7 +142,7 @@ class Record:
         self._called_off: set[int] = (
             set()
         )  # requests that were not read yet, and have a result of this worker
-        self._proof: Entry | None = None  # the last result that told what it made of the history
+        self._proof: Entry | None = None  # the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that this began with
         self._checked = self.history.conversation  # as it was at the last checkpoint
         self._num_unchecked = 0  # results since then
@@ -245,10 +245,11 @@ class Record:
             self.pending.append(pending)
             return
         result, out = recorded.result, recorded.entry
-        # A close with nothing before it is of a session that was forgotten: it tells of what is gone.
-        tells = HISTORY_HEADER in out.headers and (self.history.exists or not isinstance(result, Closed))
-        proven = tells and not _changes_nothing(result)
-        self.proven_seq = entry.seq if proven else 0
+        # A close with nothing before it is of a session that was forgotten: it tells of what is gone. So may
+        # what was called off behind a close, before that was answered.
+        is_of_old = isinstance(result, Closed) and not self.history.exists
+        tells = HISTORY_HEADER in out.headers and not is_of_old and not _changes_nothing(result)
+        self.proven_seq = entry.seq if tells else 0
         self._num_unchecked += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
