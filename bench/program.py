@@ -8,7 +8,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from .report import BenchError
+from .faults import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

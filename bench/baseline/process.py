@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from bench.report import BenchError
+from bench.faults import BenchError
 
 from .messages import Hello, Refused, decode_reply, encode
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bench import report
-from bench.report import Report
+from bench.old import report
+from bench.old.report import Report
 
 if TYPE_CHECKING:
     import signal

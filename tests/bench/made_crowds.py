@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.many.turns import Built, Turn
+from bench.old.many.turns import Built, Turn
 
 
 def make_built(number: int, **changes: Any) -> Built:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.load.turns import Turn
-from bench.session.turns import Answer
+from bench.old.load.turns import Turn
+from bench.old.session.turns import Answer
 
 #: Of one prefilled token.
 PREFILL_S = 0.002

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from made_turns import make_turns
 
 from bench import environment
-from bench.report import schema_of
-from bench.session.checks import checks
-from bench.session.summary import SessionReport, series, summarise
+from bench.old.report import schema_of
+from bench.old.session.checks import checks
+from bench.old.session.summary import SessionReport, series, summarise
 
 if TYPE_CHECKING:
-    from bench.session.turns import Turn
+    from bench.old.session.turns import Turn
 
 ENVIRONMENT = environment.look()
 

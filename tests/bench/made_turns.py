@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from bench.session.turns import Answer, Memory, Turn
+from bench.old.session.turns import Answer, Memory, Turn
 
 PER_TOKEN = 46_080
 

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from made_reports import ENVIRONMENT, make_report
 from made_turns import make_turns
 
-from bench import report
+from bench.old import report
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.session.summary import SessionReport
+    from bench.old.session.summary import SessionReport
 
 
 def compare(folder: Path, first: SessionReport, second: SessionReport) -> tuple[int, str, str]:
@@ -58,8 +58,8 @@ def test_a_partial_report_is_compared_with_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"schema": "turnkeep.bench.load/2"}, "different benches"),
-        ({"schema": "turnkeep.bench.session/99"}, "is of schema"),
+        ({"schema": "turnkeep.bench.old.load/2"}, "different benches"),
+        ({"schema": "turnkeep.bench.old.session/99"}, "is of schema"),
         ({"settings": {"turns": 12, "max_tokens": 8}}, "corpus is built-in and None; max_tokens is 64 and 8"),
     ],
 )

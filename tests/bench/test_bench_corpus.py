@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench import corpus
-from bench.report import BenchError
+from bench.faults import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

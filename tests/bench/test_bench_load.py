@@ -10,13 +10,13 @@ import pytest
 from bench_runs import PATIENCE_S, check_death, check_interrupted, check_one_line, turnkeep, wait_for
 from click.testing import CliRunner
 
-from bench import report, stats
 from bench.corpus import built_in
-from bench.load.measure import LoadBench
-from bench.load.plan import Level, Plan
-from bench.load.summary import LoadReport
-from bench.report import BenchError
-from bench.run import Run, Where
+from bench.faults import BenchError
+from bench.old import report, stats
+from bench.old.load.measure import LoadBench
+from bench.old.load.plan import Level, Plan
+from bench.old.load.summary import LoadReport
+from bench.old.run import Run, Where
 from worker.batch import batch
 from worker.commands.cli import main
 from worker.device import runner

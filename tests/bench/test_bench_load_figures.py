@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from made_loads import make_answer, make_load, make_turn
 
 from bench.corpus import Conversation, Corpus, Utterance, built_in
-from bench.load import arrivals, shares
-from bench.load.checks import checks
-from bench.load.plan import Level
-from bench.load.stall import by_round
-from bench.load.summary import summarise, wait
-from bench.load.turns import Span, first_chunk_s, gaps, lateness_s, whole_s
-from bench.report import BenchError
+from bench.faults import BenchError
+from bench.old.load import arrivals, shares
+from bench.old.load.checks import checks
+from bench.old.load.plan import Level
+from bench.old.load.stall import by_round
+from bench.old.load.summary import summarise, wait
+from bench.old.load.turns import Span, first_chunk_s, gaps, lateness_s, whole_s
 from bench.script import scripts
 from bench.watch import Reading, lag
 from turnkeep_client.messages import Histogram

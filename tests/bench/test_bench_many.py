@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from bench_runs import PATIENCE_S, check_death, check_interrupted, check_one_line, turnkeep, wait_for
 
-from bench import report
 from bench.corpus import built_in
-from bench.many.measure import ManyBench
-from bench.many.plan import KEPT_TURNS, Plan
-from bench.many.summary import ManyReport
-from bench.run import Run, Where
+from bench.old import report
+from bench.old.many.measure import ManyBench
+from bench.old.many.plan import KEPT_TURNS, Plan
+from bench.old.many.summary import ManyReport
+from bench.old.run import Run, Where
 from worker.device import runner
 from worker.device.admission import Ledger
 from worker.sessions import history

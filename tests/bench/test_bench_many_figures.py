@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from made_crowds import make_built, make_turn
 
-from bench.many.checks import checks
-from bench.many.plan import order
-from bench.many.summary import ManySummary, per_session, summarise
-from bench.many.turns import Account, forgotten, found
+from bench.old.many.checks import checks
+from bench.old.many.plan import order
+from bench.old.many.summary import ManySummary, per_session, summarise
+from bench.old.many.turns import Account, forgotten, found
 from bench.watch import Reading
 from turnkeep_client.messages import Histogram
 

@@ -14,18 +14,18 @@ import pytest
 from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
-from bench import report
 from bench.baseline.messages import Chat, Tokens
 from bench.baseline.process import running
 from bench.cli import bench
-from bench.overhead.checks import checks
-from bench.overhead.cpu import Meter, of_process
-from bench.overhead.measure import _compared, _Ran
-from bench.overhead.page import page_of
-from bench.overhead.sides import InProcess, Said, ThroughWorker
-from bench.overhead.summary import OverheadReport, compare, series, summarise
-from bench.overhead.turns import ALONE, BATCHED, WITHOUT_SNAPSHOTS, WORKER, Cpu, Row, Turn, agreeing
-from bench.page import render
+from bench.old import report
+from bench.old.overhead.checks import checks
+from bench.old.overhead.cpu import Meter, of_process
+from bench.old.overhead.measure import _compared, _Ran
+from bench.old.overhead.page import page_of
+from bench.old.overhead.sides import InProcess, Said, ThroughWorker
+from bench.old.overhead.summary import OverheadReport, compare, series, summarise
+from bench.old.overhead.turns import ALONE, BATCHED, WITHOUT_SNAPSHOTS, WORKER, Cpu, Row, Turn, agreeing
+from bench.old.page import render
 from worker.batch import batch
 
 if TYPE_CHECKING:

@@ -16,20 +16,20 @@ import pytest
 from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
-from bench import report
 from bench.corpus import built_in
+from bench.faults import BenchError
 from bench.local import LocalWorker
-from bench.peers import measure, server
-from bench.peers.checks import checks
-from bench.peers.openai import Address, Server, parse
-from bench.peers.parts import Parts, Plan
-from bench.peers.script import Script, chars_per_token
-from bench.peers.server import MlxServer
-from bench.peers.sides import Peer, Turnkeep
-from bench.peers.summary import PeersReport, contexts, series, summarise
-from bench.peers.turns import ChatTurn, Turn
-from bench.report import BenchError
-from bench.run import Run
+from bench.old import report
+from bench.old.peers import measure, server
+from bench.old.peers.checks import checks
+from bench.old.peers.openai import Address, Server, parse
+from bench.old.peers.parts import Parts, Plan
+from bench.old.peers.script import Script, chars_per_token
+from bench.old.peers.server import MlxServer
+from bench.old.peers.sides import Peer, Turnkeep
+from bench.old.peers.summary import PeersReport, contexts, series, summarise
+from bench.old.peers.turns import ChatTurn, Turn
+from bench.old.run import Run
 from worker.batch import batch
 from worker.commands.cli import main
 

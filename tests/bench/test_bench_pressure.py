@@ -11,13 +11,13 @@ import mlx.core as mx
 import pytest
 from bench_runs import PATIENCE_S, turnkeep
 
-from bench import report
-from bench.pressure.checks import checks
-from bench.pressure.measure import PressureBench
-from bench.pressure.plan import Dice, Plan, Wanted, kind_of
-from bench.pressure.summary import PressureReport, Sizes, summarise
-from bench.pressure.turns import Answers, Reading, Replayed, Sent
-from bench.run import Run, Where
+from bench.old import report
+from bench.old.pressure.checks import checks
+from bench.old.pressure.measure import PressureBench
+from bench.old.pressure.plan import Dice, Plan, Wanted, kind_of
+from bench.old.pressure.summary import PressureReport, Sizes, summarise
+from bench.old.pressure.turns import Answers, Reading, Replayed, Sent
+from bench.old.run import Run, Where
 from turnkeep_client.client import connect
 from worker.device import resident, runner
 from worker.device.admission import Claim, Ledger

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from bench_runs import check_one_line, turnkeep
 
-from bench import report
-from bench.page import render
-from bench.quality.page import page_of
-from bench.quality.summary import Answer, Kept, QualityReport, Window, checks, series, summarise
+from bench.old import report
+from bench.old.page import render
+from bench.old.quality.page import page_of
+from bench.old.quality.summary import Answer, Kept, QualityReport, Window, checks, series, summarise
 
 if TYPE_CHECKING:
     from pathlib import Path

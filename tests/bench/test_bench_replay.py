@@ -17,16 +17,16 @@ import pytest
 from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
-from bench import report
 from bench.corpus import built_in
-from bench.replay import recording
-from bench.replay.measure import Log, ReplayBench
-from bench.replay.player import How, Player
-from bench.replay.record import Record, Step, fold
-from bench.replay.summary import ReplayReport, checks, summarise
-from bench.replay.turns import first_difference
-from bench.report import BenchError
-from bench.run import Run, Where
+from bench.faults import BenchError
+from bench.old import report
+from bench.old.replay import recording
+from bench.old.replay.measure import Log, ReplayBench
+from bench.old.replay.player import How, Player
+from bench.old.replay.record import Record, Step, fold
+from bench.old.replay.summary import ReplayReport, checks, summarise
+from bench.old.replay.turns import first_difference
+from bench.old.run import Run, Where
 from turnkeep_client.client import connect
 from turnkeep_client.log import Entry, derived_seed
 from turnkeep_client.messages import Generate, encode

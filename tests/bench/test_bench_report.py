@@ -9,13 +9,15 @@ import pytest
 from made_reports import make_report
 from made_turns import make_turns
 
-from bench import environment, report
-from bench.figures import byte_unit, duration
-from bench.page import Page, Plot, Rows, render
-from bench.report import Check, Recorder, Report, ReportError
-from bench.session.page import page_of
-from bench.session.summary import SessionReport
-from bench.session.turns import Rewind
+from bench import environment
+from bench.faults import ReportError
+from bench.old import report
+from bench.old.figures import byte_unit, duration
+from bench.old.page import Page, Plot, Rows, render
+from bench.old.report import Check, Recorder, Report
+from bench.old.session.page import page_of
+from bench.old.session.summary import SessionReport
+from bench.old.session.turns import Rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,8 +102,8 @@ def test_checkpoints_are_due_every_ten_minutes_by_the_clock(tmp_path: Path) -> N
         (b"[1]", "is no bench report"),
         (b"{}", "is no bench report"),
         (b"\xff\xfe", "is no bench report"),
-        (b'{"schema": "turnkeep.bench.session/1"}', "is of schema 'turnkeep.bench.session/1'"),
-        (b'{"schema": "turnkeep.bench.session/2"}', "is a broken report"),
+        (b'{"schema": "turnkeep.bench.old.session/1"}', "is of schema 'turnkeep.bench.old.session/1'"),
+        (b'{"schema": "turnkeep.bench.old.session/2"}', "is a broken report"),
     ],
 )
 def test_what_is_no_report_of_this_version_is_refused(tmp_path: Path, content: bytes, says: str) -> None:

@@ -14,16 +14,16 @@ import pytest
 from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
-from bench import report
-from bench.ask import ask
 from bench.cli import bench
-from bench.page import render
-from bench.restart.checks import checks
-from bench.restart.files import Files
-from bench.restart.measure import Plan, shuffled
-from bench.restart.page import page_of
-from bench.restart.summary import RestartReport, series, summarise
-from bench.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
+from bench.old import report
+from bench.old.ask import ask
+from bench.old.page import render
+from bench.old.restart.checks import checks
+from bench.old.restart.files import Files
+from bench.old.restart.measure import Plan, shuffled
+from bench.old.restart.page import page_of
+from bench.old.restart.summary import RestartReport, series, summarise
+from bench.old.restart.turns import COLD, KILL, KINDS, RESTART, SPILLED, WARM, Limit, Measured
 from worker.device import runner
 
 if TYPE_CHECKING:

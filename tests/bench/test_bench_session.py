@@ -12,12 +12,12 @@ import psutil
 import pytest
 from bench_runs import PATIENCE_S, check_one_line, turnkeep, wait_for
 
-from bench import report, stats
 from bench.corpus import built_in
-from bench.run import Run, Where
-from bench.session.checks import checks
-from bench.session.conversation import Conversation, Plan
-from bench.session.summary import SessionReport, series, summarise
+from bench.old import report, stats
+from bench.old.run import Run, Where
+from bench.old.session.checks import checks
+from bench.old.session.conversation import Conversation, Plan
+from bench.old.session.summary import SessionReport, series, summarise
 from turnkeep_client.errors import NoWorkerError
 from worker.batch import batch
 from worker.device import runner

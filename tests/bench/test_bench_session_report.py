@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from made_turns import PER_TOKEN, make_turns, with_answer
 
-from bench.session.checks import checks
-from bench.session.summary import series, summarise, written, written_per_token, written_per_turn
-from bench.session.turns import excess_prefilled
+from bench.old.session.checks import checks
+from bench.old.session.summary import series, summarise, written, written_per_token, written_per_turn
+from bench.old.session.turns import excess_prefilled
 
 ANSWERED, FORMULA, PREFILL, WAIT, DRIFT, GROWTH = range(6)
 

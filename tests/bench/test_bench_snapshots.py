@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from bench_runs import turnkeep
 
-from bench import report
-from bench.page import render
-from bench.snapshots.disk import WRITER, spoil
-from bench.snapshots.measure import prompts_of, taken
-from bench.snapshots.page import page_of
-from bench.snapshots.sides import Side
-from bench.snapshots.summary import SnapshotsReport, checks, series, summarise
-from bench.snapshots.takes import (
+from bench.old import report
+from bench.old.page import render
+from bench.old.snapshots.disk import WRITER, spoil
+from bench.old.snapshots.measure import prompts_of, taken
+from bench.old.snapshots.page import page_of
+from bench.old.snapshots.sides import Side
+from bench.old.snapshots.summary import SnapshotsReport, checks, series, summarise
+from bench.old.snapshots.takes import (
     FAILING,
     OFF,
     ON,

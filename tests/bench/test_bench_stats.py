@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench import stats
+from bench.old import stats
 
 SECONDS = st.floats(min_value=0, max_value=1e6, allow_nan=False)
 #: A busy machine makes inputs slowly, which says nothing of what is tested.

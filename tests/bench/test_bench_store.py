@@ -12,10 +12,10 @@ import psutil
 import pytest
 from bench_runs import PATIENCE_S, check_one_line, turnkeep
 
-from bench import report
-from bench.page import render
-from bench.store.page import page_of
-from bench.store.summary import Opened, Read, StoreReport, checks, series, summarise
+from bench.old import report
+from bench.old.page import render
+from bench.old.store.page import page_of
+from bench.old.store.summary import Opened, Read, StoreReport, checks, series, summarise
 
 MIB = 2**20
 
