@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -84,3 +85,8 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def now_iso() -> str:
+    """Return the time in UTC, to the second, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -100,21 +100,22 @@ class LocalWorker:
     def kill(self) -> None:
         """`kill -9`. Its NATS server goes on."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            process, self._process = self._process, None
+            process.kill()
+            process.wait()
 
     def stop(self) -> None:
         """Stop it as Ctrl-C does; it takes its NATS server down with it. What hangs or is left is killed."""
         if self._process is not None:
             self._meet_family()
-            self._process.terminate()
+            # It ends because it is told to: to whoever asks in another thread it has no exit code any more.
+            process, self._process = self._process, None
+            process.terminate()
             try:
-                self._process.wait(STOP_TIMEOUT_S)
+                process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+                process.kill()
+                process.wait()
         for child in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -1,0 +1,74 @@
+"""One generate, timed by the client's clock, as a `Turn`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
+
+from .samples import Turn
+
+if TYPE_CHECKING:
+    from turnkeep_client.session import Session
+
+
+async def ask(session: Session, *, timeout_s: float, began_s: float = 0.0, **request: Any) -> Turn:
+    """Send one generate and wait for its end. A fault is an outcome, not an exception.
+
+    `request` are the arguments of `Session.generate`; `at_s` counts from `began_s` on the monotonic clock. An
+    answer without text has no chunk: its first token is there with its result.
+    """
+    sent_s = time.monotonic()
+    chunks_s: list[float] = []
+    tokens: list[int] = []
+    text = ""
+    try:
+        generation = session.generate(timeout_s=timeout_s, **request)
+        async for chunk in generation:
+            chunks_s.append(time.monotonic() - sent_s)
+            tokens += chunk.tokens
+            text += chunk.text
+        result = generation.result
+    except TurnkeepError as error:
+        return Turn(
+            session=session.key.session,
+            at_s=sent_s - began_s,
+            total_s=time.monotonic() - sent_s,
+            first_s=chunks_s[0] if chunks_s else None,
+            error=error_class(error),
+            message=str(error),
+        )
+    total_s = time.monotonic() - sent_s
+    usage = result.usage
+    return Turn(
+        session=session.key.session,
+        at_s=sent_s - began_s,
+        total_s=total_s,
+        first_s=chunks_s[0] if chunks_s else total_s,
+        gaps_s=tuple(later - sooner for sooner, later in itertools.pairwise(chunks_s)),
+        position=result.position,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        prefilled_tokens=usage.prefilled_tokens,
+        tokens=result.tokens,
+        finish_reason=result.finish_reason,
+        joined=text == result.text and tuple(tokens) == result.tokens,
+        kv_live_bytes=result.kv_live_bytes,
+        queued_s=result.seconds.queued,
+        rewritten_from=result.rewritten_from,
+    )
+
+
+def error_class(fault: TurnkeepError) -> str:
+    """Name the class that a fault is counted under."""
+    match fault:
+        case RequestFailedError():
+            return fault.code
+        case ResultTimeoutError():
+            return "timeout"
+        case NoWorkerError():
+            return "no_worker"
+        case _:
+            return type(fault).__name__

@@ -1,0 +1,59 @@
+"""Numbers as a person reads them: units that fit, and no digit that says nothing. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from .spec import Unit
+    from .stats import Estimate
+
+_SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
+    "s": ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+    "bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
+    "share": ((0.01, "%"),),
+}
+#: From here on the next larger unit reads better: 119 s, but 2.1 min.
+_FROM: Final = {3600.0: 2 * 3600.0, 60.0: 120.0}
+
+
+def scale(size: float, unit: Unit) -> tuple[float, str]:
+    """Choose the divisor and the name of the unit in which something of this size is read."""
+    scales = _SCALES.get(unit)
+    if scales is None:
+        return 1.0, unit
+    return next((one for one in scales if abs(size) >= _FROM.get(one[0], one[0])), scales[-1])
+
+
+def number(value: float | None, unit: Unit = "", *, signed: bool = False) -> str:
+    """Write a number with three digits that count."""
+    if value is None:
+        return "-"
+    divisor, name = scale(value, unit)
+    return f"{_digits(value / divisor, _places(value / divisor, 3), signed=signed)} {name}".strip()
+
+
+def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False) -> str:
+    """Write an estimate with its interval: as many digits as the interval leaves."""
+    if estimate is None:
+        return "-"
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.value, unit, signed=signed)
+    divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
+    value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
+    places = _places(value, 3) if high == low else min(_places((high - low) / 6, 1), _places(value, 4))
+    shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
+    return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()
+
+
+def _places(value: float, digits: int) -> int:
+    """Return the decimal places that leave a value so many digits; a whole number needs none."""
+    if abs(value - round(value)) < 1e-9:
+        return 0
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def _digits(value: float, places: int, *, signed: bool) -> str:
+    text = f"{value:{'+' if signed else ''},.{min(places, 6)}f}"
+    return text.rstrip("0").rstrip(".") if abs(value) < 1e-9 else text

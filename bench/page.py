@@ -1,0 +1,44 @@
+"""One self-contained HTML page per report: tables as text, plots as inline SVG."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import jinja2
+
+from .checks import Outcome
+from .plots import draw
+from .tables import about, machine, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .report import Report
+    from .spec import AnyBench
+
+TEMPLATE: Final = Path(__file__).with_name("page.html")
+
+
+def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> str | None:
+    """Return the page as HTML; None, after a warning, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        warn("no page is made of the report: matplotlib is not installed (pip install 'turnkeep[bench]')")
+        return None
+    findings = report.findings(bench)
+    templates = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    counts = {outcome: sum(one.outcome is outcome for one in report.checks) for outcome in Outcome}
+    return templates.from_string(TEMPLATE.read_text("utf-8")).render(
+        bench=bench,
+        report=report,
+        machine=machine(report),
+        warnings=report.warnings(),
+        counts=", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number),
+        notes=list(bench.notes(findings.plan)),
+        tables=tables(findings),
+        plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],
+        about=about(report),
+    )

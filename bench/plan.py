@@ -1,0 +1,140 @@
+"""A plan is one annotated dataclass: its fields are the options of the command, the settings in the report,
+and, by `smoke`, the short form. Nothing about a setting is written anywhere else.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Plan:
+        "What `--help` says."
+        rounds: Annotated[int, Option("How often.", smoke=1)] = 5
+
+gives `--rounds N` with a default of 5, and 1 under `--smoke` unless the command line names it.
+"""  # noqa: D205
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
+
+import click
+
+from .corpus import CORPORA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .report import Setting
+
+COUNT: Final = click.IntRange(min=1)
+POSITIVE: Final = click.FloatRange(min=0, min_open=True)
+_UNSET: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field of a plan is an option. `smoke` is its value in the short form; None is a value too.
+
+    `type` is click's where the annotation does not say enough: by it whole numbers are above 0, others too, a
+    tuple is several numbers joined by commas, and a bool a flag.
+    """
+
+    help: str
+    smoke: Any = _UNSET
+    type: Any = None
+    metavar: str | None = None
+
+
+#: Fields that several benches have.
+Corpus = Annotated[
+    str,
+    Option("What is said.", smoke="built-in", type=click.Choice(tuple(CORPORA))),
+]
+Seed = Annotated[int, Option("Of every order that is drawn.", type=click.INT)]
+TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", metavar="SECONDS")]
+
+
+class Numbers(click.ParamType[Any]):
+    """Several numbers above 0, joined by commas; each once, from the least to the largest."""
+
+    name = "N,..."
+
+    def __init__(self, kind: type[int | float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read them."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = {self._kind(part) for part in str(value).split(",")}
+        except ValueError:
+            found = set()
+        if not found or not all(0 < number < math.inf for number in found):
+            what = "whole numbers" if self._kind is int else "numbers"
+            self.fail(f"{value!r} is not valid: it must be {what} above 0, joined by commas", param, ctx)
+        return tuple(sorted(found))
+
+
+def options(plan: type[Any]) -> list[click.Option]:
+    """Make the options of a plan."""
+    found = []
+    for name, hint, option, default in _fields(plan):
+        kind = _bare(hint)
+        flag = kind is bool
+        shown: Any = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        found.append(
+            click.Option(
+                [f"--{name.replace('_', '-')}", name],
+                type=None if flag else option.type or _click_type(kind),
+                is_flag=flag,
+                required=default is MISSING,
+                default=None if default is MISSING else shown,
+                show_default=not flag and default is not None,
+                metavar=option.metavar,
+                help=option.help,
+            )
+        )
+    return found
+
+
+def make(plan: type[Any], given: Mapping[str, Any], *, named: set[str], smoke: bool) -> Any:
+    """Make a plan of the options' values; `named` are those that the command line names."""
+    values = dict(given)
+    if smoke:
+        for name, _, option, _ in _fields(plan):
+            if name not in named and option.smoke is not _UNSET:
+                values[name] = option.smoke
+    return plan(**values)
+
+
+def smoke(plan: type[Any], **changes: Any) -> Any:
+    """Make the short form of a plan."""
+    defaults = {name: default for name, _, _, default in _fields(plan) if default is not MISSING}
+    return make(plan, defaults | changes, named=set(changes), smoke=True)
+
+
+def settings(plan: Any) -> dict[str, Setting]:
+    """Return a plan as a report holds it."""
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:
+    hints = get_type_hints(plan, include_extras=True)
+    found = []
+    for field in fields(plan):
+        kind, option = get_args(hints[field.name])[:2]
+        found.append((field.name, kind, option, field.default))
+    return found
+
+
+def _bare(kind: Any) -> Any:
+    """Take `int` from `int | None`."""
+    some = [one for one in get_args(kind) if one is not type(None)]
+    return some[0] if some and get_origin(kind) is not tuple else kind
+
+
+def _click_type(kind: Any) -> Any:
+    if get_origin(kind) is tuple:
+        return Numbers(get_args(kind)[0])
+    return {int: COUNT, float: POSITIVE, Path: click.Path(path_type=Path), str: click.STRING}[kind]

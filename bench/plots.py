@@ -1,0 +1,205 @@
+"""Five kinds of plot, made of a bench's findings, as SVG that takes its colours from the page.
+
+Matplotlib draws with stand-in colours, which become the page's own variables: so a plot is right in light and
+in dark, and small enough to be read on a telephone.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from .figures import scale
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .samples import Findings, Sample
+    from .spec import Measure, Plot, Unit
+
+#: A colour that is drawn, and the variable of the page that it becomes.
+_COLOURS: Final = {
+    "#010101": "var(--ink)",
+    "#020202": "var(--faint)",
+    "#030303": "var(--grid)",
+    **{f"#0{i}0{i}0{i}": f"var(--line{i - 4})" for i in range(4, 10)},
+}
+_LINES: Final = tuple(f"#0{i}0{i}0{i}" for i in range(4, 10))
+#: More shapes than this make a page slow: points are left out evenly.
+MAX_SHAPES: Final = 1500
+_STYLE: Final[Any] = {
+    "svg.fonttype": "path",  # the same letters in every browser
+    "svg.hashsalt": "turnkeep",  # the same run gives the same page
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), "#010101"),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#020202"),
+    "grid.color": "#030303",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+def draw(plot: Plot, findings: Findings[Any]) -> str | None:
+    """Draw one plot as an SVG element; None where there is nothing to show."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    if not any(findings.of(measure) for measure in plot.measures):
+        return None
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
+        axes = figure.add_subplot()
+        _KINDS[plot.kind](axes, plot, findings)
+        if axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside upper left", ncols=3, columnspacing=1.2, handlelength=1.4)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = drawn.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, variable in _COLOURS.items():
+        text = text.replace(colour, variable)
+    # The page sets the width; the view box keeps the proportions.
+    return re.sub(r' (?:width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
+
+
+def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    measure = plot.measures[0]
+    divisor, name = _scale([measure], findings)
+    for label, colour, some in _groups(measure, findings):
+        values = sorted(sample.value / divisor for sample in some)
+        n = len(values)
+        kept = sorted({*range(0, n, max(1, n // 400)), n - 1})
+        xs = [values[0], *(values[i] for i in kept)]
+        axes.step(xs, [0.0, *((i + 1) / n for i in kept)], where="post", color=colour, label=label)
+    axes.set(xlabel=_name(measure, name), ylabel="share of values", ylim=(0, 1.02))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _numbers(axes.xaxis, log=plot.log)
+
+
+def _over_time(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    measure = plot.measures[0]
+    divisor, name = _scale([measure], findings)
+    span, span_name = scale(max(sample.x or 0.0 for sample in findings.of(measure)) or 1.0, "s")
+    for label, colour, some in _groups(measure, findings, all_levels=True):
+        points = sorted((sample.x or 0.0, sample.value) for sample in some)
+        points = points[:: max(1, len(points) // MAX_SHAPES)]
+        xs, ys = zip(*((x / span, y / divisor) for x, y in points), strict=True)
+        axes.plot(xs, ys, color=colour, label=label, linewidth=1.3)
+    axes.set(xlabel=f"time ({span_name})", ylabel=_name(measure, name))
+    _numbers(axes.xaxis, log=False)
+    _vertical(axes, plot)
+
+
+def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    """Show typical values with their intervals; without an interval a point stands alone."""
+    measure = plot.measures[0]
+    divisor, name = _scale([measure], findings)
+    xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
+    for i, case in enumerate(findings.cases(measure)):
+        found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
+        bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
+        bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
+        axes.errorbar(
+            [x for x, _ in found],
+            [one.value / divisor for _, one in found],
+            yerr=bars,
+            color=_LINES[i % len(_LINES)],
+            label=case or None,
+            marker="o",
+            markersize=4,
+            linewidth=1.3,
+            capsize=3,
+        )
+    axes.set(xlabel=findings.bench.levels or findings.bench.x, ylabel=_name(measure, name))
+    _numbers(axes.xaxis, log=False)
+    _vertical(axes, plot)
+
+
+def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    """Stack the typical values of all measures, a bar for each level and case."""
+    measures = [measure for measure in plot.measures if findings.of(measure)]
+    divisor, name = _scale(measures, findings)
+    places = [(level, case) for level in findings.levels(measures[0]) for case in findings.cases(measures[0])]
+    labels = [case if level is None else f"{level:,g}\n{case}" for level, case in places]
+    bottom = [0.0] * len(places)
+    for i, measure in enumerate(measures):
+        sizes = [(e.value if (e := findings.estimate(measure, c, at)) else 0.0) / divisor for at, c in places]
+        axes.bar(labels, sizes, bottom=bottom, color=_LINES[i], label=measure.name, width=0.6)
+        bottom = [low + high for low, high in zip(bottom, sizes, strict=True)]
+    axes.set(ylabel=name)
+    axes.grid(visible=False, axis="x")
+    _vertical(axes, plot)
+
+
+def _points(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    measure = plot.measures[0]
+    divisor, name = _scale([measure], findings)
+    for label, colour, some in _groups(measure, findings, all_levels=True):
+        kept = some[:: max(1, len(some) // MAX_SHAPES)]
+        xs, ys = zip(*((sample.x or 0.0, sample.value / divisor) for sample in kept), strict=True)
+        axes.plot(xs, ys, "o", color=colour, label=label, markersize=3, alpha=0.7)
+    axes.set(xlabel=findings.bench.levels or findings.bench.x, ylabel=_name(measure, name))
+    _numbers(axes.xaxis, log=False)
+    _vertical(axes, plot)
+
+
+_KINDS: Final[dict[str, Callable[[Any, Plot, Findings[Any]], None]]] = {
+    "cdf": _cdf,
+    "over time": _over_time,
+    "by x": _by_x,
+    "bars": _bars,
+    "points": _points,
+}
+
+
+def _groups(
+    measure: Measure, findings: Findings[Any], *, all_levels: bool = False
+) -> list[tuple[str | None, str, list[Sample]]]:
+    """Split samples into lines: one for each case, and for each level where that is no axis."""
+    levels = [None] if all_levels else findings.levels(measure)
+    found: list[tuple[str | None, str, list[Sample]]] = []
+    for level in levels:
+        for case in findings.cases(measure):
+            if some := findings.of(measure, case, level):
+                parts = [] if level is None else [f"{level:,g}"]
+                label = ", ".join([*parts, *([case] if case else [])])
+                found.append((label or None, _LINES[len(found) % len(_LINES)], some))
+    return found
+
+
+def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float, str]:
+    """Choose the unit by what is large, but not the largest of all."""
+    unit: Unit = measures[0].unit
+    sizes = sorted(abs(sample.value) for measure in measures for sample in findings.of(measure))
+    return scale(sizes[int(0.75 * (len(sizes) - 1))], unit)
+
+
+def _name(measure: Measure, unit: str) -> str:
+    return f"{measure.name} ({unit})" if unit else measure.name
+
+
+def _vertical(axes: Any, plot: Plot) -> None:
+    if not plot.log:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _numbers(axes.yaxis, log=plot.log)
+
+
+def _numbers(axis: Any, *, log: bool) -> None:
+    """Write plain numbers on an axis; a logarithmic one that is short has 1, 2 and 5 of each power."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    if log:
+        axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=12))
+        axis.set_minor_locator(NullLocator())
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))

@@ -1,0 +1,193 @@
+"""The report of every bench, and how it reaches the disk: whole or not at all, and early enough.
+
+It holds what was measured, raw; tables and plots are made from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.messages import Metrics  # noqa: TC001 - msgspec reads the annotations
+
+from .checks import Check, Outcome
+from .corpus import Source  # noqa: TC001
+from .environment import Environment  # noqa: TC001
+from .faults import ReportError
+from .samples import Findings, Sample, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .spec import AnyBench
+
+#: Grows with every change that an older reader would misunderstand.
+VERSION: Final = 3
+CHECKPOINT_S: Final = 600.0
+#: More work than this for each CPU before the run began, and its figures are those of a busy machine.
+BUSY: Final = 0.5
+
+Setting = str | int | float | bool | tuple[int | float | str, ...] | None
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """One run. `complete` is false while it goes on and where it was cut short; `ending` says how it ended.
+
+    `facts` is what the bench found out about its setting, `samples` what does not follow from the turns.
+    `worker` is the worker's own account after the first turns.
+    """
+
+    schema: str
+    started_at: str
+    elapsed_s: float
+    complete: bool
+    ending: str
+    target: str
+    environment: Environment
+    load_after: tuple[float, float, float] | None
+    worker: Metrics | None
+    source: Source | None
+    plan: dict[str, Setting]
+    facts: dict[str, Setting] = {}
+    checks: tuple[Check, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def bench(self) -> str:
+        """Name its bench."""
+        return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
+
+    def findings(self, bench: AnyBench) -> Findings[Any]:
+        """Look its turns and samples up."""
+        plan = msgspec.convert(self.plan, bench.plan, dec_hook=lambda kind, value: kind(value))
+        return Findings(bench, plan, self.turns, self.samples, self.facts)
+
+    def warnings(self) -> list[str]:
+        """Say what a reader must know before any figure."""
+        found = [] if self.complete else [f"this report is not complete: {self.ending}"]
+        found += [f"a check failed: {one.name}" for one in self.checks if one.outcome is Outcome.FAILS]
+        load, cpus = self.environment.load_average, self.environment.cpus
+        if load is not None and load[0] > BUSY * cpus:
+            found.append(f"the machine was busy before the run: a load of {load[0]:.1f} on {cpus} CPUs")
+        if (commit := self.environment.commit) is not None and commit.endswith("-dirty"):
+            found.append("the checkout had changes that are in no commit")
+        return found
+
+
+def schema_of(bench: str) -> str:
+    """Name the schema of a bench's reports."""
+    return f"turnkeep.bench.{bench}/{VERSION}"
+
+
+class Keeper:
+    """Writes one run's report into a folder: at the start, every ten minutes, at the end.
+
+    The file's name holds the time of its start, so that no run overwrites another's. Without a folder
+    nothing is written.
+    """
+
+    def __init__(
+        self, folder: Path | None, bench: str, *, every_s: float = CHECKPOINT_S, warn: Callable[[str], None]
+    ) -> None:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+        self.path = folder / f"{bench}-{stamp}.json" if folder is not None else None
+        self._every_s = every_s
+        self._warn = warn
+        self._written_s = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Say whether it is time for a checkpoint."""
+        return self.path is not None and time.monotonic() - self._written_s >= self._every_s
+
+    def start(self, report: Report) -> None:
+        """Write the empty report: a folder that cannot take it is told now. Raises `ReportError`."""
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _refusal(self.path.parent, error) from None
+            write(self.path, encode(report))
+
+    def checkpoint(self, report: Report) -> None:
+        """Write what there is so far. A disk that is full now may have room later: warns, never raises."""
+        if self.path is not None:
+            try:
+                write(self.path, encode(report))
+            except ReportError as error:
+                self._warn(f"checkpoint left out: {error}")
+        self._written_s = time.monotonic()
+
+    def finish(self, report: Report, page: Callable[[], str | None]) -> None:
+        """Write the report and, where there is one, its page beside it. Raises `ReportError`."""
+        if self.path is not None:
+            write(self.path, encode(report))
+            if (text := page()) is not None:
+                write(self.path.with_suffix(".html"), text.encode())
+
+
+def encode(report: Report) -> bytes:
+    """Return the report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file durably: afterwards it is the old one or the new one. Raises `ReportError`."""
+    draft = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            draft = Path(file.name)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.chmod(0o644)
+        draft.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        raise _refusal(path, error) from None
+
+
+def read(path: Path) -> Report:
+    """Read a report. Raises `ReportError` where it is none, or one of another schema version."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        schema = msgspec.json.decode(content, type=_Schema).schema
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ReportError(f"{path} is no bench report: it has no schema") from None
+    if not schema.startswith("turnkeep.bench.") or not schema.endswith(f"/{VERSION}"):
+        raise ReportError(
+            f"{path} is of schema {schema!r}; this version reads turnkeep.bench.<name>/{VERSION}"
+        )
+    try:
+        return msgspec.json.decode(content, type=Report)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path} is a broken report: {error}") from None
+
+
+class _Schema(Struct):
+    schema: str
+
+
+def _refusal(path: Path, error: OSError) -> ReportError:
+    why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+    return ReportError(f"the report cannot be written to {path}: {why}")

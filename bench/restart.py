@@ -1,0 +1,314 @@
+"""`turnkeep bench restart`: the first token of the next turn, after all that a session can live through.
+
+Sessions of one length get the same tokens, each case under a tenant of its own: across tenants nothing is
+shared, so that none finds what another has left. A round gives every case a turn, lets happen what the case
+says, and measures the next turn; so the round pairs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
+from uuid import uuid4
+
+import msgspec
+
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
+
+from .checks import Check, bounded, count
+from .faults import BenchError
+from .plan import Corpus, Option, Seed, TurnTimeout
+from .run import Run, closing
+from .spec import Against, Bench, Measure, Plot
+from .tokens import Texts
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+
+    from .local import LocalWorker
+    from .samples import Findings, Turn
+
+BLOCK_TOKENS: Final = 128
+#: Of a cold turn's prefill in a restored one: who prefills all takes 1, who restores next to nothing.
+BELIEVED: Final = 0.5
+#: A prefill that takes less drowns in what every turn takes.
+MIN_PREFILL_S: Final = 0.05
+MIN_MEMORY_BYTES: Final = 2**20
+PAUSE_S: Final = 0.02
+
+WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
+RESTORED, RESTARTED = (SPILLED, RESTART, KILL), (RESTART, KILL)
+
+Tokens = tuple[int, ...]
+Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(256,))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The first token of a session's next turn after a restart and after kill -9.
+
+    Beside them the same turn in a session that is in memory, in one that was spilled to SSD, and in one that
+    is prefilled from its beginning.
+    """
+
+    tokens: Lengths = (256, 1024, 2048, 4096, 6000)
+    rounds: Annotated[int, Option("How often every case is measured.", smoke=1)] = 5
+    turn_tokens: Annotated[int, Option("Tokens of a turn.")] = 16
+    max_tokens: Annotated[int, Option("Most of one answer.", smoke=8)] = 16
+    from_disk: Annotated[bool, Option("Empty the page cache of all snapshots before a restore.")] = False
+    turn_timeout: TurnTimeout = 300.0
+    seed: Seed = 0
+    corpus: Corpus = "mt-bench"
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest session at the end: two turns a round, and one more."""
+        return max(self.tokens) + (2 * self.rounds + 1) * (self.turn_tokens + self.max_tokens)
+
+
+FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
+READ = Measure("restored", "bytes", of=lambda turn: turn.fact("restored_bytes") or None)
+FELT = Measure("from the end of the old worker to the first token", "s", of=lambda turn: turn.fact("felt_s"))
+ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
+STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
+
+
+def checks(found: Findings[Plan]) -> Iterator[Check]:
+    """Hold a restart against what it is promised to cost."""
+    turns, pairs = [turn for turn in found.turns if turn.error is None], list(found.pairs(WARM))
+    lived = [turn for turn in turns if turn.case in {WARM, SPILLED}]
+    wrong = [turn for turn in lived if turn.facts["resident"] != ("yes" if turn.case == WARM else "no")]
+    yield count("sessions were in memory, and spilled ones were not", wrong, lived)
+    longer = [turn for turn, warm in pairs if turn.prompt_tokens != warm.prompt_tokens]
+    yield count("every case had the same length", longer, pairs)
+    # The answer before left one token to run. A kill may lose what was on its way to the disk.
+    kept = [turn for turn in turns if turn.case != COLD]
+    spare = {case: BLOCK_TOKENS if case in RESTARTED else 0 for case in CASES}
+    much = [turn for turn in kept if turn.prefilled_tokens > found.plan.turn_tokens + 1 + spare[turn.case]]
+    yield count("only a turn's own tokens are prefilled, after a restart at most a block more", much, kept)
+    cold = [turn for turn in turns if turn.case == COLD]
+    yield count("cold sessions found nothing in any cache", [t for t in cold if t.cached_tokens], cold)
+    # What was restored in full computes on the same numbers, bit by bit. Other chunks of prefill round
+    # otherwise, which can turn a near tie.
+    same = [(t, warm) for t, warm in pairs if t.case != COLD and t.prefilled_tokens == warm.prefilled_tokens]
+    other = [turn for turn, warm in same if turn.tokens != warm.tokens]
+    yield count("what was restored in full answers as if nothing had happened", other, same)
+    equal = {case: [float(t.tokens == w.tokens) for t, w in pairs if t.case == case] for case in CASES[1:]}
+    some = {case: shares for case, shares in equal.items() if shares}
+    yield bounded(
+        "at least 90% of answers are those of the session in memory", some, at_least=0.9, unit="share"
+    )
+    yield bounded(
+        f"what is reported as cached saves {BELIEVED:.0%} of a cold prefill's time, and more",
+        {case: shares for case in RESTORED if (shares := _waits(found, case))},
+        at_most=BELIEVED,
+        unit="share",
+    )
+
+
+def _waits(found: Findings[Plan], case: str) -> list[float]:
+    """Return what a case waited longer than one in memory, of what a cold one did, round by round.
+
+    At the longest length, where the two are farthest apart, less what it prefilled by its own account.
+    """
+    length = max(found.plan.tokens)
+    warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))
+    told, whole = found.blocks(PREFILLED, case, length), found.blocks(PREFILLED, COLD, length)
+    return [
+        (mine[block] - warm[block]) / (cold[block] - warm[block]) - told[block] / whole[block]
+        for block in warm
+        if block in mine and block in cold and cold[block] - warm[block] >= MIN_PREFILL_S
+    ]
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Say where the snapshots were read from."""
+    if plan.from_disk:
+        yield "Before each restore the page cache was emptied of all snapshots."
+    else:
+        yield "Snapshots were read soon after they were written: mostly from the page cache."
+
+
+async def measure(run: Run[Plan]) -> None:
+    """Begin a session of each length for each lasting case, and go through the rounds."""
+    plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
+    if plan.from_disk and not hasattr(os, "posix_fadvise"):
+        raise BenchError("this system cannot empty its page cache of a file; leave out --from-disk")
+    async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
+        limits, context = await _room_for_one(client, plan)
+        run.facts["max_memory"] = limits[1]
+        texts = Texts(worker.model_folder, run.corpus.texts())
+        lives = _Lives(run, worker, limits, context)
+        await lives.restart(kill=False)
+        lengths = sorted(plan.tokens, reverse=True)  # what does not fit is told first
+        for length in lengths:
+            run.step(0, None, f"beginning with {length:,} tokens")
+            await lives.begin(length, texts.take(length))
+        total = plan.rounds * len(lengths) * len(CASES)
+        for block in range(plan.rounds):
+            for length in order.sample(lengths, len(lengths)):
+                lead, own = texts.take(plan.turn_tokens), texts.take(plan.turn_tokens)
+                cases = [*order.sample(CASES[:-1], 4), COLD]
+                # A cold session gets what the one in memory has had: anywhere behind that.
+                cases.insert(order.randint(cases.index(WARM) + 1, 4), cases.pop())
+                for case in cases:
+                    run.step(len(run.turns), total, f"round {block + 1} of {plan.rounds}, {length:,}, {case}")
+                    turn = await lives.turn(case, length, lead, own)
+                    run.take(msgspec.structs.replace(turn, case=case, x=length, block=block))
+
+
+class _Lives:
+    """The sessions of all lengths and cases, on a worker that has room for one at a time."""
+
+    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: Sequence[str], context: int) -> None:
+        self._run, self._worker, self._limits, self._context = run, worker, limits, context
+        self._name = uuid4().hex[:8]
+        self._histories: dict[int, Tokens] = {}  # what the session in memory was sent and has answered
+        self._contexts: dict[int, Tokens] = {}  # what its last turn was an answer to
+
+    async def begin(self, length: int, tokens: Tokens) -> None:
+        """Prefill a session for every case that lasts."""
+        self._histories[length] = tokens
+        for case in CASES[:-1]:
+            async with self._connected(self._tenant(case)) as client:
+                session = client.session(f"s{length}")
+                await session.append(tokens=tokens, timeout_s=self._run.plan.turn_timeout)
+                await self._run.settle(session)
+
+    async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
+        """Give the session a turn, let happen what the case says, and measure the next turn."""
+        facts: dict[str, float | str | None] = {}
+        tenant = self._tenant(case)
+        if case != COLD:
+            async with self._connected(tenant) as client:
+                led = await self._ask(client, length, lead)
+                if case not in RESTARTED:
+                    await self._run.settle(client.session(f"s{length}"))
+                if case == SPILLED:
+                    await self._push_out()
+                info = await client.session(f"s{length}").info()
+                facts["resident"] = "yes" if info.resident else "no"
+        began_s = time.monotonic()
+        if case in RESTARTED:
+            facts["ending_s"], facts["starting_s"] = await self.restart(kill=case == KILL)
+        async with self._connected(tenant) as client:
+            session = client.session(f"s{length}")
+            if self._run.plan.from_disk and case in RESTORED:
+                _leave_memory(self._worker.data_dir)
+            before = (
+                0 if case in {*RESTARTED, COLD} else (await session.info()).worker.snapshots.restored_bytes
+            )
+            # To a worker that is ready, on a connection that is open: `first_s` is the turn's alone.
+            turn = await self._ask(client, length, self._contexts[length] if case == COLD else own)
+            facts["restored_bytes"] = (await self._run.settle(session)).snapshots.restored_bytes - before
+            if case == COLD:
+                del facts["restored_bytes"]
+                await session.close(timeout_s=self._run.plan.turn_timeout)
+        if case in RESTARTED:
+            facts["felt_s"] = self._run.began_s + turn.at_s + (turn.first_s or 0.0) - began_s
+        if case == WARM:
+            self._contexts[length] = (*self._histories[length], *lead, *led.tokens, *own)
+            self._histories[length] = (*self._contexts[length], *turn.tokens)
+        return msgspec.structs.replace(turn, own_tokens=len(own), facts=facts)
+
+    async def restart(self, *, kill: bool) -> tuple[float, float]:
+        """End the worker and start it with little memory; returns the seconds of both, until it is ready."""
+        began_s = time.monotonic()
+        await asyncio.to_thread(self._worker.kill if kill else self._worker.stop)
+        ended_s = time.monotonic()
+        self._worker.start(*self._limits)
+        await (await self._worker.ready("ready")).close()
+        return ended_s - began_s, time.monotonic() - ended_s
+
+    async def _ask(self, client: Client, length: int, tokens: Tokens) -> Turn:
+        plan, session = self._run.plan, client.session(f"s{length}")
+        timeout_s = plan.turn_timeout
+        turn = await self._run.ask(session, timeout_s=timeout_s, tokens=tokens, max_tokens=plan.max_tokens)
+        if turn.error is not None:  # the cases would no longer have the same history
+            raise BenchError(f"a turn of {len(tokens):,} tokens failed: {turn.message}")
+        return turn
+
+    async def _push_out(self) -> None:
+        """Send a prompt as long as the memory has room for: all others have to leave it. Then cancel."""
+        async with self._connected(f"push-{uuid4().hex[:12]}") as client:
+            session, timeout_s = client.session("push"), self._run.plan.turn_timeout
+            await session.append(tokens=(0,), timeout_s=timeout_s)
+            long = (0,) * (self._context - 2)
+            generation = session.generate(tokens=long, max_tokens=1, timeout_s=timeout_s)
+            over = asyncio.ensure_future(generation)
+            while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
+                await asyncio.sleep(PAUSE_S)
+            with contextlib.suppress(TurnkeepError):  # it was over already
+                await generation.cancel()
+            await over
+            await self._run.settle(session)
+            await session.close(timeout_s=timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, tenant: str) -> AsyncGenerator[Client]:
+        async with closing(await connect(self._worker.url, tenant=tenant)) as client:
+            yield client
+
+    def _tenant(self, case: str) -> str:
+        name = uuid4().hex[:8] if case == COLD else self._name
+        return f"{case.replace(' ', '')}-{name}"
+
+
+async def _room_for_one(client: Client, plan: Plan) -> tuple[tuple[str, ...], int]:
+    """Choose the worker's memory so that one session can fill it: its options, and its context."""
+    session = client.session("probe")
+    probe = await session.append(tokens=(0,) * 64, timeout_s=plan.turn_timeout)
+    await session.close(timeout_s=plan.turn_timeout)
+    if not probe.kv_live_bytes:
+        raise BenchError("the worker reports no KV: what leaves its memory cannot be told")
+    per_token = math.ceil(probe.kv_live_bytes / probe.tokens)
+    context = max(plan.context, MIN_MEMORY_BYTES // per_token)
+    memory = max(context * per_token, MIN_MEMORY_BYTES)
+    return ("--max-memory", f"{memory}", "--max-context", f"{context}"), context
+
+
+def _leave_memory(data_dir: Path) -> None:
+    """Ask the system to forget what it has of the snapshots: the next read is from the disk."""
+    for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
+        with contextlib.suppress(OSError):
+            number = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(number)
+
+
+BENCH = Bench(
+    name="restart",
+    title="The next turn after a restart",
+    plan=Plan,
+    levels="tokens",
+    cases=CASES,
+    measures=(FIRST, FELT, ENDING, STARTING, PREFILLED, READ),
+    against=(Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD)),
+    plots=(
+        Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
+        Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
+        Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
+        Plot(
+            "bars",
+            "As a user feels it",
+            (ENDING, STARTING, FIRST),
+            "Until the old process is gone, until the new one is ready, until the first token.",
+        ),
+    ),
+    checks=checks,
+    measure=measure,
+    notes=notes,
+)

@@ -1,0 +1,325 @@
+"""One run of a bench, whichever it is: its workers, its clock, and its report until that is on disk.
+
+A bench measures and keeps raw values; nothing is made of them, and nothing written, while a turn is in
+flight. What happens when a run is cut short is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from array import array
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.subjects import DEFAULT_PREFIX
+
+from . import checks, environment, tables
+from .ask import ask
+from .corpus import load
+from .faults import BenchError, ReportError
+from .local import LocalWorker
+from .page import render
+from .plan import settings
+from .report import CHECKPOINT_S, Keeper, Report, Setting, schema_of
+from .samples import Findings, Sample
+from .together import beside
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
+
+    from .corpus import Corpus
+    from .samples import Turn
+    from .spec import Bench
+
+P = TypeVar("P")
+
+PULSE_S: Final = 0.02
+#: Of what is not printed to a terminal.
+PRINTED_WIDTH: Final = 120
+SETTLE_TIMEOUT_S: Final = 120.0
+SETTLE_PAUSE_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which worker is measured: the one at `url`, or one made for it, with `model` (None: packaged).
+
+    `program` is the module that is run as that worker, and what it takes before `serve`.
+    """
+
+    url: str | None = None
+    prefix: str = DEFAULT_PREFIX
+    tenant: str = "bench"
+    model: str | None = None
+    program: Sequence[str] = ("worker",)
+
+
+class Run(Generic[P]):
+    """What a measuring coroutine is given. It keeps what was measured so far."""
+
+    def __init__(self, bench: Bench[P], plan: P, where: Where, *, keeper: Keeper, console: Console) -> None:
+        self.plan = plan
+        self.where = where
+        self.turns: list[Turn] = []
+        self.facts: dict[str, Setting] = {}
+        self.metrics: Metrics | None = None
+        self.began_s = time.monotonic()
+        self.console = console
+        self.lags_s = array("d")
+        corpus: str | None = getattr(plan, "corpus", None)
+        self._corpus = None if corpus is None else load(corpus)
+        self._bench = bench
+        self._keeper = keeper
+        self._environment = environment.look()
+        self._started_at = environment.now_iso()
+        self._samples: list[Sample] = []
+        self._workers: list[LocalWorker] = []
+        self._in_flight = 0
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = self._bars.add_task("starting", total=None)
+
+    @property
+    def corpus(self) -> Corpus:
+        """What is said: the corpus that the plan names."""
+        if self._corpus is None:
+            raise AssertionError("the plan has no corpus")
+        return self._corpus
+
+    async def ask(self, session: Session, *, timeout_s: float, **request: Any) -> Turn:
+        """Send one generate, and time it. The turn is not kept: `take` does that."""
+        with self.timing():
+            return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """Say that something is in flight: the loop's lag counts, and no report is written meanwhile."""
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    def take(self, *turns: Turn) -> None:
+        """Keep turns that were measured."""
+        self.turns += turns
+
+    def sample(
+        self, measure: str, value: float, *, case: str = "", x: float | None = None, block: int = 0
+    ) -> None:
+        """Keep a value that follows from no turn."""
+        self._samples.append(Sample(measure, case, x, block, value))
+
+    def step(self, done: float, total: float | None, what: str) -> None:
+        """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
+        self._bars.update(self._bar, completed=done, total=total, description=what)
+        if not self._in_flight and self._keeper.due:
+            self._keeper.checkpoint(self.report("running", ()))
+
+    @asynccontextmanager
+    async def worker(
+        self, *options: str, program: Sequence[str] = ()
+    ) -> AsyncGenerator[tuple[LocalWorker, Client]]:
+        """Run a worker of the bench's own on an empty data directory, with more `serve` options.
+
+        Yields it, once it answers, with a connection. The bench may kill, stop and start it; afterwards it is
+        stopped, and its directory is gone.
+        """
+        with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
+            model = () if self.where.model is None else ("--model", self.where.model)
+            program = program or self.where.program
+            worker = LocalWorker(Path(folder), *model, *options, program=program)
+            self._workers.append(worker)
+            worker.start()
+            try:
+                async with closing(await worker.ready(self.where.tenant)) as client:
+                    yield worker, client
+            finally:
+                self._workers.remove(worker)
+                worker.stop()
+
+    @asynccontextmanager
+    async def target(self, *options: str) -> AsyncGenerator[Client]:
+        """Connect to the worker that is measured: one of the bench's own where the user named no other."""
+        if self.where.url is None:
+            async with self.worker(*options) as (_, client):
+                yield client
+            return
+        where = self.where
+        async with closing(await connect(self.where.url, prefix=where.prefix, tenant=where.tenant)) as client:
+            with contextlib.suppress(RequestFailedError):  # it knows that there is no such session
+                await client.session("any").info()
+            yield client
+
+    async def settle(self, session: Session) -> Metrics:
+        """Wait until the worker has all snapshots on disk, and return its account. Raises `BenchError`."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                metrics = (await session.info()).worker
+                while metrics.snapshots.in_flight:
+                    await asyncio.sleep(SETTLE_PAUSE_S)
+                    metrics = (await session.info()).worker
+        except TimeoutError:
+            raise BenchError(f"the worker still writes snapshots after {SETTLE_TIMEOUT_S:g} s") from None
+        self.metrics = self.metrics or metrics
+        return metrics
+
+    async def measure(self) -> None:
+        """Run the bench's coroutine. Raises `BenchError` where a worker ends by itself."""
+        try:
+            with self._bars:
+                async with beside(self._pulse()):
+                    await self._bench.measure(self)
+        except TurnkeepError:
+            self._expect_alive()
+            raise
+
+    def report(self, ending: str, found: Sequence[checks.Check]) -> Report:
+        """Put together what there is."""
+        own = self.where.url is None
+        return Report(
+            schema=schema_of(self._bench.name),
+            started_at=self._started_at,
+            elapsed_s=time.monotonic() - self.began_s,
+            complete=ending == "done",
+            ending=ending,
+            target="a worker of its own" if own else "a worker that was running",
+            environment=self._environment,
+            load_after=os.getloadavg(),
+            worker=self.metrics,
+            source=None if self._corpus is None else self._corpus.source,
+            plan=settings(self.plan),
+            facts=self.facts,
+            checks=tuple(found),
+            turns=tuple(self.turns),
+            samples=tuple(self._samples),
+        )
+
+    def judged(self) -> list[checks.Check]:
+        """Hold what was found against the bench's promises, and against those of every bench."""
+        findings = Findings(self._bench, self.plan, self.turns, self._samples, self.facts)
+        return [*checks.common(findings, self.lags_s), *self._bench.checks(findings)]
+
+    async def _pulse(self) -> None:
+        """Take the loop's own lag while turns are in flight, and notice a worker's death."""
+        while True:
+            due_s = time.monotonic() + PULSE_S
+            in_flight = self._in_flight
+            await asyncio.sleep(PULSE_S)
+            if in_flight and self._in_flight:
+                self.lags_s.append(max(0.0, time.monotonic() - due_s))
+            self._expect_alive()
+
+    def _expect_alive(self) -> None:
+        for worker in self._workers:
+            if worker.exit_code is not None:
+                raise BenchError(f"the bench's worker ended with exit code {worker.exit_code}")
+
+
+async def conduct(
+    bench: Bench[P],
+    plan: P,
+    *,
+    where: Where,
+    out: Path | None = None,
+    checkpoint_s: float = CHECKPOINT_S,
+) -> Report:
+    """Measure, and return the report, which is on disk by then.
+
+    When cancelled, or after a fault, what was measured so far is kept, marked as not complete. Raises
+    `ReportError`, and whatever the bench raises.
+    """
+    progress, console = Console(stderr=True, highlight=False), Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PRINTED_WIDTH)
+
+    def warn(message: str) -> None:
+        progress.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
+
+    keeper = Keeper(out, bench.name, every_s=checkpoint_s, warn=warn)
+    run = Run(bench, plan, where, keeper=keeper, console=progress)
+    keeper.start(run.report("running", ()))
+    ending = "interrupted"
+    try:
+        await run.measure()
+        ending = "done"
+    except Exception as error:
+        ending = f"fault: {error}"
+        raise
+    finally:
+        report = run.report(ending, run.judged())
+        _keep(bench, report, keeper, console)
+    return report
+
+
+def _keep(bench: Bench[Any], report: Report, keeper: Keeper, console: Console) -> None:
+    """Print what there is, and write it; of a run that has measured nothing nothing stays."""
+    if not report.complete and not report.turns and not report.samples:
+        if keeper.path is not None:
+            keeper.path.unlink(missing_ok=True)
+        return
+    for rows in tables.tables(report.findings(bench)):
+        tables.show(rows, console)
+    colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
+    for check in report.checks:
+        console.print(
+            f"[{colours[check.outcome]}]{check.outcome}[/]  {check.name}: {check.detail}", soft_wrap=True
+        )
+    if keeper.path is not None:
+        keeper.finish(report, lambda: render(bench, report, warn=console.print))
+        console.print(f"{'report' if report.complete else 'partial report'}: {keeper.path}", soft_wrap=True)
+
+
+@asynccontextmanager
+async def closing(client: Client) -> AsyncGenerator[Client]:
+    """Close a connection afterwards, also one whose server is gone."""
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(OSError):
+            await client.close()
+
+
+def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once it is cleaned up.
+
+    What then goes wrong in cleaning up is no news, except that the report could not be written.
+    """
+    told: list[int] = []
+
+    async def guarded() -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop(number: int) -> None:
+            told.append(number)
+            if task is not None:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except ReportError:
+        raise
+    except (asyncio.CancelledError, Exception):
+        if told:
+            raise KeyboardInterrupt from None
+        raise

@@ -1,0 +1,154 @@
+"""What was measured: turns, samples that follow from them, and how both are looked up. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from . import stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .spec import Bench, Measure
+    from .stats import Blocks, Estimate
+
+P = TypeVar("P")
+
+
+class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generate. Times are the client's, in seconds; the counts are the worker's account.
+
+    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and resampling. `at_s`
+    counts from the run's begin. `first_s`, `total_s` and `gaps_s` (between chunks) count from sending it.
+    Exactly one of `error` and `position` is set. `joined`: its chunks are its result. `facts` are whatever
+    else one bench wants to know of its turns.
+    """
+
+    case: str = ""
+    x: float | None = None
+    block: int = 0
+    session: str = ""
+    at_s: float = 0.0
+    total_s: float
+    first_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    error: str | None = None
+    message: str | None = None
+    own_tokens: int | None = None
+    position: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    joined: bool | None = None
+    kv_live_bytes: int = 0
+    queued_s: float = 0.0
+    rewritten_from: int | None = None
+    facts: dict[str, float | str | None] = {}
+
+    @property
+    def place(self) -> tuple[float | None, int]:
+        """What the same turn of another case has too."""
+        return self.x, self.block
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds per token after the first; None for an answer of fewer than two tokens."""
+        if self.first_s is None or len(self.tokens) < 2:
+            return None
+        return (self.total_s - self.first_s) / (len(self.tokens) - 1)
+
+    def fact(self, name: str) -> float | None:
+        """Return a fact that is a number; None where it is not known."""
+        value = self.facts.get(name)
+        return value if isinstance(value, int | float) else None
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One value of a measure."""
+
+    measure: str
+    case: str
+    x: float | None
+    block: int
+    value: float
+
+
+class Findings(Generic[P]):
+    """All that a run has found, looked up by measure, case and level."""
+
+    def __init__(
+        self,
+        bench: Bench[P],
+        plan: P,
+        turns: Sequence[Turn],
+        samples: Sequence[Sample] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.bench = bench
+        self.plan = plan
+        self.turns = turns
+        self.facts = facts or {}
+        self._given = samples
+
+    @cached_property
+    def _samples(self) -> dict[str, list[Sample]]:
+        found: defaultdict[str, list[Sample]] = defaultdict(list)
+        for sample in self._given:
+            found[sample.measure].append(sample)
+        for measure in self.bench.measures:
+            for turn in self.turns:
+                if turn.error is None and measure.of is not None:
+                    value = measure.of(turn)
+                    values = value if isinstance(value, Iterable) else () if value is None else (value,)
+                    found[measure.name] += (
+                        Sample(measure.name, turn.case, turn.x, turn.block, one) for one in values
+                    )
+        return found
+
+    def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
+        """Return the samples of a measure, of one case and one level where they are given."""
+        return [
+            sample
+            for sample in self._samples[measure.name]
+            if case in {None, sample.case} and level in {None, sample.x}
+        ]
+
+    def cases(self, measure: Measure) -> list[str]:
+        """List the cases that have samples, in the bench's order."""
+        found = dict.fromkeys(sample.case for sample in self._samples[measure.name])
+        return sorted(found, key=lambda case: (*self.bench.cases, case).index(case))
+
+    def levels(self, measure: Measure) -> list[float | None]:
+        """List the levels that have rows of their own; None stands for all where the bench has none."""
+        found = {sample.x for sample in self._samples[measure.name] if sample.x is not None}
+        return [*sorted(found)] if self.bench.levels and found else [None]
+
+    def blocks(self, measure: Measure, case: str, level: float | None = None) -> Blocks:
+        """Return the block's numbers."""
+        return stats.by_block((sample.block, sample.value) for sample in self.of(measure, case, level))
+
+    def estimate(self, measure: Measure, case: str, level: float | None = None) -> Estimate | None:
+        """Return the typical value with its interval."""
+        return stats.mean(self.blocks(measure, case, level).values(), log=measure.log)
+
+    def ratios(self, measure: Measure, case: str, base: str, level: float | None = None) -> list[float]:
+        """Divide, block by block."""
+        return stats.ratios(self.blocks(measure, base, level), self.blocks(measure, case, level))
+
+    def differences(self, measure: Measure, case: str, base: str, level: float | None = None) -> list[float]:
+        """Subtract, block by block."""
+        return stats.differences(self.blocks(measure, base, level), self.blocks(measure, case, level))
+
+    def pairs(self, base: str) -> Iterator[tuple[Turn, Turn]]:
+        """Join the turns of all other cases with that of the case `base` in the same place."""
+        bases = {turn.place: turn for turn in self.turns if turn.case == base and turn.error is None}
+        for turn in self.turns:
+            if turn.case != base and turn.error is None and turn.place in bases:
+                yield turn, bases[turn.place]

@@ -1,0 +1,81 @@
+"""What a bench is: data, and one measuring coroutine. Tables, ratios, plots and pages follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from .checks import Check
+    from .run import Run
+    from .samples import Findings, Turn
+
+P = TypeVar("P")
+
+Unit = Literal["s", "bytes", "tokens", "tokens/s", "share", ""]
+Kind = Literal["cdf", "over time", "by x", "bars", "points"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One quantity. `of` takes it from a turn: a number, several, or None. Else the bench gives samples.
+
+    `log`: it is above 0, and its typical value a geometric mean. Shares, and what may be 0, are not.
+    """
+
+    name: str
+    unit: Unit
+    better: Literal["lower", "higher"] = "lower"
+    of: Callable[[Turn], float | Sequence[float] | None] | None = None
+    log: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """What is set against what, block by block: the measure in every other case against the case `base`."""
+
+    measure: Measure
+    base: str
+    kind: Literal["ratio", "difference"] = "ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure. `cdf`, `over time` (x in seconds), `by x` (typical values with intervals) and `points` show
+    the first of `measures`, a line or cloud for each case; `bars` stacks all of them for each case.
+    """  # noqa: D205
+
+    kind: Kind
+    title: str
+    measures: tuple[Measure, ...]
+    caption: str = ""
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bench(Generic[P]):
+    """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
+
+    `cases` are in the order of tables and legends; one that is not named comes behind them. `levels` names
+    `x` where it is one of a few levels, which have rows of their own (lengths, batch sizes); else `x` is only
+    an axis. `remote`: it can measure a worker that runs already.
+    """
+
+    name: str
+    title: str
+    plan: type[P]
+    cases: tuple[str, ...]
+    measures: tuple[Measure, ...]
+    against: tuple[Against, ...]
+    plots: tuple[Plot, ...]
+    checks: Callable[[Findings[P]], Iterable[Check]]
+    measure: Callable[[Run[P]], Awaitable[None]]
+    levels: str = ""
+    x: str = ""
+    remote: bool = False
+    notes: Callable[[P], Iterable[str]] = lambda _: ()
+
+
+AnyBench = Bench[Any]

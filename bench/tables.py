@@ -1,0 +1,121 @@
+"""The tables of every bench, for a page or a terminal: made of its findings alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import stats
+from .figures import interval, number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from .report import Report
+    from .samples import Findings
+    from .spec import Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table. The first column is text, the others are right-aligned where `numbers` is set."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: bool = True
+
+
+def tables(findings: Findings[Any]) -> list[Rows]:
+    """Make one table for each measure that has samples."""
+    return [table(findings, measure) for measure in findings.bench.measures if findings.cases(measure)]
+
+
+def table(findings: Findings[Any], measure: Measure) -> Rows:
+    """Show a measure, a row for each level and case: how typical, how far out, and set against what."""
+    bench = findings.bench
+    sets = [against for against in bench.against if against.measure is measure]
+    rows = []
+    for level in findings.levels(measure):
+        for case in findings.cases(measure):
+            values = [sample.value for sample in findings.of(measure, case, level)]
+            if not values:
+                continue
+            found = findings.estimate(measure, case, level)
+            cells = [
+                _label(findings, level, case),
+                f"{len(values):,}",
+                interval(found, measure.unit),
+            ]
+            cells += [number(stats.quantile(values, share), measure.unit) for share in (0.5, 0.95, 0.99)]
+            for one in sets:
+                if case == one.base:
+                    cells.append("")
+                elif one.kind == "ratio":
+                    ratios = findings.ratios(measure, case, one.base, level)
+                    cells.append(interval(stats.mean(ratios, log=True)))
+                else:
+                    later = stats.mean(findings.differences(measure, case, one.base, level))
+                    cells.append(interval(later, measure.unit, signed=True))
+            rows.append(cells)
+    marks = [f"{'of' if one.kind == 'ratio' else 'more than'} {one.base}" for one in sets]
+    head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]
+    empty = {i for i in (3, 4, 5) if all(row[i] == "-" for row in rows)}
+    kept = [[cell for i, cell in enumerate(row) if i not in empty] for row in (head, *rows)]
+    return Rows(measure.name, kept[0], kept[1:])
+
+
+def about(report: Report) -> Rows:
+    """List where and how a report was made."""
+    machine, worker, source = report.environment, report.worker, report.source
+    rows = [
+        ("measured", report.target),
+        ("platform", machine.platform),
+        ("Python", machine.python),
+        ("packages", ", ".join(f"{name} {version}" for name, version in machine.packages.items())),
+        ("commit", machine.commit or "not a checkout"),
+        *((f"plan: {name}", _setting(value)) for name, value in report.plan.items()),
+        *((name, _setting(value)) for name, value in report.facts.items()),
+    ]
+    if worker is not None:
+        limit = f"{number(worker.max_memory_bytes, 'bytes')} for KV"
+        rows.append(("worker", f"{worker.worker}, version {worker.version}, {limit}"))
+    if source is not None:
+        rows.append(("input", f"{source.description}; {source.name} {source.version}, {source.licence}"))
+    return Rows("The run", ("", ""), rows, numbers=False)
+
+
+def machine(report: Report) -> str:
+    """Say in one line what it ran on and what else that had to do."""
+    found = report.environment
+    loads = (found.load_average, report.load_after)
+    before, after = ("?" if load is None else f"{load[0]:.1f}" for load in loads)
+    memory = number(found.memory_bytes, "bytes")
+    return f"{found.processor}, {found.cpus} CPUs, {memory}; load {before} before, {after} after"
+
+
+def show(rows: Rows, console: Console) -> None:
+    """Print a table."""
+    from rich.table import Table
+
+    printed = Table(box=None, header_style="bold", title=rows.title, title_justify="left", title_style="bold")
+    for i, name in enumerate(rows.head):
+        printed.add_column(name, justify="right" if i and rows.numbers else "left", no_wrap=not i)
+    for row in rows.rows:
+        printed.add_row(*row)
+    console.print(printed)
+
+
+def _label(findings: Findings[Any], level: float | None, case: str) -> str:
+    if level is None:
+        return case or "all"
+    at = f"{level:,g} {findings.bench.levels}"
+    return f"{at}, {case}" if case else at
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "-" if value is None else f"{value}"

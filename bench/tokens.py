@@ -1,0 +1,33 @@
+"""A corpus as token ids, by the tokenizer of the model that is measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from .faults import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Texts:
+    """Real texts one after the other, cut to so many tokens as are wanted."""
+
+    def __init__(self, model: Path, texts: Iterator[str]) -> None:
+        """Read the tokenizer in the model's folder. Raises `BenchError` where there is none."""
+        file = model / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001  # what the library raises is a plain Exception
+            raise BenchError(f"{file} cannot be read: {error}") from None
+        self._texts = texts
+
+    def take(self, number: int) -> tuple[int, ...]:
+        """Return exactly so many tokens: texts one after the other, the last one cut."""
+        found: list[int] = []
+        while len(found) < number:
+            found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
+        return tuple(found[:number])
