@@ -31,7 +31,9 @@ def number(value: float | None, unit: Unit = "", *, signed: bool = False) -> str
     if value is None:
         return "-"
     divisor, name = scale(value, unit)
-    return f"{_digits(value / divisor, _places(value / divisor, 3), signed=signed)} {name}".strip()
+    size = value / divisor
+    places = 0 if abs(size - round(size)) < 1e-9 else _places(size, 3)
+    return f"{_digits(size, places, signed=signed)} {name}".strip()
 
 
 def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False) -> str:
@@ -48,9 +50,7 @@ def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False
 
 
 def _places(value: float, digits: int) -> int:
-    """Return the decimal places that leave a value so many digits; a whole number needs none."""
-    if abs(value - round(value)) < 1e-9:
-        return 0
+    """Return the decimal places that leave a value so many digits."""
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
 
 
