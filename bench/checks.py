@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .stats import Estimate
 
 #: How late the measuring loop may be at p99: its own lateness is in every time that it takes.
-LAG_BOUND_S: Final = 0.025
+LAG_BOUND_S: Final = 0.05
 MIN_LAGS: Final = 500
 
 

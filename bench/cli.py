@@ -55,16 +55,15 @@ def compare(reports: tuple[Path, ...]) -> None:
 
     Five pairs of runs that took turns, A B A B ..., are judged.
     """
-    from rich.console import Console
-
     from .compare import load as read
     from .compare import print_comparison
+    from .tables import printing
 
     if len(reports) == 2 and is_old(reports[0]):
         from .old.compare import load as read_old
         from .old.compare import show
 
-        show(*read_old(*reports), Console(highlight=False))
+        show(*read_old(*reports), printing())
         return
     found, pairs = read(reports, NEW)
-    print_comparison(found, pairs, Console(highlight=False))
+    print_comparison(found, pairs, printing())

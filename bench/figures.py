@@ -40,11 +40,11 @@ def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False
     """Write an estimate with its interval: as many digits as the interval leaves."""
     if estimate is None:
         return "-"
-    if estimate.low is None or estimate.high is None:
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return number(estimate.value, unit, signed=signed)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
-    places = _places(value, 3) if high == low else min(_places((high - low) / 6, 1), _places(value, 4))
+    places = min(_places((high - low) / 6, 1), _places(value, 4))
     shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
     return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()
 

@@ -28,6 +28,8 @@ _COLOURS: Final = {
 _LINES: Final = tuple(f"#0{i}0{i}0{i}" for i in range(4, 10))
 #: More shapes than this make a page slow: points are left out evenly.
 MAX_SHAPES: Final = 1500
+#: So many levels have each a tick of its own.
+MAX_TICKS: Final = 5
 _STYLE: Final[Any] = {
     "svg.fonttype": "path",  # the same letters in every browser
     "svg.hashsalt": "turnkeep",  # the same run gives the same page
@@ -118,6 +120,8 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         )
     axes.set(xlabel=findings.bench.levels or findings.bench.x, ylabel=_name(measure, name))
     _numbers(axes.xaxis, log=False)
+    if len(xs) <= MAX_TICKS:
+        axes.set_xticks(xs)
     _vertical(axes, plot)
 
 
@@ -132,7 +136,7 @@ def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         sizes = [(e.value if (e := findings.estimate(measure, c, at)) else 0.0) / divisor for at, c in places]
         axes.bar(labels, sizes, bottom=bottom, color=_LINES[i], label=measure.name, width=0.6)
         bottom = [low + high for low, high in zip(bottom, sizes, strict=True)]
-    axes.set(ylabel=name)
+    axes.set(ylabel=f"time ({name})" if measures[0].unit == "s" else name)
     axes.grid(visible=False, axis="x")
     _vertical(axes, plot)
 

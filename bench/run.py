@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 PULSE_S: Final = 0.02
-#: Of what is not printed to a terminal.
-PRINTED_WIDTH: Final = 120
 SETTLE_TIMEOUT_S: Final = 120.0
 SETTLE_PAUSE_S: Final = 0.02
 
@@ -245,9 +243,7 @@ async def conduct(
     When cancelled, or after a fault, what was measured so far is kept, marked as not complete. Raises
     `ReportError`, and whatever the bench raises.
     """
-    progress, console = Console(stderr=True, highlight=False), Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PRINTED_WIDTH)
+    progress, console = Console(stderr=True, highlight=False), tables.printing()
 
     def warn(message: str) -> None:
         progress.print(f"turnkeep: {message}", soft_wrap=True, markup=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import stats
 from .figures import interval, number
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .report import Report
     from .samples import Findings
     from .spec import Measure
+
+PRINTED_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,16 @@ def machine(report: Report) -> str:
     before, after = ("?" if load is None else f"{load[0]:.1f}" for load in loads)
     memory = number(found.memory_bytes, "bytes")
     return f"{found.processor}, {found.cpus} CPUs, {memory}; load {before} before, {after} after"
+
+
+def printing() -> Console:
+    """Make the console of what a bench has to tell; what is no terminal is wide enough for a table."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PRINTED_WIDTH)
+    return console
 
 
 def show(rows: Rows, console: Console) -> None:

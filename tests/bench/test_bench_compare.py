@@ -58,8 +58,8 @@ def test_a_partial_report_is_compared_with_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"schema": "turnkeep.bench.old.load/2"}, "different benches"),
-        ({"schema": "turnkeep.bench.old.session/99"}, "is of schema"),
+        ({"schema": "turnkeep.bench.load/2"}, "different benches"),
+        ({"schema": "turnkeep.bench.session/99"}, "is of schema"),
         ({"settings": {"turns": 12, "max_tokens": 8}}, "corpus is built-in and None; max_tokens is 64 and 8"),
     ],
 )

@@ -102,8 +102,8 @@ def test_checkpoints_are_due_every_ten_minutes_by_the_clock(tmp_path: Path) -> N
         (b"[1]", "is no bench report"),
         (b"{}", "is no bench report"),
         (b"\xff\xfe", "is no bench report"),
-        (b'{"schema": "turnkeep.bench.old.session/1"}', "is of schema 'turnkeep.bench.old.session/1'"),
-        (b'{"schema": "turnkeep.bench.old.session/2"}', "is a broken report"),
+        (b'{"schema": "turnkeep.bench.session/1"}', "is of schema 'turnkeep.bench.session/1'"),
+        (b'{"schema": "turnkeep.bench.session/2"}', "is a broken report"),
     ],
 )
 def test_what_is_no_report_of_this_version_is_refused(tmp_path: Path, content: bytes, says: str) -> None:

@@ -1,0 +1,94 @@
+"""Every lie is caught by the check that names it and by no other; an honest run fails none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from saboteurs import COMMON, Lie, Suite, suites
+
+from bench import checks
+from bench.checks import Check, Outcome
+from bench.plan import smoke
+from bench.run import Where, conduct
+from bench.samples import Findings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUITES = suites()
+LIES = [(suite, lie) for suite in SUITES for lie in (*COMMON, *suite.lies)]
+#: Their checks are exact, so that the short form tells. A statistical one would take five rounds.
+REAL = [
+    (suite, lie)
+    for suite in SUITES
+    for lie in (None, *(lie for lie in suite.lies if lie.serve is not None and lie.exact))
+]
+RUNS = 100
+KEPT_TIME = checks.kept_time([]).name
+
+
+def identify(one: Suite | Lie | None) -> str:
+    return one.bench.name if isinstance(one, Suite) else one.name if one is not None else "is honest"
+
+
+def judged(suite: Suite, seed: int, lie: Lie | None = None) -> list[Check]:
+    turns, samples = suite.honest(seed)
+    if lie is not None:
+        turns = [lie.bend(turn) for turn in turns]
+        samples = [lie.bend_sample(sample) for sample in samples]
+    found = Findings(suite.bench, suite.plan, turns, samples, suite.facts)
+    return [*checks.common(found, []), *suite.bench.checks(found)]
+
+
+def failed(found: Any) -> list[str]:
+    return [check.name for check in found if check.outcome is Outcome.FAILS]
+
+
+@pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
+def test_a_lie_is_caught_by_the_check_that_names_it_and_by_no_other(suite: Suite, lie: Lie) -> None:
+    caught = 0
+    for seed in range(RUNS):
+        names = failed(judged(suite, seed, lie))
+        assert all(name.startswith(lie.check) for name in names), names
+        caught += bool(names)
+    assert caught >= 0.95 * RUNS
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
+def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(suite: Suite) -> None:
+    runs = [judged(suite, seed) for seed in range(RUNS)]
+    assert not [check.name for run in runs for check in run if check.failed]
+    assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
+    assert sum(check.outcome is Outcome.HOLDS for run in runs for check in run) >= 0.8 * sum(map(len, runs))
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
+def test_every_check_has_a_lie_that_it_catches(suite: Suite) -> None:
+    names = [check.name for check in judged(suite, 0) if check.name != KEPT_TIME]
+    lies = (*COMMON, *suite.lies)
+    assert [name for name in names if not any(name.startswith(lie.check) for lie in lies)] == []
+
+
+def test_a_loop_that_is_late_is_told() -> None:
+    assert checks.kept_time([0.001] * 1000).outcome is Outcome.HOLDS
+    assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Outcome.FAILS
+    assert checks.kept_time([0.1] * 20).outcome is Outcome.CANNOT_TELL
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("suite", "lie"), REAL, ids=identify)
+async def test_a_real_worker_that_lies_is_caught(
+    suite: Suite,
+    lie: Lie | None,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
+    name = "is honest" if lie is None else lie.name
+    where = Where(model=str(tiny_model), program=("saboteurs", suite.bench.name, name))
+    report = await conduct(suite.bench, smoke(suite.bench.plan), where=where)
+    names = failed(report.checks)
+    assert len(names) == (lie is not None), report.checks
+    assert all(name.startswith(lie.check) for name in names)
