@@ -106,12 +106,13 @@ def judge(
 
 def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
     """Yield what is promised of every bench: answers, whole ones, honest sums, and a loop that kept time."""
-    turns = findings.turns
-    errors = Counter(turn.error for turn in turns if turn.error is not None)
+    turns = [turn for turn in findings.turns if not findings.bench.planned(turn)]
     answered = [turn for turn in turns if turn.error is None]
-    every = count("every turn was answered", [turn for turn in turns if turn.error is not None], turns)
-    if errors:
-        told = ", ".join(f"{times:,} {error}" for error, times in errors.most_common())
+    failed = [turn for turn in turns if turn.error is not None]
+    every = count("every turn was answered", failed, turns)
+    if failed:
+        errors = Counter(turn.error for turn in failed).most_common()
+        told = ", ".join(f"{times:,} {error}" for error, times in errors)
         every = Check(name=every.name, outcome=every.outcome, detail=f"{every.detail}: {told}", exact=True)
     yield every
     if streamed := [turn for turn in answered if turn.joined is not None]:

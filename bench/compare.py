@@ -16,7 +16,7 @@ import msgspec
 from . import stats
 from .faults import ReportError
 from .figures import interval, number
-from .report import Report, read
+from .report import Report, Setting, read
 from .tables import Rows, show
 
 if TYPE_CHECKING:
@@ -60,21 +60,24 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
         raise ReportError("reports are compared in pairs: A.json B.json, then more pairs in the same order")
     reports = [read(path) for path in paths]
     first = reports[0]
+    if first.bench not in benches:
+        raise ReportError(f"{paths[0]} is of a bench that is not known: {first.bench}")
     for path, report in zip(paths[1:], reports[1:], strict=True):
         if report.schema != first.schema:
             raise ReportError(
                 f"reports of different benches cannot be compared: {paths[0]} is {first.schema}, {path} is"
                 f" {report.schema}"
             )
-        names = sorted(first.plan.keys() | report.plan.keys())
-        if changed := [name for name in names if first.plan.get(name) != report.plan.get(name)]:
-            values = "; ".join(
-                f"{one} is {first.plan.get(one)} and {report.plan.get(one)}" for one in changed
-            )
+        here, there = (_identity(one, benches) for one in (first, report))
+        if changed := [name for name in sorted(here | there) if here.get(name) != there.get(name)]:
+            values = "; ".join(f"{name} is {here.get(name)} and {there.get(name)}" for name in changed)
             raise ReportError(f"reports of different settings cannot be compared: {values}")
-    if first.bench not in benches:
-        raise ReportError(f"{paths[0]} is of a bench that is not known: {first.bench}")
     return benches[first.bench], list(zip(reports[::2], reports[1::2], strict=True))
+
+
+def _identity(report: Report, benches: Mapping[str, AnyBench]) -> dict[str, Setting]:
+    """Return what two runs must share: the plan, and the facts that the bench names."""
+    return {**report.plan, **{name: report.facts.get(name) for name in benches[report.bench].same}}
 
 
 def interleaved(pairs: Sequence[Pair]) -> bool:
@@ -102,7 +105,8 @@ def rows(bench: AnyBench, pairs: Sequence[Pair]) -> list[Row]:
                 ratio = stats.mean(stats.ratios(*by_run), log=True)
                 if ratio is not None and not judged:
                     ratio = stats.Estimate(ratio.value, None, None, ratio.blocks)
-                parts = [measure.name, "" if level is None else f"{level:,g} {bench.levels}", case]
+                name = sides[0][0].level_name(measure)
+                parts = [measure.name, "" if level is None else f"{level:,g} {name}", case]
                 found.append(Row(", ".join(filter(None, parts)), measure, base, other, ratio))
     return found
 

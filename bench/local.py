@@ -86,12 +86,14 @@ class LocalWorker:
     def model_folder(self) -> Path:
         """The MLX folder of its model: the one it was given, or what it made of a GGUF file.
 
-        Known once it is ready. Raises `BenchError` for a model of the hub, which lies in the hub's cache.
+        Known once it is ready: what it fetched from the hub lies in the hub's cache. Raises `BenchError`.
         """
         named = dict(zip(self._options, self._options[1:], strict=False)).get("--model")
         given = named or os.environ.get("TURNKEEP_MODEL")
         if given is not None and Path(given).expanduser().is_dir():
             return Path(given).expanduser()
+        if given is not None and "/" in given and not Path(given).expanduser().exists():
+            return _of_hub(given)
         made = sorted((self.data_dir / "models").glob("*/config.json"))
         if len(made) == 1:
             return made[0].parent
@@ -126,6 +128,16 @@ class LocalWorker:
             if self._process is not None:
                 found = psutil.Process(self._process.pid).children(recursive=True)
                 self._family += [child for child in found if child not in self._family]
+
+
+def _of_hub(name: str) -> Path:
+    """Find what the worker has fetched, without asking the hub."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception as error:  # noqa: BLE001  # whatever the library raises
+        raise BenchError(f"the folder of the model {name} is not known: {error}") from None
 
 
 async def _answers(client: Client) -> bool:

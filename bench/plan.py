@@ -35,7 +35,7 @@ class Option:
     """How a field of a plan is an option. `smoke` is its value in the short form; None is a value too.
 
     `type` is click's where the annotation does not say enough: by it whole numbers are above 0, others too, a
-    tuple is several numbers joined by commas, and a bool a flag.
+    tuple is several numbers joined by commas, or an option that may be given often, and a bool a flag.
     """
 
     help: str
@@ -81,13 +81,16 @@ def options(plan: type[Any]) -> list[click.Option]:
     for name, hint, option, default in _fields(plan):
         kind = _bare(hint)
         flag = kind is bool
-        shown: Any = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        several = get_origin(kind) is tuple and get_args(kind)[0] is str
+        joined = isinstance(default, tuple) and not several
+        shown: Any = ",".join(map(str, default)) if joined else default
         found.append(
             click.Option(
                 [f"--{name.replace('_', '-')}", name],
                 type=None if flag else option.type or _click_type(kind),
                 is_flag=flag,
                 required=default is MISSING,
+                multiple=several,
                 default=None if default is MISSING else shown,
                 show_default=not flag and default is not None,
                 metavar=option.metavar,
@@ -136,5 +139,6 @@ def _bare(kind: Any) -> Any:
 
 def _click_type(kind: Any) -> Any:
     if get_origin(kind) is tuple:
-        return Numbers(get_args(kind)[0])
+        inner = get_args(kind)[0]
+        return click.STRING if inner is str else Numbers(inner)
     return {int: COUNT, float: POSITIVE, Path: click.Path(path_type=Path), str: click.STRING}[kind]

@@ -118,7 +118,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
             linewidth=1.3,
             capsize=3,
         )
-    axes.set(xlabel=findings.bench.levels or findings.bench.x, ylabel=_name(measure, name))
+    axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(measure, name))
     _numbers(axes.xaxis, log=False)
     if len(xs) <= MAX_TICKS:
         axes.set_xticks(xs)
@@ -148,7 +148,7 @@ def _points(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         kept = some[:: max(1, len(some) // MAX_SHAPES)]
         xs, ys = zip(*((sample.x or 0.0, sample.value / divisor) for sample in kept), strict=True)
         axes.plot(xs, ys, "o", color=colour, label=label, markersize=3, alpha=0.7)
-    axes.set(xlabel=findings.bench.levels or findings.bench.x, ylabel=_name(measure, name))
+    axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(measure, name))
     _numbers(axes.xaxis, log=False)
     _vertical(axes, plot)
 

@@ -96,6 +96,7 @@ class Findings(Generic[P]):
         self.turns = turns
         self.facts = facts or {}
         self._given = samples
+        self._looked_up: dict[tuple[str, str | None, float | None], list[Sample]] = {}
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
@@ -107,28 +108,37 @@ class Findings(Generic[P]):
                 if turn.error is None and measure.of is not None:
                     value = measure.of(turn)
                     values = value if isinstance(value, Iterable) else () if value is None else (value,)
+                    x = turn.x if measure.at is None else measure.at(turn)
                     found[measure.name] += (
-                        Sample(measure.name, turn.case, turn.x, turn.block, one) for one in values
+                        Sample(measure.name, turn.case, x, turn.block, one) for one in values
                     )
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
         """Return the samples of a measure, of one case and one level where they are given."""
-        return [
-            sample
-            for sample in self._samples[measure.name]
-            if case in {None, sample.case} and level in {None, sample.x}
-        ]
+        key = (measure.name, case, level)
+        if key not in self._looked_up:
+            some = self._samples[measure.name] if case is None else self.of(measure)
+            self._looked_up[key] = [
+                sample
+                for sample in some
+                if case in {None, sample.case} and (level is None or level == sample.x)
+            ]
+        return self._looked_up[key]
 
     def cases(self, measure: Measure) -> list[str]:
         """List the cases that have samples, in the bench's order."""
         found = dict.fromkeys(sample.case for sample in self._samples[measure.name])
         return sorted(found, key=lambda case: (*self.bench.cases, case).index(case))
 
+    def level_name(self, measure: Measure) -> str:
+        """Name what a measure's levels are; empty where `x` is but an axis."""
+        return self.bench.levels if measure.levels is None else measure.levels
+
     def levels(self, measure: Measure) -> list[float | None]:
         """List the levels that have rows of their own; None stands for all where the bench has none."""
         found = {sample.x for sample in self._samples[measure.name] if sample.x is not None}
-        return [*sorted(found)] if self.bench.levels and found else [None]
+        return [*sorted(found)] if self.level_name(measure) and found else [None]
 
     def blocks(self, measure: Measure, case: str, level: float | None = None) -> Blocks:
         """Return the block's numbers."""

@@ -22,7 +22,9 @@ Kind = Literal["cdf", "over time", "by x", "bars", "points"]
 class Measure:
     """One quantity. `of` takes it from a turn: a number, several, or None. Else the bench gives samples.
 
-    `log`: it is above 0, and its typical value a geometric mean. Shares, and what may be 0, are not.
+    `log`: it is above 0, and its typical value a geometric mean. Shares, and what may be 0, are not. `at` is
+    the place of its values on an axis, where that is not the turn's `x`; `levels` is its name, where `x` is
+    one of a few levels and these are not the bench's.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Measure:
     better: Literal["lower", "higher"] = "lower"
     of: Callable[[Turn], float | Sequence[float] | None] | None = None
     log: bool = True
+    at: Callable[[Turn], float | None] | None = None
+    levels: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,18 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure. `cdf`, `over time` (x in seconds), `by x` (typical values with intervals) and `points` show
-    the first of `measures`, a line or cloud for each case; `bars` stacks all of them for each case.
-    """  # noqa: D205
+    """One figure; `caption` says how to read it, and `x` names an axis that has no levels.
+
+    `cdf`, `over time` (x in seconds), `by x` (typical values with intervals) and `points` show the first of
+    `measures`, a line or cloud for each case; `bars` stacks all of them for each case.
+    """
 
     kind: Kind
     title: str
     measures: tuple[Measure, ...]
     caption: str = ""
     log: bool = False
+    x: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class Bench(Generic[P]):
 
     `cases` are in the order of tables and legends; one that is not named comes behind them. `levels` names
     `x` where it is one of a few levels, which have rows of their own (lengths, batch sizes); else `x` is only
-    an axis. `remote`: it can measure a worker that runs already.
+    an axis. `remote`: it can measure a worker that runs already. `planned`: a turn that the bench meant to
+    fail. `same` are facts that two runs must share to be compared.
     """
 
     name: str
@@ -73,8 +81,9 @@ class Bench(Generic[P]):
     checks: Callable[[Findings[P]], Iterable[Check]]
     measure: Callable[[Run[P]], Awaitable[None]]
     levels: str = ""
-    x: str = ""
     remote: bool = False
+    planned: Callable[[Turn], bool] = lambda _: False
+    same: tuple[str, ...] = ()
     notes: Callable[[P], Iterable[str]] = lambda _: ()
 
 

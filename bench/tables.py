@@ -47,7 +47,7 @@ def table(findings: Findings[Any], measure: Measure) -> Rows:
                 continue
             found = findings.estimate(measure, case, level)
             cells = [
-                _label(findings, level, case),
+                _label(findings.level_name(measure), level, case),
                 f"{len(values):,}",
                 interval(found, measure.unit),
             ]
@@ -120,10 +120,10 @@ def show(rows: Rows, console: Console) -> None:
     console.print(printed)
 
 
-def _label(findings: Findings[Any], level: float | None, case: str) -> str:
+def _label(name: str, level: float | None, case: str) -> str:
     if level is None:
         return case or "all"
-    at = f"{level:,g} {findings.bench.levels}"
+    at = f"{level:,g} {name}"
     return f"{at}, {case}" if case else at
 
 

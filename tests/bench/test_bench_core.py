@@ -16,8 +16,9 @@ from bench import compare, environment, plan, report, stats
 from bench.checks import Check, Outcome, judge
 from bench.cli import bench
 from bench.commands import command
-from bench.faults import ReportError
+from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
+from bench.local import LocalWorker
 from bench.page import render
 from bench.plan import Option
 from bench.report import Keeper, Report
@@ -83,6 +84,19 @@ def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke() -> 
     for wrong in (("--rounds", "0"), ("--sizes", "1,many"), ("--pace", "-1")):
         with pytest.raises(click.UsageError):
             plan_of(*wrong)
+
+
+def test_the_folder_of_a_model_of_the_hub_is_where_the_hub_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    assert LocalWorker(tmp_path, "--model", "org/name").model_folder == folder
+    with pytest.raises(BenchError, match="the folder of the model org/other is not known"):
+        _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
 def test_help_shows_a_plan_with_its_defaults() -> None:
