@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
@@ -23,12 +26,12 @@ from bench.page import render
 from bench.plan import Option
 from bench.report import Keeper, Report
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
+from bench.run import Where, conduct
 from bench.samples import Turn
 from bench.stats import Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SETTINGS = plan.settings(lies_restart.PLAN)
 
@@ -307,3 +310,18 @@ def test_runs_take_turns_where_no_other_lies_between_the_two_of_a_pair() -> None
 
 def test_cases_come_in_the_order_of_the_bench() -> None:
     assert make_report().findings(BENCH).cases(FIRST) == [WARM, SPILLED, RESTART, KILL, COLD]
+
+
+@pytest.mark.process
+async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny_model: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "adding-a-bench.md").read_text()
+    code = guide.partition("```python\n")[2].partition("```")[0]
+    assert code.count("\n") <= 80
+    module = types.ModuleType("last_turn")
+    sys.modules["last_turn"] = module  # where a dataclass looks up its annotations
+    exec(code, module.__dict__)
+    short = plan.smoke(module.Plan)
+    found = await conduct(module.BENCH, short, where=Where(model=str(tiny_model)), out=tmp_path)
+    assert [turn.x for turn in sorted(found.turns, key=lambda turn: turn.x)] == [16, 64]
+    assert {check.outcome for check in found.checks if check.exact} == {Outcome.HOLDS}
+    assert render(module.BENCH, found, warn=print).count("<svg") == 2
