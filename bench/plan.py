@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, g
 
 import click
 
+from turnkeep_client.subjects import DEFAULT_PREFIX
+
 from .corpus import CORPORA
 
 if TYPE_CHECKING:
@@ -51,6 +53,33 @@ Corpus = Annotated[
 ]
 Seed = Annotated[int, Option("Of every order that is drawn.", type=click.INT)]
 TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", metavar="SECONDS")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Which worker is measured, and where the report goes: what every bench can be told.
+
+    It is the worker at `nats`, or one made for it; `program` is the module that is run as that one, and what
+    it takes before `serve`.
+    """
+
+    out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None
+    checkpoint: Annotated[
+        float, Option("How often the report is written while the bench runs.", metavar="SECONDS")
+    ] = 600.0
+    model: Annotated[
+        str | None, Option("Model of the bench's own worker. [default: packaged]", metavar="NAME")
+    ] = None
+    nats: Annotated[
+        str | None, Option("Measure the worker there. [default: one made for it]", metavar="URL")
+    ] = None
+    prefix: Annotated[str, Option("First part of that worker's subjects.")] = DEFAULT_PREFIX
+    tenant: Annotated[str, Option("Tenant of the bench's sessions.")] = "bench"
+    program: tuple[str, ...] = ("worker",)
+
+
+#: What tells of a worker that runs already.
+REMOTE: Final = ("nats", "prefix", "tenant")
 
 
 class Numbers(click.ParamType[Any]):
@@ -126,8 +155,9 @@ def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:
     hints = get_type_hints(plan, include_extras=True)
     found = []
     for field in fields(plan):
-        kind, option = get_args(hints[field.name])[:2]
-        found.append((field.name, kind, option, field.default))
+        if get_origin(hints[field.name]) is Annotated:
+            kind, option = get_args(hints[field.name])[:2]
+            found.append((field.name, kind, option, field.default))
     return found
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: Grows with every change that an older reader would misunderstand.
 VERSION: Final = 3
-CHECKPOINT_S: Final = 600.0
 #: More work than this for each CPU before the run began, and its figures are those of a busy machine.
 BUSY: Final = 0.5
 
@@ -97,7 +96,7 @@ class Keeper:
     """
 
     def __init__(
-        self, folder: Path | None, bench: str, *, every_s: float = CHECKPOINT_S, warn: Callable[[str], None]
+        self, folder: Path | None, bench: str, *, every_s: float, warn: Callable[[str], None]
     ) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         self.path = folder / f"{bench}-{stamp}.json" if folder is not None else None
@@ -121,19 +120,25 @@ class Keeper:
 
     def checkpoint(self, report: Report) -> None:
         """Write what there is so far. A disk that is full now may have room later: warns, never raises."""
+        self._written_s = time.monotonic()
         if self.path is not None:
             try:
                 write(self.path, encode(report))
             except ReportError as error:
                 self._warn(f"checkpoint left out: {error}")
-        self._written_s = time.monotonic()
 
     def finish(self, report: Report, page: Callable[[], str | None]) -> None:
-        """Write the report and, where there is one, its page beside it. Raises `ReportError`."""
+        """Write the report, and its page beside it, and say where. Raises `ReportError`."""
         if self.path is not None:
             write(self.path, encode(report))
             if (text := page()) is not None:
                 write(self.path.with_suffix(".html"), text.encode())
+            print(f"{'report' if report.complete else 'partial report'}: {self.path}")  # noqa: T201
+
+    def forget(self) -> None:
+        """Leave nothing of a run that has measured nothing."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def encode(report: Report) -> bytes:

@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 from uuid import uuid4
 
-import msgspec
+from msgspec.structs import replace
 
-from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
 
 from .checks import Check, bounded, count
 from .faults import BenchError
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import Run, closing
 from .spec import Against, Bench, Measure, Plot
 from .tokens import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
 
     from .local import LocalWorker
+    from .run import Run
     from .samples import Findings, Turn
 
 BLOCK_TOKENS: Final = 128
@@ -78,10 +78,25 @@ class Plan:
 
 FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
-READ = Measure("restored", "bytes", of=lambda turn: turn.fact("restored_bytes") or None)
+READ = Measure("restored", "bytes", of=lambda turn: turn.fact("restored_bytes"))
 FELT = Measure("from the end of the old worker to the first token", "s", of=lambda turn: turn.fact("felt_s"))
 ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
 STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
+MEASURES = (FIRST, FELT, ENDING, STARTING, PREFILLED, READ)
+
+AGAINST = (Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD))
+
+PLOTS = (
+    Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
+    Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
+    Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
+    Plot(
+        "bars",
+        "As a user feels it",
+        (ENDING, STARTING, FIRST),
+        "Until the old process is gone, the new one is ready, and the first token is there.",
+    ),
+)
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -147,11 +162,11 @@ async def measure(run: Run[Plan]) -> None:
     if plan.from_disk and not hasattr(os, "posix_fadvise"):
         raise BenchError("this system cannot empty its page cache of a file; leave out --from-disk")
     async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
-        limits, context = await _room_for_one(client, plan)
-        run.facts["max_memory"] = limits[1]
+        memory, context = await _room_for_one(client, plan)
+        run.facts["max_memory"] = memory
         texts = Texts(worker.model_folder, run.corpus.texts())
-        lives = _Lives(run, worker, limits, context)
-        await lives.restart(kill=False)
+        lives = _Lives(run, worker, ("--max-memory", f"{memory}", "--max-context", f"{context}"), context)
+        await run.restart(worker, *lives.limits)
         lengths = sorted(plan.tokens, reverse=True)  # what does not fit is told first
         for length in lengths:
             run.step(0, None, f"beginning with {length:,} tokens")
@@ -166,83 +181,77 @@ async def measure(run: Run[Plan]) -> None:
                 for case in cases:
                     run.step(len(run.turns), total, f"round {block + 1} of {plan.rounds}, {length:,}, {case}")
                     turn = await lives.turn(case, length, lead, own)
-                    run.take(msgspec.structs.replace(turn, case=case, x=length, block=block))
+                    run.take(replace(turn, case=case, x=length, block=block, own_tokens=len(own)))
 
 
 class _Lives:
     """The sessions of all lengths and cases, on a worker that has room for one at a time."""
 
-    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: Sequence[str], context: int) -> None:
-        self._run, self._worker, self._limits, self._context = run, worker, limits, context
-        self._name = uuid4().hex[:8]
-        self._histories: dict[int, Tokens] = {}  # what the session in memory was sent and has answered
+    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: tuple[str, ...], context: int) -> None:
+        self.limits = limits
+        self._run, self._worker, self._context = run, worker, context
+        self._sent: dict[int, Tokens] = {}  # what the session in memory was sent and has answered
         self._contexts: dict[int, Tokens] = {}  # what its last turn was an answer to
 
     async def begin(self, length: int, tokens: Tokens) -> None:
         """Prefill a session for every case that lasts."""
-        self._histories[length] = tokens
+        self._sent[length] = tokens
         for case in CASES[:-1]:
-            async with self._connected(self._tenant(case)) as client:
+            async with self._run.connect(self._worker, _tenant(case)) as client:
                 session = client.session(f"s{length}")
                 await session.append(tokens=tokens, timeout_s=self._run.plan.turn_timeout)
                 await self._run.settle(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
         """Give the session a turn, let happen what the case says, and measure the next turn."""
-        facts: dict[str, float | str | None] = {}
-        tenant = self._tenant(case)
-        if case != COLD:
-            async with self._connected(tenant) as client:
-                led = await self._ask(client, length, lead)
-                if case not in RESTARTED:
-                    await self._run.settle(client.session(f"s{length}"))
-                if case == SPILLED:
-                    await self._push_out()
-                info = await client.session(f"s{length}").info()
-                facts["resident"] = "yes" if info.resident else "no"
-        began_s = time.monotonic()
-        if case in RESTARTED:
-            facts["ending_s"], facts["starting_s"] = await self.restart(kill=case == KILL)
-        async with self._connected(tenant) as client:
-            session = client.session(f"s{length}")
-            if self._run.plan.from_disk and case in RESTORED:
-                _leave_memory(self._worker.data_dir)
-            before = (
-                0 if case in {*RESTARTED, COLD} else (await session.info()).worker.snapshots.restored_bytes
-            )
-            # To a worker that is ready, on a connection that is open: `first_s` is the turn's alone.
-            turn = await self._ask(client, length, self._contexts[length] if case == COLD else own)
-            facts["restored_bytes"] = (await self._run.settle(session)).snapshots.restored_bytes - before
-            if case == COLD:
-                del facts["restored_bytes"]
+        if case == COLD:
+            async with self._run.connect(self._worker, f"cold-{uuid4().hex[:12]}") as client:
+                session = client.session(f"s{length}")
+                turn = await self._ask(session, self._contexts[length])
                 await session.close(timeout_s=self._run.plan.turn_timeout)
-        if case in RESTARTED:
-            facts["felt_s"] = self._run.began_s + turn.at_s + (turn.first_s or 0.0) - began_s
+                return turn
+        async with self._run.connect(self._worker, _tenant(case)) as client:
+            session = client.session(f"s{length}")
+            led = await self._ask(session, lead)
+            if case in RESTARTED:
+                return await self._restarted(case, length, own)
+            await self._run.settle(session)
+            if case == SPILLED:
+                await self._push_out()
+            before = await session.info()
+            turn = await self._measured(session, case, own, before.worker.snapshots.restored_bytes)
         if case == WARM:
-            self._contexts[length] = (*self._histories[length], *lead, *led.tokens, *own)
-            self._histories[length] = (*self._contexts[length], *turn.tokens)
-        return msgspec.structs.replace(turn, own_tokens=len(own), facts=facts)
+            self._contexts[length] = (*self._sent[length], *lead, *led.tokens, *own)
+            self._sent[length] = (*self._contexts[length], *turn.tokens)
+        return replace(turn, facts=turn.facts | {"resident": "yes" if before.resident else "no"})
 
-    async def restart(self, *, kill: bool) -> tuple[float, float]:
-        """End the worker and start it with little memory; returns the seconds of both, until it is ready."""
-        began_s = time.monotonic()
-        await asyncio.to_thread(self._worker.kill if kill else self._worker.stop)
-        ended_s = time.monotonic()
-        self._worker.start(*self._limits)
-        await (await self._worker.ready("ready")).close()
-        return ended_s - began_s, time.monotonic() - ended_s
+    async def _restarted(self, case: str, length: int, own: Tokens) -> Turn:
+        began_s = time.monotonic() - self._run.began_s
+        ending_s, starting_s = await self._run.restart(self._worker, *self.limits, kill=case == KILL)
+        async with self._run.connect(self._worker, _tenant(case)) as client:
+            turn = await self._measured(client.session(f"s{length}"), case, own, 0)
+        felt_s = turn.at_s + (turn.first_s or 0.0) - began_s
+        return replace(
+            turn, facts=turn.facts | {"ending_s": ending_s, "starting_s": starting_s, "felt_s": felt_s}
+        )
 
-    async def _ask(self, client: Client, length: int, tokens: Tokens) -> Turn:
-        plan, session = self._run.plan, client.session(f"s{length}")
-        timeout_s = plan.turn_timeout
-        turn = await self._run.ask(session, timeout_s=timeout_s, tokens=tokens, max_tokens=plan.max_tokens)
+    async def _measured(self, session: Session, case: str, own: Tokens, restored_bytes: int) -> Turn:
+        """Measure the turn, on a connection that is open to a worker that is ready."""
+        if self._run.plan.from_disk:
+            _leave_memory(self._worker.data_dir)
+        turn = await self._ask(session, own)
+        restored_bytes = (await self._run.settle(session)).snapshots.restored_bytes - restored_bytes
+        return replace(turn, facts={"restored_bytes": restored_bytes} if case in RESTORED else {})
+
+    async def _ask(self, session: Session, tokens: Tokens) -> Turn:
+        turn = await self._run.ask(session, tokens=tokens, max_tokens=self._run.plan.max_tokens)
         if turn.error is not None:  # the cases would no longer have the same history
             raise BenchError(f"a turn of {len(tokens):,} tokens failed: {turn.message}")
         return turn
 
     async def _push_out(self) -> None:
         """Send a prompt as long as the memory has room for: all others have to leave it. Then cancel."""
-        async with self._connected(f"push-{uuid4().hex[:12]}") as client:
+        async with self._run.connect(self._worker, f"push-{uuid4().hex[:12]}") as client:
             session, timeout_s = client.session("push"), self._run.plan.turn_timeout
             await session.append(tokens=(0,), timeout_s=timeout_s)
             long = (0,) * (self._context - 2)
@@ -256,18 +265,9 @@ class _Lives:
             await self._run.settle(session)
             await session.close(timeout_s=timeout_s)
 
-    @contextlib.asynccontextmanager
-    async def _connected(self, tenant: str) -> AsyncGenerator[Client]:
-        async with closing(await connect(self._worker.url, tenant=tenant)) as client:
-            yield client
 
-    def _tenant(self, case: str) -> str:
-        name = uuid4().hex[:8] if case == COLD else self._name
-        return f"{case.replace(' ', '')}-{name}"
-
-
-async def _room_for_one(client: Client, plan: Plan) -> tuple[tuple[str, ...], int]:
-    """Choose the worker's memory so that one session can fill it: its options, and its context."""
+async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
+    """Choose the worker's memory so that one session can fill it: its bytes, and its tokens."""
     session = client.session("probe")
     probe = await session.append(tokens=(0,) * 64, timeout_s=plan.turn_timeout)
     await session.close(timeout_s=plan.turn_timeout)
@@ -275,19 +275,18 @@ async def _room_for_one(client: Client, plan: Plan) -> tuple[tuple[str, ...], in
         raise BenchError("the worker reports no KV: what leaves its memory cannot be told")
     per_token = math.ceil(probe.kv_live_bytes / probe.tokens)
     context = max(plan.context, MIN_MEMORY_BYTES // per_token)
-    memory = max(context * per_token, MIN_MEMORY_BYTES)
-    return ("--max-memory", f"{memory}", "--max-context", f"{context}"), context
+    return max(context * per_token, MIN_MEMORY_BYTES), context
 
 
 def _leave_memory(data_dir: Path) -> None:
     """Ask the system to forget what it has of the snapshots: the next read is from the disk."""
     for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
-        with contextlib.suppress(OSError):
-            number = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(number)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _tenant(case: str) -> str:
+    return case.replace(" ", "-")
 
 
 BENCH = Bench(
@@ -296,19 +295,9 @@ BENCH = Bench(
     plan=Plan,
     levels="tokens",
     cases=CASES,
-    measures=(FIRST, FELT, ENDING, STARTING, PREFILLED, READ),
-    against=(Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD)),
-    plots=(
-        Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
-        Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
-        Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
-        Plot(
-            "bars",
-            "As a user feels it",
-            (ENDING, STARTING, FIRST),
-            "Until the old process is gone, until the new one is ready, until the first token.",
-        ),
-    ),
+    measures=MEASURES,
+    against=AGAINST,
+    plots=PLOTS,
     checks=checks,
     measure=measure,
     notes=notes,

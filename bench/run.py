@@ -14,7 +14,6 @@ import tempfile
 import time
 from array import array
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -23,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
-from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from . import checks, environment, tables
 from .ask import ask
@@ -31,8 +29,8 @@ from .corpus import load
 from .faults import BenchError, ReportError
 from .local import LocalWorker
 from .page import render
-from .plan import settings
-from .report import CHECKPOINT_S, Keeper, Report, Setting, schema_of
+from .plan import Where, settings
+from .report import Keeper, Report, Setting, schema_of
 from .samples import Findings, Sample
 from .together import beside
 
@@ -50,47 +48,35 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 PULSE_S: Final = 0.02
+TURN_TIMEOUT_S: Final = 300.0
 SETTLE_TIMEOUT_S: Final = 120.0
 SETTLE_PAUSE_S: Final = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Which worker is measured: the one at `url`, or one made for it, with `model` (None: packaged).
-
-    `program` is the module that is run as that worker, and what it takes before `serve`.
-    """
-
-    url: str | None = None
-    prefix: str = DEFAULT_PREFIX
-    tenant: str = "bench"
-    model: str | None = None
-    program: Sequence[str] = ("worker",)
 
 
 class Run(Generic[P]):
     """What a measuring coroutine is given. It keeps what was measured so far."""
 
-    def __init__(self, bench: Bench[P], plan: P, where: Where, *, keeper: Keeper, console: Console) -> None:
+    def __init__(self, bench: Bench[P], plan: P, where: Where) -> None:
         self.plan = plan
         self.where = where
         self.turns: list[Turn] = []
         self.facts: dict[str, Setting] = {}
         self.metrics: Metrics | None = None
         self.began_s = time.monotonic()
-        self.console = console
         self.lags_s = array("d")
         corpus: str | None = getattr(plan, "corpus", None)
         self._corpus = None if corpus is None else load(corpus)
         self._bench = bench
-        self._keeper = keeper
+        self._console = Console(stderr=True, highlight=False)
+        self.keeper = Keeper(where.out, bench.name, every_s=where.checkpoint, warn=self.warn)
         self._environment = environment.look()
         self._started_at = environment.now_iso()
         self._samples: list[Sample] = []
         self._workers: list[LocalWorker] = []
         self._in_flight = 0
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        hidden = not self._console.is_terminal
+        self._bars = Progress(*columns, console=self._console, transient=True, disable=hidden)
         self._bar = self._bars.add_task("starting", total=None)
 
     @property
@@ -100,10 +86,14 @@ class Run(Generic[P]):
             raise AssertionError("the plan has no corpus")
         return self._corpus
 
-    async def ask(self, session: Session, *, timeout_s: float, **request: Any) -> Turn:
-        """Send one generate, and time it. The turn is not kept: `take` does that."""
+    async def ask(self, session: Session, *, timeout_s: float | None = None, **request: Any) -> Turn:
+        """Send one generate, and time it. The turn is not kept: `take` does that.
+
+        It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
+        """
+        limit_s: float = timeout_s or getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
         with self.timing():
-            return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
+            return await ask(session, timeout_s=limit_s, began_s=self.began_s, **request)
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -124,11 +114,15 @@ class Run(Generic[P]):
         """Keep a value that follows from no turn."""
         self._samples.append(Sample(measure, case, x, block, value))
 
+    def warn(self, message: str) -> None:
+        """Say something that does not stop the run."""
+        self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
+
     def step(self, done: float, total: float | None, what: str) -> None:
         """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
         self._bars.update(self._bar, completed=done, total=total, description=what)
-        if not self._in_flight and self._keeper.due:
-            self._keeper.checkpoint(self.report("running", ()))
+        if not self._in_flight and self.keeper.due:
+            self.keeper.checkpoint(self.report("running", ()))
 
     @asynccontextmanager
     async def worker(
@@ -155,15 +149,32 @@ class Run(Generic[P]):
     @asynccontextmanager
     async def target(self, *options: str) -> AsyncGenerator[Client]:
         """Connect to the worker that is measured: one of the bench's own where the user named no other."""
-        if self.where.url is None:
+        if self.where.nats is None:
             async with self.worker(*options) as (_, client):
                 yield client
             return
         where = self.where
-        async with closing(await connect(self.where.url, prefix=where.prefix, tenant=where.tenant)) as client:
+        async with closing(
+            await connect(self.where.nats, prefix=where.prefix, tenant=where.tenant)
+        ) as client:
             with contextlib.suppress(RequestFailedError):  # it knows that there is no such session
                 await client.session("any").info()
             yield client
+
+    @asynccontextmanager
+    async def connect(self, worker: LocalWorker, tenant: str) -> AsyncGenerator[Client]:
+        """Connect to a worker of one's own under a tenant: across tenants no KV is shared."""
+        async with closing(await connect(worker.url, tenant=tenant)) as client:
+            yield client
+
+    async def restart(self, worker: LocalWorker, *options: str, kill: bool = False) -> tuple[float, float]:
+        """Stop or kill a worker and start it again; returns the seconds of both, until it is ready."""
+        began_s = time.monotonic()
+        await asyncio.to_thread(worker.kill if kill else worker.stop)
+        ended_s = time.monotonic()
+        worker.start(*options)
+        await (await worker.ready(self.where.tenant)).close()
+        return ended_s - began_s, time.monotonic() - ended_s
 
     async def settle(self, session: Session) -> Metrics:
         """Wait until the worker has all snapshots on disk, and return its account. Raises `BenchError`."""
@@ -190,7 +201,7 @@ class Run(Generic[P]):
 
     def report(self, ending: str, found: Sequence[checks.Check]) -> Report:
         """Put together what there is."""
-        own = self.where.url is None
+        own = self.where.nats is None
         return Report(
             schema=schema_of(self._bench.name),
             started_at=self._started_at,
@@ -230,27 +241,14 @@ class Run(Generic[P]):
                 raise BenchError(f"the bench's worker ended with exit code {worker.exit_code}")
 
 
-async def conduct(
-    bench: Bench[P],
-    plan: P,
-    *,
-    where: Where,
-    out: Path | None = None,
-    checkpoint_s: float = CHECKPOINT_S,
-) -> Report:
+async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     """Measure, and return the report, which is on disk by then.
 
     When cancelled, or after a fault, what was measured so far is kept, marked as not complete. Raises
     `ReportError`, and whatever the bench raises.
     """
-    progress, console = Console(stderr=True, highlight=False), tables.printing()
-
-    def warn(message: str) -> None:
-        progress.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
-
-    keeper = Keeper(out, bench.name, every_s=checkpoint_s, warn=warn)
-    run = Run(bench, plan, where, keeper=keeper, console=progress)
-    keeper.start(run.report("running", ()))
+    run = Run(bench, plan, where)
+    run.keeper.start(run.report("running", ()))
     ending = "interrupted"
     try:
         await run.measure()
@@ -260,26 +258,12 @@ async def conduct(
         raise
     finally:
         report = run.report(ending, run.judged())
-        _keep(bench, report, keeper, console)
+        if report.complete or report.turns or report.samples:
+            tables.tell(bench, report)
+            run.keeper.finish(report, lambda: render(bench, report, warn=run.warn))
+        else:
+            run.keeper.forget()
     return report
-
-
-def _keep(bench: Bench[Any], report: Report, keeper: Keeper, console: Console) -> None:
-    """Print what there is, and write it; of a run that has measured nothing nothing stays."""
-    if not report.complete and not report.turns and not report.samples:
-        if keeper.path is not None:
-            keeper.path.unlink(missing_ok=True)
-        return
-    for rows in tables.tables(report.findings(bench)):
-        tables.show(rows, console)
-    colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
-    for check in report.checks:
-        console.print(
-            f"[{colours[check.outcome]}]{check.outcome}[/]  {check.name}: {check.detail}", soft_wrap=True
-        )
-    if keeper.path is not None:
-        keeper.finish(report, lambda: render(bench, report, warn=console.print))
-        console.print(f"{'report' if report.complete else 'partial report'}: {keeper.path}", soft_wrap=True)
 
 
 @asynccontextmanager

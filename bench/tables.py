@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .report import Report
     from .samples import Findings
-    from .spec import Measure
+    from .spec import AnyBench, Measure
 
 PRINTED_WIDTH: Final = 120
 
@@ -106,6 +106,17 @@ def printing() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, PRINTED_WIDTH)
     return console
+
+
+def tell(bench: AnyBench, report: Report) -> None:
+    """Print what a terminal wants to know of a report."""
+    console = printing()
+    for rows in tables(report.findings(bench)):
+        show(rows, console)
+    colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
+    for one in report.checks:
+        text = f"[{colours[one.outcome]}]{one.outcome}[/]  {one.name}: {one.detail}"
+        console.print(text, soft_wrap=True)
 
 
 def show(rows: Rows, console: Console) -> None:

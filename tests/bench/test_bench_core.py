@@ -23,10 +23,10 @@ from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
 from bench.page import render
-from bench.plan import Option
+from bench.plan import Option, Where
 from bench.report import Keeper, Report
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
-from bench.run import Where, conduct
+from bench.run import conduct
 from bench.samples import Turn
 from bench.stats import Estimate
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(mounted: Callab
 
 def test_a_folder_that_cannot_be_made_is_told_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    keeper = Keeper(tmp_path / "file" / "reports", "restart", warn=print)
+    keeper = Keeper(tmp_path / "file" / "reports", "restart", every_s=600, warn=print)
     with pytest.raises(ReportError, match=r"cannot be written to .*: Not a directory"):
         keeper.start(make_report([]))
 
@@ -321,7 +321,7 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     sys.modules["last_turn"] = module  # where a dataclass looks up its annotations
     exec(code, module.__dict__)
     short = plan.smoke(module.Plan)
-    found = await conduct(module.BENCH, short, where=Where(model=str(tiny_model)), out=tmp_path)
+    found = await conduct(module.BENCH, short, Where(model=str(tiny_model), out=tmp_path))
     assert [turn.x for turn in sorted(found.turns, key=lambda turn: turn.x)] == [16, 64]
     assert {check.outcome for check in found.checks if check.exact} == {Outcome.HOLDS}
     assert render(module.BENCH, found, warn=print).count("<svg") == 2

@@ -9,8 +9,8 @@ from saboteurs import COMMON, Lie, Suite, suites
 
 from bench import checks
 from bench.checks import Check, Outcome
-from bench.plan import smoke
-from bench.run import Where, conduct
+from bench.plan import Where, smoke
+from bench.run import conduct
 from bench.samples import Findings
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ async def test_a_real_worker_that_lies_is_caught(
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     name = "is honest" if lie is None else lie.name
     where = Where(model=str(tiny_model), program=("saboteurs", suite.bench.name, name))
-    report = await conduct(suite.bench, smoke(suite.bench.plan), where=where)
+    report = await conduct(suite.bench, smoke(suite.bench.plan), where)
     names = failed(report.checks)
     assert len(names) == (lie is not None), report.checks
     assert all(name.startswith(lie.check) for name in names)
