@@ -91,9 +91,14 @@ class Run(Generic[P]):
 
         It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
         """
-        limit_s: float = timeout_s or getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
+        default_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
         with self.timing():
-            return await ask(session, timeout_s=limit_s, began_s=self.began_s, **request)
+            return await ask(
+                session,
+                timeout_s=default_s if timeout_s is None else timeout_s,
+                began_s=self.began_s,
+                **request,
+            )
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
