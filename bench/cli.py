@@ -56,8 +56,9 @@ def compare(reports: tuple[Path, ...]) -> None:
     Five pairs of runs that took turns, A B A B ..., are judged.
     """
     from .compare import load as read
-    from .compare import print_comparison
+    from .compare import table, warnings
     from .tables import printing
+    from .tables import show as print_table
 
     if len(reports) == 2 and is_old(reports[0]):
         from .old.compare import load as read_old
@@ -66,4 +67,7 @@ def compare(reports: tuple[Path, ...]) -> None:
         show(*read_old(*reports), printing())
         return
     found, pairs = read(reports, NEW)
-    print_comparison(found, pairs, printing())
+    console = printing()
+    print_table(table(found, pairs), console)
+    for warning in warnings(pairs):
+        console.print(f"[yellow]warning[/] {warning}", soft_wrap=True)

@@ -8,7 +8,6 @@ run is then a block.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,41 +16,16 @@ from . import stats
 from .faults import ReportError
 from .figures import interval, number
 from .report import Report, Setting, read
-from .tables import Rows, show
+from .tables import Rows, label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from rich.console import Console
-
     from .spec import AnyBench, Measure
     from .stats import Estimate
 
-#: Parts of the environment that differ between any two runs.
-_PASSING = frozenset({"load_average"})
-
 Pair = tuple[Report, Report]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measure, level and case in both: `ratio` is B by A, with an interval where runs took turns."""
-
-    label: str
-    measure: Measure
-    base: float
-    other: float
-    ratio: Estimate | None
-
-    @property
-    def reading(self) -> str:
-        """Judge it; nothing is said of two runs alone."""
-        if self.ratio is None or self.ratio.low is None or self.ratio.high is None:
-            return ""
-        if self.ratio.low <= 1 <= self.ratio.high:
-            return "cannot tell"
-        return "B is better" if (self.ratio.value < 1) == (self.measure.better == "lower") else "B is worse"
 
 
 def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBench, list[Pair]]:
@@ -62,22 +36,15 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
     first = reports[0]
     if first.bench not in benches:
         raise ReportError(f"{paths[0]} is of a bench that is not known: {first.bench}")
-    for path, report in zip(paths[1:], reports[1:], strict=True):
-        if report.schema != first.schema:
-            raise ReportError(
-                f"reports of different benches cannot be compared: {paths[0]} is {first.schema}, {path} is"
-                f" {report.schema}"
-            )
-        here, there = (_identity(one, benches) for one in (first, report))
+    for report in reports[1:]:
+        if report.bench != first.bench:
+            kinds = f"one is of {first.bench}, another of {report.bench}"
+            raise ReportError(f"reports of different benches cannot be compared: {kinds}")
+        here, there = (_identity(one, benches[first.bench]) for one in (first, report))
         if changed := [name for name in sorted(here | there) if here.get(name) != there.get(name)]:
             values = "; ".join(f"{name} is {here.get(name)} and {there.get(name)}" for name in changed)
             raise ReportError(f"reports of different settings cannot be compared: {values}")
     return benches[first.bench], list(zip(reports[::2], reports[1::2], strict=True))
-
-
-def _identity(report: Report, benches: Mapping[str, AnyBench]) -> dict[str, Setting]:
-    """Return what two runs must share: the plan, and the facts that the bench names."""
-    return {**report.plan, **{name: report.facts.get(name) for name in benches[report.bench].same}}
 
 
 def interleaved(pairs: Sequence[Pair]) -> bool:
@@ -86,73 +53,59 @@ def interleaved(pairs: Sequence[Pair]) -> bool:
     return all(one // 2 == other // 2 for one, other in zip(order[::2], order[1::2], strict=True))
 
 
-def rows(bench: AnyBench, pairs: Sequence[Pair]) -> list[Row]:
-    """Compare every measure that all reports have. Five pairs that took turns give an interval."""
+def table(bench: AnyBench, pairs: Sequence[Pair]) -> Rows:
+    """Compare every measure that all reports have; a ratio has an interval where runs were judged."""
     judged = len(pairs) >= stats.MIN_BLOCKS and interleaved(pairs)
     sides = [[report.findings(bench) for report in side] for side in zip(*pairs, strict=True)]
-    found = []
+    first, rows = sides[0][0], []
     for measure in bench.measures:
-        for level in sides[0][0].levels(measure):
-            for case in sides[0][0].cases(measure):
-                values = [
-                    [e.value for one in side if (e := one.estimate(measure, case, level)) is not None]
-                    for side in sides
-                ]
-                if {len(some) for some in values} != {len(pairs)}:
+        for level in first.levels(measure):
+            for case in first.cases(measure):
+                found = [[one.estimate(measure, case, level) for one in side] for side in sides]
+                base, other = ([one.value for one in side if one is not None] for side in found)
+                if {len(base), len(other)} != {len(pairs)}:
                     continue
-                base, other = map(statistics.median, values)
-                by_run = [dict(enumerate(some)) for some in values]
-                ratio = stats.mean(stats.ratios(*by_run), log=True)
-                if ratio is not None and not judged:
-                    ratio = stats.Estimate(ratio.value, None, None, ratio.blocks)
-                name = sides[0][0].level_name(measure)
-                parts = [measure.name, "" if level is None else f"{level:,g} {name}", case]
-                found.append(Row(", ".join(filter(None, parts)), measure, base, other, ratio))
-    return found
+                ratios = stats.ratios(dict(enumerate(base)), dict(enumerate(other)))
+                ratio = stats.mean(ratios, log=True)
+                shown = interval(ratio) if judged else number(None if ratio is None else ratio.value)
+                medians = [number(statistics.median(side), measure.unit) for side in (base, other)]
+                name = f"{measure.name}, {label(first.level_name(measure), level, case)}"
+                rows.append((name, *medians, shown, _reading(ratio, measure) if judged else ""))
+    return Rows("Typical values", ("", "A", "B", "B / A", ""), rows)
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """Say what makes the runs less comparable than they look."""
-    found = [
-        f"{name} is not complete ({report.ending})"
-        for pair in pairs
-        for name, report in zip("AB", pair, strict=True)
-        if not report.complete
-    ]
-    first, other = pairs[0]
-    here, there = (msgspec.to_builtins(report.environment) for report in (first, other))
-    changed = [name for name in here if name not in _PASSING and here[name] != there[name]]
-    changed += [name for name in first.facts if first.facts[name] != other.facts.get(name)]
-    if first.target != other.target:
-        changed.append("target")
-    if first.worker is not None and other.worker is not None:
-        changed += [
-            f"worker's {name}"
-            for name in ("model", "device", "version", "max_memory_bytes")
-            if getattr(first.worker, name) != getattr(other.worker, name)
-        ]
-    if changed:
+    """Say what makes the runs less comparable than they look, and what is judged."""
+    cut = [report for pair in pairs for report in pair if not report.complete]
+    found = [f"a report is not complete: {report.ending}" for report in cut]
+    here, there = (_setting(report) for report in pairs[0])
+    if changed := [name for name in here if here[name] != there.get(name)]:
         found.append(f"absolute figures are not comparable: the two differ in {', '.join(changed)}")
     if len(pairs) < stats.MIN_BLOCKS:
-        need = stats.MIN_BLOCKS
-        found.append(f"nothing is judged: that takes {need} pairs of runs that took turns, A B A B ...")
-    elif not interleaved(pairs):
-        found.append("nothing is judged: the runs did not take turns")
-    return found
+        need = f"{stats.MIN_BLOCKS} pairs of runs that took turns, A B A B ..."
+        return [*found, f"nothing is judged: that takes {need}"]
+    if not interleaved(pairs):
+        return [*found, "nothing is judged: the runs did not take turns"]
+    return [*found, "each line is judged by itself: one of twenty that are equal seems not to be"]
 
 
-def print_comparison(bench: AnyBench, pairs: Sequence[Pair], console: Console) -> None:
-    """Print the comparison."""
-    table = [
-        (
-            row.label,
-            number(row.base, row.measure.unit),
-            number(row.other, row.measure.unit),
-            interval(row.ratio),
-            row.reading,
-        )
-        for row in rows(bench, pairs)
-    ]
-    show(Rows("Typical values", ("", "A", "B", "B / A", ""), table), console)
-    for warning in warnings(pairs):
-        console.print(f"[yellow]warning[/] {warning}", soft_wrap=True)
+def _reading(ratio: Estimate | None, measure: Measure) -> str:
+    if ratio is None or ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
+        return "cannot tell"
+    return "B is better" if (ratio.value < 1) == (measure.better == "lower") else "B is worse"
+
+
+def _identity(report: Report, bench: AnyBench) -> dict[str, Setting]:
+    """Return what two runs must share: the plan, and the facts that the bench names."""
+    return {**report.plan, **{name: report.facts.get(name) for name in bench.same}}
+
+
+def _setting(report: Report) -> dict[str, object]:
+    """Return what two runs should share."""
+    environment = msgspec.to_builtins(report.environment)
+    del environment["load_average"]  # differs between any two runs
+    worker = {
+        f"worker's {name}": getattr(report.worker, name, None)
+        for name in ("model", "device", "version", "max_memory_bytes")
+    }
+    return {**environment, **report.facts, **worker, "target": report.target}

@@ -55,5 +55,5 @@ def _places(value: float, digits: int) -> int:
 
 
 def _digits(value: float, places: int, *, signed: bool) -> str:
-    text = f"{value:{'+' if signed else ''},.{min(places, 6)}f}"
-    return text.rstrip("0").rstrip(".") if abs(value) < 1e-9 else text
+    rounded = round(value, places) + 0.0  # no minus before a zero
+    return f"{rounded:{'+' if signed and rounded else ''},.{places}f}"

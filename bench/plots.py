@@ -55,7 +55,7 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
     if not any(findings.of(measure) for measure in plot.measures):
         return None
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
+        figure = Figure(figsize=(4.5, 3.1), layout="constrained")
         axes = figure.add_subplot()
         _KINDS[plot.kind](axes, plot, findings)
         if axes.get_legend_handles_labels()[1]:
@@ -84,16 +84,22 @@ def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     _numbers(axes.xaxis, log=plot.log)
 
 
-def _over_time(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    measure = plot.measures[0]
+def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
+    """Show single values: as points, or over time as lines."""
+    measure, over_time = plot.measures[0], plot.kind == "over time"
     divisor, name = _scale([measure], findings)
-    span, span_name = scale(max(sample.x or 0.0 for sample in findings.of(measure)) or 1.0, "s")
+    most = max(sample.x or 0.0 for sample in findings.of(measure))
+    span, span_name = scale(most or 1.0, "s") if over_time else (1.0, "")
+    style: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 3, "alpha": 0.7}
+    if over_time:
+        style = {"linewidth": 1.3}
     for label, colour, some in _groups(measure, findings, all_levels=True):
         points = sorted((sample.x or 0.0, sample.value) for sample in some)
         points = points[:: max(1, len(points) // MAX_SHAPES)]
         xs, ys = zip(*((x / span, y / divisor) for x, y in points), strict=True)
-        axes.plot(xs, ys, color=colour, label=label, linewidth=1.3)
-    axes.set(xlabel=f"time ({span_name})", ylabel=_name(measure, name))
+        axes.plot(xs, ys, color=colour, label=label, **style)
+    xlabel = f"time ({span_name})" if over_time else findings.level_name(measure) or plot.x
+    axes.set(xlabel=xlabel, ylabel=_name(measure, name))
     _numbers(axes.xaxis, log=False)
     _vertical(axes, plot)
 
@@ -130,43 +136,37 @@ def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     measures = [measure for measure in plot.measures if findings.of(measure)]
     divisor, name = _scale(measures, findings)
     places = [(level, case) for level in findings.levels(measures[0]) for case in findings.cases(measures[0])]
-    labels = [case if level is None else f"{level:,g}\n{case}" for level, case in places]
-    bottom = [0.0] * len(places)
+    labels = [case if level is None else f"{level:,g}, {case}" for level, case in places]
+    left = [0.0] * len(places)
     for i, measure in enumerate(measures):
         sizes = [(e.value if (e := findings.estimate(measure, c, at)) else 0.0) / divisor for at, c in places]
-        axes.bar(labels, sizes, bottom=bottom, color=_LINES[i], label=measure.name, width=0.6)
-        bottom = [low + high for low, high in zip(bottom, sizes, strict=True)]
-    axes.set(ylabel=f"time ({name})" if measures[0].unit == "s" else name)
-    axes.grid(visible=False, axis="x")
-    _vertical(axes, plot)
-
-
-def _points(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    measure = plot.measures[0]
-    divisor, name = _scale([measure], findings)
-    for label, colour, some in _groups(measure, findings, all_levels=True):
-        kept = some[:: max(1, len(some) // MAX_SHAPES)]
-        xs, ys = zip(*((sample.x or 0.0, sample.value / divisor) for sample in kept), strict=True)
-        axes.plot(xs, ys, "o", color=colour, label=label, markersize=3, alpha=0.7)
-    axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(measure, name))
-    _numbers(axes.xaxis, log=False)
-    _vertical(axes, plot)
+        axes.barh(labels, sizes, left=left, color=_LINES[i], label=measure.name, height=0.6)
+        left = [low + high for low, high in zip(left, sizes, strict=True)]
+    axes.set(xlabel=f"time ({name})" if measures[0].unit == "s" else name)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    _numbers(axes.xaxis, log=plot.log)
 
 
 _KINDS: Final[dict[str, Callable[[Any, Plot, Findings[Any]], None]]] = {
     "cdf": _cdf,
-    "over time": _over_time,
+    "over time": _cloud,
     "by x": _by_x,
     "bars": _bars,
-    "points": _points,
+    "points": _cloud,
 }
 
 
 def _groups(
     measure: Measure, findings: Findings[Any], *, all_levels: bool = False
 ) -> list[tuple[str | None, str, list[Sample]]]:
-    """Split samples into lines: one for each case, and for each level where that is no axis."""
+    """Split samples into lines: one for each case, and for each level where that is no axis.
+
+    Where that makes more lines than colours, only the last level is shown.
+    """
     levels = [None] if all_levels else findings.levels(measure)
+    if len(levels) * len(findings.cases(measure)) > len(_LINES):
+        levels = levels[-1:]
     found: list[tuple[str | None, str, list[Sample]]] = []
     for level in levels:
         for case in findings.cases(measure):

@@ -26,8 +26,6 @@ from .faults import ReportError
 from .samples import Findings, Sample, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .spec import AnyBench
 
 #: Grows with every change that an older reader would misunderstand.
@@ -74,7 +72,7 @@ class Report(Struct, frozen=True, kw_only=True):
     def warnings(self) -> list[str]:
         """Say what a reader must know before any figure."""
         found = [] if self.complete else [f"this report is not complete: {self.ending}"]
-        found += [f"a check failed: {one.name}" for one in self.checks if one.outcome is Outcome.FAILS]
+        found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Outcome.FAILS]
         load, cpus = self.environment.load_average, self.environment.cpus
         if load is not None and load[0] > BUSY * cpus:
             found.append(f"the machine was busy before the run: a load of {load[0]:.1f} on {cpus} CPUs")
@@ -89,19 +87,15 @@ def schema_of(bench: str) -> str:
 
 
 class Keeper:
-    """Writes one run's report into a folder: at the start, every ten minutes, at the end.
+    """Writes one run's report into a folder, whose file's name holds the time: none overwrites another's.
 
-    The file's name holds the time of its start, so that no run overwrites another's. Without a folder
-    nothing is written.
+    Without a folder nothing is written.
     """
 
-    def __init__(
-        self, folder: Path | None, bench: str, *, every_s: float, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path | None, bench: str, every_s: float) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         self.path = folder / f"{bench}-{stamp}.json" if folder is not None else None
         self._every_s = every_s
-        self._warn = warn
         self._written_s = time.monotonic()
 
     @property
@@ -109,36 +103,17 @@ class Keeper:
         """Say whether it is time for a checkpoint."""
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
-    def start(self, report: Report) -> None:
-        """Write the empty report: a folder that cannot take it is told now. Raises `ReportError`."""
+    def save(self, report: Report, page: str | None = None) -> None:
+        """Write what there is, and the page beside it. Raises `ReportError`."""
+        self._written_s = time.monotonic()
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise _refusal(self.path.parent, error) from None
             write(self.path, encode(report))
-
-    def checkpoint(self, report: Report) -> None:
-        """Write what there is so far. A disk that is full now may have room later: warns, never raises."""
-        self._written_s = time.monotonic()
-        if self.path is not None:
-            try:
-                write(self.path, encode(report))
-            except ReportError as error:
-                self._warn(f"checkpoint left out: {error}")
-
-    def finish(self, report: Report, page: Callable[[], str | None]) -> None:
-        """Write the report, and its page beside it, and say where. Raises `ReportError`."""
-        if self.path is not None:
-            write(self.path, encode(report))
-            if (text := page()) is not None:
-                write(self.path.with_suffix(".html"), text.encode())
-            print(f"{'report' if report.complete else 'partial report'}: {self.path}")  # noqa: T201
-
-    def forget(self) -> None:
-        """Leave nothing of a run that has measured nothing."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            if page is not None:
+                write(self.path.with_suffix(".html"), page.encode())
 
 
 def encode(report: Report) -> bytes:
@@ -172,25 +147,22 @@ def write(path: Path, content: bytes) -> None:
 def read(path: Path) -> Report:
     """Read a report. Raises `ReportError` where it is none, or one of another schema version."""
     try:
-        content = path.read_bytes()
+        found = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        schema = msgspec.json.decode(content, type=_Schema).schema
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ReportError(f"{path} is no bench report: it has no schema") from None
+        found = None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, str):
+        raise ReportError(f"{path} is no bench report: it has no schema")
     if not schema.startswith("turnkeep.bench.") or not schema.endswith(f"/{VERSION}"):
         raise ReportError(
             f"{path} is of schema {schema!r}; this version reads turnkeep.bench.<name>/{VERSION}"
         )
     try:
-        return msgspec.json.decode(content, type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.convert(found, Report)
+    except msgspec.ValidationError as error:
         raise ReportError(f"{path} is a broken report: {error}") from None
-
-
-class _Schema(Struct):
-    schema: str
 
 
 def _refusal(path: Path, error: OSError) -> ReportError:

@@ -68,7 +68,7 @@ class Run(Generic[P]):
         self._corpus = None if corpus is None else load(corpus)
         self._bench = bench
         self._console = Console(stderr=True, highlight=False)
-        self.keeper = Keeper(where.out, bench.name, every_s=where.checkpoint, warn=self.warn)
+        self.keeper = Keeper(where.out, bench.name, where.checkpoint)
         self._environment = environment.look()
         self._started_at = environment.now_iso()
         self._samples: list[Sample] = []
@@ -127,7 +127,10 @@ class Run(Generic[P]):
         """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
         self._bars.update(self._bar, completed=done, total=total, description=what)
         if not self._in_flight and self.keeper.due:
-            self.keeper.checkpoint(self.report("running", ()))
+            try:
+                self.keeper.save(self.report("running", ()))
+            except ReportError as error:  # a disk that is full now may have room later
+                self.warn(f"checkpoint left out: {error}")
 
     @asynccontextmanager
     async def worker(
@@ -200,7 +203,7 @@ class Run(Generic[P]):
             with self._bars:
                 async with beside(self._pulse()):
                     await self._bench.measure(self)
-        except TurnkeepError:
+        except (TurnkeepError, BenchError):
             self._expect_alive()
             raise
 
@@ -253,7 +256,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     `ReportError`, and whatever the bench raises.
     """
     run = Run(bench, plan, where)
-    run.keeper.start(run.report("running", ()))
+    run.keeper.save(run.report("running", ()))  # a folder that cannot take it is told before the run
     ending = "interrupted"
     try:
         await run.measure()
@@ -263,12 +266,22 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         raise
     finally:
         report = run.report(ending, run.judged())
-        if report.complete or report.turns or report.samples:
-            tables.tell(bench, report)
-            run.keeper.finish(report, lambda: render(bench, report, warn=run.warn))
-        else:
-            run.keeper.forget()
+        _keep(bench, report, run)
     return report
+
+
+def _keep(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
+    """Print what there is, and write it; of a run that has measured nothing nothing stays."""
+    path = run.keeper.path
+    if not report.complete and not report.turns and not report.samples:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        return
+    tables.tell(bench, report)
+    if path is not None:
+        run.keeper.save(report, render(bench, report, warn=run.warn))
+        kind = "report" if report.complete else "partial report"
+        tables.printing().print(f"{kind}: {path}", soft_wrap=True)
 
 
 @asynccontextmanager

@@ -47,7 +47,7 @@ def table(findings: Findings[Any], measure: Measure) -> Rows:
                 continue
             found = findings.estimate(measure, case, level)
             cells = [
-                _label(findings.level_name(measure), level, case),
+                label(findings.level_name(measure), level, case),
                 f"{len(values):,}",
                 interval(found, measure.unit),
             ]
@@ -131,7 +131,8 @@ def show(rows: Rows, console: Console) -> None:
     console.print(printed)
 
 
-def _label(name: str, level: float | None, case: str) -> str:
+def label(name: str, level: float | None, case: str) -> str:
+    """Name a row."""
     if level is None:
         return case or "all"
     at = f"{level:,g} {name}"

@@ -26,7 +26,7 @@ from bench.page import render
 from bench.plan import Option, Where
 from bench.report import Keeper, Report
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
-from bench.run import conduct
+from bench.run import Run, conduct
 from bench.samples import Turn
 from bench.stats import Estimate
 
@@ -140,25 +140,38 @@ def test_what_fails_before_a_report_is_whole_leaves_the_old_one(
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(mounted: Callable[[str], Path]) -> None:
-    disk, warned = mounted("size=64k"), []
-    keeper = Keeper(disk, "restart", every_s=0, warn=warned.append)
-    keeper.start(make_report([]))
+    disk = mounted("size=64k")
+    keeper = Keeper(disk, "restart", 0)
     small, large = make_report(make_report().turns[:5]), make_report([*make_report().turns] * 20)
-    keeper.checkpoint(small)
-    keeper.checkpoint(large)
-    assert len(warned) == 1
-    assert "the disk is full" in warned[0]
+    keeper.save(small)
     with pytest.raises(ReportError, match="the disk is full"):
-        keeper.finish(large, lambda: None)
+        keeper.save(large)
     assert report.read(keeper.path).turns == small.turns
     assert list(disk.iterdir()) == [keeper.path]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    keeper = Keeper(tmp_path / "file" / "reports", "restart", every_s=600, warn=print)
     with pytest.raises(ReportError, match=r"cannot be written to .*: Not a directory"):
-        keeper.start(make_report([]))
+        Keeper(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
+
+
+def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(BENCH, lies_restart.PLAN, Where(out=tmp_path, checkpoint=1e-9))
+    with run.timing():
+        run.step(0, None, "in flight")
+    assert list(tmp_path.iterdir()) == []
+    run.step(0, None, "between")
+    assert len(list(tmp_path.iterdir())) == 1
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "fsync", refuse)
+    run.step(0, None, "later")
+    assert "checkpoint left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,6 +235,7 @@ def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
         (interval(Estimate(1.0932, 1.0456, 1.1433, 9)), "1.09 (1.05 to 1.14)"),
         (interval(Estimate(0.2203, 0.1985, 0.2427, 9), "s"), "220 (198 to 243) ms"),
         (interval(Estimate(0.012, -0.041, 0.0653, 9), "s", signed=True), "+12 (-41 to +65) ms"),
+        (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
         (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
         (interval(Estimate(17.0, 17.0, 17.0, 9), "tokens"), "17 tokens"),
     ],

@@ -64,6 +64,14 @@ def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(su
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
+def test_a_run_that_was_cut_short_is_judged_by_what_there_is(suite: Suite) -> None:
+    turns, samples = suite.honest(0)
+    for end in range(len(turns)):
+        found = Findings(suite.bench, suite.plan, turns[:end], samples[:end], suite.facts)
+        assert failed(suite.bench.checks(found)) == []
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
 def test_every_check_has_a_lie_that_it_catches(suite: Suite) -> None:
     names = [check.name for check in judged(suite, 0) if check.name != KEPT_TIME]
     lies = (*COMMON, *suite.lies)
