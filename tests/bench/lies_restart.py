@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
-import time
-from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite
+from saboteurs import (
+    Lie,
+    Suite,
+    let_tokens_cost,
+    never_restore,
+    only,
+    prefill_in_secret,
+    restore_badly,
+)
 
 from bench.restart import BENCH, CASES, COLD, KILL, RESTART, RESTARTED, RESTORED, SPILLED, WARM, Plan
 from bench.samples import Sample, Turn
-from worker.batch.batch import Batch
-from worker.device.runner import Runner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PLAN = Plan(tokens=(256, 1024), rounds=5, corpus="built-in")
 FIRST_S = {WARM: 0.1, SPILLED: 0.12, RESTART: 0.11, KILL: 0.2}
@@ -55,10 +56,6 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
     return turns, []
 
 
-def of(case: str, **changes: Any) -> Callable[[Turn], Turn]:
-    return lambda turn: replace(turn, **changes) if turn.case == case else turn
-
-
 def prefill_all(turn: Turn) -> Turn:
     if turn.case not in RESTARTED:
         return turn
@@ -81,63 +78,11 @@ def take_as_long(turn: Turn) -> Turn:
     return replace(turn, first_s=0.004 * turn.x) if turn.case in RESTORED else turn
 
 
-def never_restore() -> None:
-    """Drop what was restored before the turn begins, and say so."""
-    begin = Runner._begin
-
-    def forgetful(self: Runner, turn: Any) -> None:
-        turn.restored, turn.num_restored = None, 0
-        begin(self, turn)
-
-    Runner._begin = forgetful
-
-
-def restore_badly() -> None:
-    """Turn the sign of all values that were restored."""
-    rebuilt = Runner._rebuilt
-
-    def spoil(self: Runner, turn: Any) -> Any:
-        held = rebuilt(self, turn)
-        for cache in held.caches if held is not None else ():
-            cache.values = -cache.values
-        return held
-
-    Runner._rebuilt = spoil
-
-
-def let_tokens_cost() -> None:
-    """Make prefill slow: a tiny model is so fast that a busy machine hides it."""
-    step = Batch.step
-
-    def slow(self: Batch, pieces: Any, **more: Any) -> None:
-        time.sleep(3e-4 * sum(len(piece.tokens) for piece in pieces))
-        step(self, pieces, **more)
-
-    Batch.step = slow
-
-
-def prefill_in_secret() -> None:
-    """Drop what was restored, and report it as cached all the same."""
-    let_tokens_cost()
-    begin = Runner._begin
-
-    def lie(self: Runner, turn: Any) -> None:
-        kept = turn.num_restored if turn.restored is not None else 0
-        if kept:
-            turn.restored, turn.num_restored, turn.num_kept = None, 0, 0
-        begin(self, turn)
-        if kept:
-            turn.num_reused = kept
-            turn.num_prefilled -= kept
-
-    Runner._begin = lie
-
-
 LIES = (
     Lie(
         "keeps a spilled session in memory",
         "sessions were in memory",
-        of(SPILLED, facts={"resident": "yes", "restored_bytes": 0}),
+        only(SPILLED, facts={"resident": "yes", "restored_bytes": 0}),
     ),
     Lie("loses a token in a restart", "every case had the same length", forget_one),
     Lie("prefills all after a restart", "only a turn's own tokens", prefill_all, serve=never_restore),
@@ -145,10 +90,10 @@ LIES = (
     Lie(
         "answers otherwise after a restore",
         "what was restored in full",
-        of(RESTART, tokens=(9, 9, 9)),
+        only(RESTART, tokens=(9, 9, 9)),
         serve=restore_badly,
     ),
-    Lie("answers otherwise after a prefill", "at least 90% of other answers", of(COLD, tokens=(9, 9, 9))),
+    Lie("answers otherwise after a prefill", "at least 90% of other answers", only(COLD, tokens=(9, 9, 9))),
     Lie(
         "prefills all and reports it as cached",
         "what is reported as cached saves",
@@ -157,4 +102,5 @@ LIES = (
         exact=False,
     ),
 )
-SUITE = Suite(BENCH, PLAN, honest, LIES, control=let_tokens_cost)
+LONG = ("--tokens", "256", "--rounds", "20", "--corpus", "built-in")
+SUITE = Suite(BENCH, PLAN, honest, LIES, LONG, control=let_tokens_cost)

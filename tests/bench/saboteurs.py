@@ -8,10 +8,14 @@ worker: `python -m saboteurs BENCH NAME serve ...` is `turnkeep serve` that tell
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
+
+from worker.batch.batch import Batch
+from worker.device.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,12 +41,16 @@ class Lie:
 
 @dataclass(frozen=True)
 class Suite:
-    """`honest` makes the turns and samples of a run by its seed, `control` a worker that tells no lie."""
+    """`honest` makes the turns and samples of a run by its seed, `control` a worker that tells no lie.
+
+    `long` are options of a run that lasts until it is ended.
+    """
 
     bench: AnyBench
     plan: Any
     honest: Callable[[int], tuple[Sequence[Turn], Sequence[Sample]]]
     lies: tuple[Lie, ...]
+    long: tuple[str, ...]
     control: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -51,6 +59,63 @@ class Suite:
         """Real workers by their names."""
         told = {lie.name: lie.serve for lie in self.lies if lie.serve is not None}
         return {"is honest": self.control, **told}
+
+
+def only(case: str, **changes: Any) -> Callable[[Turn], Turn]:
+    """Bend the turns of one case."""
+    return lambda turn: replace(turn, **changes) if turn.case == case else turn
+
+
+def never_restore() -> None:
+    """Drop what was restored before the turn begins, and say so."""
+    begin = Runner._begin
+
+    def forgetful(self: Runner, turn: Any) -> None:
+        turn.restored, turn.num_restored = None, 0
+        begin(self, turn)
+
+    Runner._begin = forgetful
+
+
+def restore_badly() -> None:
+    """Turn the sign of all values that were restored."""
+    rebuilt = Runner._rebuilt
+
+    def spoil(self: Runner, turn: Any) -> Any:
+        held = rebuilt(self, turn)
+        for cache in held.caches if held is not None else ():
+            cache.values = -cache.values
+        return held
+
+    Runner._rebuilt = spoil
+
+
+def let_tokens_cost() -> None:
+    """Make prefill slow: a tiny model is so fast that a busy machine hides it."""
+    step = Batch.step
+
+    def slow(self: Batch, pieces: Any, **more: Any) -> None:
+        time.sleep(3e-4 * sum(len(piece.tokens) for piece in pieces))
+        step(self, pieces, **more)
+
+    Batch.step = slow
+
+
+def prefill_in_secret() -> None:
+    """Drop what was restored, and report it as cached all the same."""
+    let_tokens_cost()
+    begin = Runner._begin
+
+    def lie(self: Runner, turn: Any) -> None:
+        kept = turn.num_restored if turn.restored is not None else 0
+        if kept:
+            turn.restored, turn.num_restored, turn.num_kept = None, 0, 0
+        begin(self, turn)
+        if kept:
+            turn.num_reused = kept
+            turn.num_prefilled -= kept
+
+    Runner._begin = lie
 
 
 #: What any worker may do, under every bench whose turns tell of it.

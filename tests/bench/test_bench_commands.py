@@ -1,0 +1,86 @@
+"""Every bench as a command: how it ends well, how it is ended, and what is left of it then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from bench_runs import PATIENCE_S, check_one_line, turnkeep
+from saboteurs import Suite, suites
+
+from bench import report
+from bench.checks import Outcome
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+each_bench = pytest.mark.parametrize("suite", suites(), ids=lambda suite: suite.bench.name)
+
+
+@each_bench
+def test_a_smoke_run_ends_well(suite: Suite, tmp_path: Path, tiny_model: Path) -> None:
+    process = turnkeep(suite.bench.name, "--smoke", "--model", tiny_model, "--out", tmp_path)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, out + err
+    found = report.read(next(tmp_path.glob("*.json")))
+    assert found.complete
+    assert Outcome.FAILS not in {check.outcome for check in found.checks if check.exact}
+    assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(suite.bench.plots)
+
+
+@each_bench
+def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
+    suite: Suite, tmp_path: Path, tiny_model: Path
+) -> None:
+    process, path = start(suite, tmp_path, tiny_model)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "partial report: " in out
+    found = report.read(path)
+    assert (found.complete, found.ending) == (False, "interrupted")
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@each_bench
+def test_a_worker_that_dies_is_one_line_in_the_report_too(
+    suite: Suite, tmp_path: Path, tiny_model: Path
+) -> None:
+    process, path = start(suite, tmp_path, tiny_model)
+    while process.poll() is None:  # again: the first may have been one that the bench was about to end
+        for worker in psutil.Process(process.pid).children():
+            worker.kill()
+        time.sleep(0.05)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "ended with exit code -9" in err.splitlines()[-1]
+    assert report.read(path).ending.startswith("fault: ")
+
+
+def test_a_session_that_does_not_fit_the_model_is_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    options = ("--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path)
+    check_one_line(turnkeep("restart", *options), "the context is 2048")
+    assert list(tmp_path.iterdir()) == []
+
+
+def start(suite: Suite, folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
+    """Start a run that lasts, and wait until some turns are in its report."""
+    options = (*suite.long, "--checkpoint", 0.1, "--model", model, "--out", folder)
+    process = turnkeep(suite.bench.name, *options)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        for path in folder.glob("*.json"):
+            if len(report.read(path).turns) >= 3:
+                return process, path
+        time.sleep(0.1)
+    raise AssertionError("no checkpoint had three turns")
