@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from .corpus import Corpus
     from .samples import Turn
-    from .spec import Bench
+    from .spec import Bench, Measure
 
 P = TypeVar("P")
 
@@ -86,19 +86,14 @@ class Run(Generic[P]):
             raise AssertionError("the plan has no corpus")
         return self._corpus
 
-    async def ask(self, session: Session, *, timeout_s: float | None = None, **request: Any) -> Turn:
+    async def ask(self, session: Session, **request: Any) -> Turn:
         """Send one generate, and time it. The turn is not kept: `take` does that.
 
         It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
         """
-        default_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
+        timeout_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
         with self.timing():
-            return await ask(
-                session,
-                timeout_s=default_s if timeout_s is None else timeout_s,
-                began_s=self.began_s,
-                **request,
-            )
+            return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -113,11 +108,9 @@ class Run(Generic[P]):
         """Keep turns that were measured."""
         self.turns += turns
 
-    def sample(
-        self, measure: str, value: float, *, case: str = "", x: float | None = None, block: int = 0
-    ) -> None:
+    def sample(self, measure: Measure, case: str, x: float | None, block: int, value: float) -> None:
         """Keep a value that follows from no turn."""
-        self._samples.append(Sample(measure, case, x, block, value))
+        self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:
         """Say something that does not stop the run."""
@@ -162,9 +155,8 @@ class Run(Generic[P]):
                 yield client
             return
         where = self.where
-        async with closing(
-            await connect(self.where.nats, prefix=where.prefix, tenant=where.tenant)
-        ) as client:
+        client = await connect(self.where.nats, prefix=where.prefix, tenant=where.tenant)
+        async with closing(client):
             with contextlib.suppress(RequestFailedError):  # it knows that there is no such session
                 await client.session("any").info()
             yield client
@@ -265,6 +257,8 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         ending = f"fault: {error}"
         raise
     finally:
+        with contextlib.suppress(ReportError):  # raised below, when the figures have been printed
+            run.keeper.save(run.report(ending, ()))  # whatever becomes of what is made of it
         report = run.report(ending, run.judged())
         _keep(bench, report, run)
     return report
