@@ -64,8 +64,7 @@ class Run(Generic[P]):
         self.metrics: Metrics | None = None
         self.began_s = time.monotonic()
         self.lags_s = array("d")
-        corpus: str | None = getattr(plan, "corpus", None)
-        self._corpus = None if corpus is None else load(corpus)
+        self._corpus: Corpus | None = None
         self._bench = bench
         self._console = Console(stderr=True, highlight=False)
         self.keeper = Keeper(where.out, bench.name, where.checkpoint)
@@ -81,9 +80,9 @@ class Run(Generic[P]):
 
     @property
     def corpus(self) -> Corpus:
-        """What is said: the corpus that the plan names."""
+        """What is said: the corpus that the plan names. Raises `BenchError` where it is not installed."""
         if self._corpus is None:
-            raise AssertionError("the plan has no corpus")
+            self._corpus = load(self.plan.corpus)  # type: ignore[attr-defined]  # else nobody may ask
         return self._corpus
 
     async def ask(self, session: Session, **request: Any) -> Turn:

@@ -30,8 +30,11 @@ TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """Make a random llama of two layers with a byte-level tokenizer and a ChatML template."""
+def make_tiny_model(folder: Path, **changes: int) -> Path:
+    """Make a random llama of two layers with a byte-level tokenizer and a ChatML template.
+
+    `changes` are to its configuration.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models import llama
@@ -61,6 +64,7 @@ def make_tiny_model(folder: Path) -> Path:
         "max_position_embeddings": TINY_CONTEXT,
         "tie_word_embeddings": True,
         "eos_token_id": vocabulary["<|im_end|>"],
+        **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(7)

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_runs import end_all
+from parts import make_tiny_model
 
 from worker.batch import batch
 
@@ -15,6 +17,12 @@ def nothing_goes_on() -> Iterator[None]:
     """A bench that a failed test left running is ended."""
     yield
     end_all()
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose heads are wide enough for KV in fewer bits."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", num_attention_heads=2)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -43,7 +45,7 @@ class Lie:
 class Suite:
     """`honest` makes the turns and samples of a run by its seed, `control` a worker that tells no lie.
 
-    `long` are options of a run that lasts until it is ended.
+    `long` are options of a run that lasts until it is ended; `model` is the fixture of what is run.
     """
 
     bench: AnyBench
@@ -53,6 +55,7 @@ class Suite:
     long: tuple[str, ...]
     control: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
+    model: str = "tiny_model"
 
     @property
     def serving(self) -> dict[str, Callable[[], None]]:
@@ -135,10 +138,9 @@ COMMON = (
 
 
 def suites() -> list[Suite]:
-    """List the suites of all benches that have one."""
-    import lies_restart
-
-    return [lies_restart.SUITE]
+    """List the suites of all benches: of every `lies_BENCH.py` beside this file."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("lies_*.py"))
+    return [import_module(name).SUITE for name in names]
 
 
 def main() -> None:

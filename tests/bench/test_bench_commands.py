@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -23,9 +24,24 @@ pytestmark = pytest.mark.process
 each_bench = pytest.mark.parametrize("suite", suites(), ids=lambda suite: suite.bench.name)
 
 
+@pytest.fixture
+def model(suite: Suite, request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(suite.model)
+    return folder
+
+
 @each_bench
-def test_a_smoke_run_ends_well(suite: Suite, tmp_path: Path, tiny_model: Path) -> None:
-    process = turnkeep(suite.bench.name, "--smoke", "--model", tiny_model, "--out", tmp_path)
+def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
+    suite: Suite, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is its cache here, which is all that there is of it without a network."""
+    cached = tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(model, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    process = turnkeep(suite.bench.name, "--smoke", "--model", "org/tiny", "--out", tmp_path)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("*.json")))
@@ -36,9 +52,9 @@ def test_a_smoke_run_ends_well(suite: Suite, tmp_path: Path, tiny_model: Path) -
 
 @each_bench
 def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
-    suite: Suite, tmp_path: Path, tiny_model: Path
+    suite: Suite, tmp_path: Path, model: Path
 ) -> None:
-    process, path = start(suite, tmp_path, tiny_model)
+    process, path = start(suite, tmp_path, model)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -51,10 +67,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
 
 
 @each_bench
-def test_a_worker_that_dies_is_one_line_in_the_report_too(
-    suite: Suite, tmp_path: Path, tiny_model: Path
-) -> None:
-    process, path = start(suite, tmp_path, tiny_model)
+def test_a_worker_that_dies_is_one_line_in_the_report_too(suite: Suite, tmp_path: Path, model: Path) -> None:
+    process, path = start(suite, tmp_path, model)
     while process.poll() is None:  # again: the first may have been one that the bench was about to end
         for worker in psutil.Process(process.pid).children():
             worker.kill()
@@ -80,7 +94,8 @@ def start(suite: Suite, folder: Path, model: Path) -> tuple[subprocess.Popen[str
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         for path in folder.glob("*.json"):
-            if len(report.read(path).turns) >= 3:
+            found = report.read(path)
+            if len(found.turns) + len(found.samples) >= 3:
                 return process, path
         time.sleep(0.1)
-    raise AssertionError("no checkpoint had three turns")
+    raise AssertionError("no checkpoint had three turns or samples")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from saboteurs import COMMON, Lie, Suite, suites
@@ -12,9 +12,6 @@ from bench.checks import Check, Outcome
 from bench.plan import Where, smoke
 from bench.run import conduct
 from bench.samples import Findings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SUITES = suites()
 LIES = [(suite, lie) for suite in SUITES for lie in (*COMMON, *suite.lies)]
@@ -89,13 +86,13 @@ def test_a_loop_that_is_late_is_told() -> None:
 async def test_a_real_worker_that_lies_is_caught(
     suite: Suite,
     lie: Lie | None,
-    tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     name = "is honest" if lie is None else lie.name
-    where = Where(model=str(tiny_model), program=("saboteurs", suite.bench.name, name))
+    model = str(request.getfixturevalue(suite.model))
+    where = Where(model=model, program=("saboteurs", suite.bench.name, name))
     report = await conduct(suite.bench, smoke(suite.bench.plan), where)
     names = failed(report.checks)
     assert len(names) == (lie is not None), report.checks
