@@ -11,14 +11,24 @@ from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTime
 from .samples import Turn
 
 if TYPE_CHECKING:
+    import asyncio
+
     from turnkeep_client.session import Session
 
 
-async def ask(session: Session, *, timeout_s: float, began_s: float = 0.0, **request: Any) -> Turn:
+async def ask(
+    session: Session,
+    *,
+    timeout_s: float,
+    began_s: float = 0.0,
+    begun: asyncio.Event | None = None,
+    **request: Any,
+) -> Turn:
     """Send one generate and wait for its end. A fault is an outcome, not an exception.
 
-    `request` are the arguments of `Session.generate`; `at_s` counts from `began_s` on the monotonic clock. An
-    answer without text has no chunk: its first token is there with its result.
+    `request` are the arguments of `Session.generate`; `at_s` counts from `began_s` on the monotonic clock,
+    and the first chunk sets `begun`. An answer without text has no chunk: its first token is there with its
+    result.
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
@@ -28,6 +38,8 @@ async def ask(session: Session, *, timeout_s: float, began_s: float = 0.0, **req
         generation = session.generate(timeout_s=timeout_s, **request)
         async for chunk in generation:
             chunks_s.append(time.monotonic() - sent_s)
+            if begun is not None:
+                begun.set()
             tokens += chunk.tokens
             text += chunk.text
         result = generation.result

@@ -111,8 +111,9 @@ def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
     failed = [turn for turn in turns if turn.error is not None]
     every = count("every turn was answered", failed, turns)
     if failed:
-        errors = Counter(turn.error for turn in failed).most_common()
-        told = ", ".join(f"{times:,} {error}" for error, times in errors)
+        errors = Counter(turn.error for turn in failed)
+        first = {turn.error: turn.message for turn in reversed(failed)}
+        told = ", ".join(f"{times:,} {error} ({first[error]})" for error, times in errors.most_common())
         every = Check(name=every.name, outcome=every.outcome, detail=f"{every.detail}: {told}", exact=True)
     yield every
     if streamed := [turn for turn in answered if turn.joined is not None]:

@@ -60,18 +60,17 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Rows:
     sides = [[report.findings(bench) for report in side] for side in zip(*pairs, strict=True)]
     first, rows = sides[0][0], []
     for measure in bench.measures:
-        for level in first.levels(measure):
-            for case in first.cases(measure):
-                found = [[one.estimate(measure, case, level) for one in side] for side in sides]
-                base, other = ([one.value for one in side if one is not None] for side in found)
-                if {len(base), len(other)} != {len(pairs)}:
-                    continue
-                ratios = stats.ratios(dict(enumerate(base)), dict(enumerate(other)))
-                ratio = stats.mean(ratios, log=True)
-                shown = interval(ratio) if judged else number(None if ratio is None else ratio.value)
-                medians = [number(statistics.median(side), measure.unit) for side in (base, other)]
-                name = f"{measure.name}, {label(first.level_name(measure), level, case)}"
-                rows.append((name, *medians, shown, _reading(ratio, measure) if judged else ""))
+        for level, case in first.places(measure):
+            found = [[one.estimate(measure, case, level) for one in side] for side in sides]
+            base, other = ([one.value for one in side if one is not None] for side in found)
+            if {len(base), len(other)} != {len(pairs)}:
+                continue
+            ratios = stats.ratios(dict(enumerate(base)), dict(enumerate(other)))
+            ratio = stats.mean(ratios, log=True)
+            shown = interval(ratio) if judged else number(None if ratio is None else ratio.value)
+            medians = [number(statistics.median(side), measure.unit) for side in (base, other)]
+            name = f"{measure.name}, {label(first.level_name(measure), level, case)}"
+            rows.append((name, *medians, shown, _reading(ratio, measure) if judged else ""))
     return Rows("Typical values", ("", "A", "B", "B / A", ""), rows)
 
 

@@ -71,35 +71,35 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
 
 
 def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    measure = plot.measures[0]
-    divisor, name = _scale([measure], findings)
-    for label, colour, some in _groups(measure, findings):
+    divisor, name = _scale(plot.measures, findings)
+    for label, colour, some in _groups(plot, findings):
         values = sorted(sample.value / divisor for sample in some)
         n = len(values)
         kept = sorted({*range(0, n, max(1, n // 400)), n - 1})
         xs = [values[0], *(values[i] for i in kept)]
         axes.step(xs, [0.0, *((i + 1) / n for i in kept)], where="post", color=colour, label=label)
-    axes.set(xlabel=_name(measure, name), ylabel="share of values", ylim=(0, 1.02))
+    axes.set(xlabel=_name(plot, name), ylabel="share of values", ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _numbers(axes.xaxis, log=plot.log)
 
 
 def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     """Show single values: as points, or over time as lines."""
-    measure, over_time = plot.measures[0], plot.kind == "over time"
-    divisor, name = _scale([measure], findings)
-    most = max(sample.x or 0.0 for sample in findings.of(measure))
+    over_time = plot.kind == "over time"
+    groups = _groups(plot, findings, all_levels=True)
+    divisor, name = _scale(plot.measures, findings)
+    most = max(sample.x or 0.0 for _, _, some in groups for sample in some)
     span, span_name = scale(most or 1.0, "s") if over_time else (1.0, "")
     style: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 3, "alpha": 0.7}
     if over_time:
         style = {"linewidth": 1.3}
-    for label, colour, some in _groups(measure, findings, all_levels=True):
+    for label, colour, some in groups:
         points = sorted((sample.x or 0.0, sample.value) for sample in some)
         points = points[:: max(1, len(points) // MAX_SHAPES)]
         xs, ys = zip(*((x / span, y / divisor) for x, y in points), strict=True)
         axes.plot(xs, ys, color=colour, label=label, **style)
-    xlabel = f"time ({span_name})" if over_time else findings.level_name(measure) or plot.x
-    axes.set(xlabel=xlabel, ylabel=_name(measure, name))
+    axis = findings.level_name(plot.measures[0]) or plot.x
+    axes.set(xlabel=f"time ({span_name})" if over_time else axis, ylabel=_name(plot, name))
     _numbers(axes.xaxis, log=False)
     _vertical(axes, plot)
 
@@ -124,7 +124,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
             linewidth=1.3,
             capsize=3,
         )
-    axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(measure, name))
+    axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(plot, name))
     _numbers(axes.xaxis, log=False)
     if len(xs) <= MAX_TICKS:
         axes.set_xticks(xs)
@@ -135,14 +135,14 @@ def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     """Stack the typical values of all measures, a bar for each level and case."""
     measures = [measure for measure in plot.measures if findings.of(measure)]
     divisor, name = _scale(measures, findings)
-    places = [(level, case) for level in findings.levels(measures[0]) for case in findings.cases(measures[0])]
+    places = findings.places(measures[0])
     labels = [case if level is None else f"{level:,g}, {case}" for level, case in places]
     left = [0.0] * len(places)
     for i, measure in enumerate(measures):
         sizes = [(e.value if (e := findings.estimate(measure, c, at)) else 0.0) / divisor for at, c in places]
         axes.barh(labels, sizes, left=left, color=_LINES[i], label=measure.name, height=0.6)
         left = [low + high for low, high in zip(left, sizes, strict=True)]
-    axes.set(xlabel=f"time ({name})" if measures[0].unit == "s" else name)
+    axes.set(xlabel=_name(plot, name))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     _numbers(axes.xaxis, log=plot.log)
@@ -158,23 +158,25 @@ _KINDS: Final[dict[str, Callable[[Any, Plot, Findings[Any]], None]]] = {
 
 
 def _groups(
-    measure: Measure, findings: Findings[Any], *, all_levels: bool = False
+    plot: Plot, findings: Findings[Any], *, all_levels: bool = False
 ) -> list[tuple[str | None, str, list[Sample]]]:
-    """Split samples into lines: one for each case, and for each level where that is no axis.
+    """Split samples into lines: for each measure and case, and for each level where that is no axis.
 
     Where that makes more lines than colours, only the last level is shown.
     """
-    levels = [None] if all_levels else findings.levels(measure)
-    if len(levels) * len(findings.cases(measure)) > len(_LINES):
-        levels = levels[-1:]
-    found: list[tuple[str | None, str, list[Sample]]] = []
-    for level in levels:
-        for case in findings.cases(measure):
-            if some := findings.of(measure, case, level):
-                parts = [] if level is None else [f"{level:,g}"]
-                label = ", ".join([*parts, *([case] if case else [])])
-                found.append((label or None, _LINES[len(found) % len(_LINES)], some))
-    return found
+    found = []
+    for measure in plot.measures:
+        cases = findings.cases(measure)
+        places = [(None, case) for case in cases] if all_levels else findings.places(measure)
+        if len(places) > len(_LINES):
+            places = places[-len(cases) :]
+        for level, case in places:
+            parts = [measure.name] if len(plot.measures) > 1 else []
+            if level is not None:
+                parts.append(f"{level:,g}")
+            parts += [case] if case else []
+            found.append((", ".join(parts) or None, findings.of(measure, case, level)))
+    return [(label, _LINES[i % len(_LINES)], some) for i, (label, some) in enumerate(found)]
 
 
 def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float, str]:
@@ -184,8 +186,10 @@ def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float,
     return scale(sizes[int(0.75 * (len(sizes) - 1))], unit)
 
 
-def _name(measure: Measure, unit: str) -> str:
-    return f"{measure.name} ({unit})" if unit else measure.name
+def _name(plot: Plot, unit: str) -> str:
+    several = len(plot.measures) > 1
+    name = ("time" if plot.measures[0].unit == "s" else "") if several else plot.measures[0].name
+    return f"{name} ({unit})" if name and unit else name or unit
 
 
 def _vertical(axes: Any, plot: Plot) -> None:

@@ -35,7 +35,7 @@ from .samples import Findings, Sample
 from .together import beside
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -84,6 +84,11 @@ class Run(Generic[P]):
         if self._corpus is None:
             self._corpus = load(self.plan.corpus)  # type: ignore[attr-defined]  # else nobody may ask
         return self._corpus
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.began_s
 
     async def ask(self, session: Session, **request: Any) -> Turn:
         """Send one generate, and time it. The turn is not kept: `take` does that.
@@ -166,6 +171,19 @@ class Run(Generic[P]):
         async with closing(await connect(worker.url, tenant=tenant)) as client:
             yield client
 
+    @asynccontextmanager
+    async def watching(self, client: Client, take: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
+        """Give `take` each account that the worker publishes, and when: nothing is asked of it for that."""
+
+        async def listen() -> None:
+            async for metrics in client.metrics():
+                self.metrics = self.metrics or metrics
+                if metrics.worker == self.metrics.worker:  # there may be others on the same NATS
+                    take(self.elapsed_s, metrics)
+
+        async with beside(listen()):
+            yield
+
     async def restart(self, worker: LocalWorker, *options: str, kill: bool = False) -> tuple[float, float]:
         """Stop or kill a worker and start it again; returns the seconds of both, until it is ready."""
         began_s = time.monotonic()
@@ -204,7 +222,7 @@ class Run(Generic[P]):
         return Report(
             schema=schema_of(self._bench.name),
             started_at=self._started_at,
-            elapsed_s=time.monotonic() - self.began_s,
+            elapsed_s=self.elapsed_s,
             complete=ending == "done",
             ending=ending,
             target="a worker of its own" if own else "a worker that was running",

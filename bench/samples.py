@@ -112,6 +112,8 @@ class Findings(Generic[P]):
                     found[measure.name] += (
                         Sample(measure.name, turn.case, x, turn.block, one) for one in values
                     )
+        for sample in self.bench.follows(self.turns):
+            found[sample.measure].append(sample)
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
@@ -135,10 +137,12 @@ class Findings(Generic[P]):
         """Name what a measure's levels are; empty where `x` is but an axis."""
         return self.bench.levels if measure.levels is None else measure.levels
 
-    def levels(self, measure: Measure) -> list[float | None]:
-        """List the levels that have rows of their own; None stands for all where the bench has none."""
-        found = {sample.x for sample in self._samples[measure.name] if sample.x is not None}
-        return [*sorted(found)] if self.level_name(measure) and found else [None]
+    def places(self, measure: Measure) -> list[tuple[float | None, str]]:
+        """List the levels and cases that have rows of their own; a level of None is none, or all."""
+        levelled = bool(self.level_name(measure))
+        found = {(sample.x if levelled else None, sample.case) for sample in self._samples[measure.name]}
+        order = self.cases(measure)
+        return sorted(found, key=lambda one: (one[0] is None, one[0] or 0.0, order.index(one[1])))
 
     def blocks(self, measure: Measure, case: str, level: float | None = None) -> Blocks:
         """Return the block's numbers."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from .checks import Check
     from .run import Run
-    from .samples import Findings, Turn
+    from .samples import Findings, Sample, Turn
 
 P = TypeVar("P")
 
@@ -49,8 +49,8 @@ class Against:
 class Plot:
     """One figure; `caption` says how to read it, and `x` names an axis that has no levels.
 
-    `cdf`, `over time` (x in seconds), `by x` (typical values with intervals) and `points` show the first of
-    `measures`, a line or cloud for each case; `bars` stacks all of them for each case.
+    `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
+    `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
     """
 
     kind: Kind
@@ -68,7 +68,8 @@ class Bench(Generic[P]):
     `cases` are in the order of tables and legends; one that is not named comes behind them. `levels` names
     `x` where it is one of a few levels, which have rows of their own (lengths, batch sizes); else `x` is only
     an axis. `remote`: it can measure a worker that runs already. `planned`: a turn that the bench meant to
-    fail. `same` are facts that two runs must share to be compared.
+    fail. `same` are facts that two runs must share to be compared. `follows` makes the samples that take
+    several turns (tokens a second, of all together).
     """
 
     name: str
@@ -85,6 +86,7 @@ class Bench(Generic[P]):
     planned: Callable[[Turn], bool] = lambda _: False
     same: tuple[str, ...] = ()
     notes: Callable[[P], Iterable[str]] = lambda _: ()
+    follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
 
 
 AnyBench = Bench[Any]

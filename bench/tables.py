@@ -40,28 +40,25 @@ def table(findings: Findings[Any], measure: Measure) -> Rows:
     bench = findings.bench
     sets = [against for against in bench.against if against.measure is measure]
     rows = []
-    for level in findings.levels(measure):
-        for case in findings.cases(measure):
-            values = [sample.value for sample in findings.of(measure, case, level)]
-            if not values:
-                continue
-            found = findings.estimate(measure, case, level)
-            cells = [
-                label(findings.level_name(measure), level, case),
-                f"{len(values):,}",
-                interval(found, measure.unit),
-            ]
-            cells += [number(stats.quantile(values, share), measure.unit) for share in (0.5, 0.95, 0.99)]
-            for one in sets:
-                if case == one.base:
-                    cells.append("")
-                elif one.kind == "ratio":
-                    ratios = findings.ratios(measure, case, one.base, level)
-                    cells.append(interval(stats.mean(ratios, log=True)))
-                else:
-                    later = stats.mean(findings.differences(measure, case, one.base, level))
-                    cells.append(interval(later, measure.unit, signed=True))
-            rows.append(cells)
+    for level, case in findings.places(measure):
+        values = [sample.value for sample in findings.of(measure, case, level)]
+        found = findings.estimate(measure, case, level)
+        cells = [
+            label(findings.level_name(measure), level, case),
+            f"{len(values):,}",
+            interval(found, measure.unit),
+        ]
+        cells += [number(stats.quantile(values, share), measure.unit) for share in (0.5, 0.95, 0.99)]
+        for one in sets:
+            if case == one.base:
+                cells.append("")
+            elif one.kind == "ratio":
+                ratios = findings.ratios(measure, case, one.base, level)
+                cells.append(interval(stats.mean(ratios, log=True)))
+            else:
+                later = stats.mean(findings.differences(measure, case, one.base, level))
+                cells.append(interval(later, measure.unit, signed=True))
+        rows.append(cells)
     marks = [f"{'of' if one.kind == 'ratio' else 'more than'} {one.base}" for one in sets]
     head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]
     empty = {i for i in (3, 4, 5) if all(row[i] == "-" for row in rows)}
