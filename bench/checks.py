@@ -105,7 +105,12 @@ def judge(
 
 
 def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield what is promised of every bench: answers, whole ones, honest sums, and a loop that kept time."""
+    """Yield what is promised of every bench: answers, whole ones, honest sums, and a loop that kept time.
+
+    Of a bench that has samples alone nothing.
+    """
+    if findings.given and not findings.turns:
+        return
     turns = [turn for turn in findings.turns if not findings.bench.planned(turn)]
     answered = [turn for turn in turns if turn.error is None]
     failed = [turn for turn in turns if turn.error is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import restart
+from . import quality, restart
 from .commands import Group, command
 from .old import report as old_report
 from .old.load.command import load
@@ -18,7 +18,6 @@ from .old.many.command import many
 from .old.overhead.command import overhead
 from .old.peers.command import peers
 from .old.pressure.command import pressure
-from .old.quality.command import quality
 from .old.replay.command import replay
 from .old.session.command import session
 from .old.snapshots.command import snapshots
@@ -34,9 +33,9 @@ def bench() -> None:
 
 
 #: Those that are data and a coroutine, by name.
-NEW: Final[dict[str, AnyBench]] = {one.name: one for one in (restart.BENCH,)}
-_OLD = (session, load, overhead, many, pressure, peers, replay, store, snapshots, quality)
-BENCHES = (session, load, command(restart.BENCH), *_OLD[2:])
+NEW: Final[dict[str, AnyBench]] = {one.name: one for one in (quality.BENCH, restart.BENCH)}
+_OLD = (session, load, overhead, many, pressure, peers, replay, store, snapshots)
+BENCHES = (session, load, *map(command, NEW.values()), *_OLD[2:])
 for one in BENCHES:
     bench.add_command(one)
 

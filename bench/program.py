@@ -38,8 +38,8 @@ async def lines(module: str, *arguments: object) -> AsyncGenerator[bytes]:
             if await process.wait():
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
-                code = f"exit code {process.returncode}"
-                raise BenchError(f"the measuring process ended: {said[-1] if said else code}")
+                how = f": {said[-1]}" if said else f" with exit code {process.returncode}"
+                raise BenchError(f"the measuring process ended{how}")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

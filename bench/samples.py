@@ -95,13 +95,13 @@ class Findings(Generic[P]):
         self.plan = plan
         self.turns = turns
         self.facts = facts or {}
-        self._given = samples
+        self.given = samples
         self._looked_up: dict[tuple[str, str | None, float | None], list[Sample]] = {}
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
         found: defaultdict[str, list[Sample]] = defaultdict(list)
-        for sample in self._given:
+        for sample in self.given:
             found[sample.measure].append(sample)
         for measure in self.bench.measures:
             for turn in self.turns:

@@ -45,7 +45,8 @@ class Lie:
 class Suite:
     """`honest` makes the turns and samples of a run by its seed, `control` a worker that tells no lie.
 
-    `long` are options of a run that lasts until it is ended; `model` is the fixture of what is run.
+    `long` are options of a run that lasts until it is ended; `model` is the fixture of what is run, by the
+    module `program`.
     """
 
     bench: AnyBench
@@ -56,6 +57,12 @@ class Suite:
     control: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny_model"
+    program: str = "worker.__main__"
+
+    @property
+    def common(self) -> tuple[Lie, ...]:
+        """What any worker may do, under a bench whose turns tell of it."""
+        return COMMON if self.honest(0)[0] else ()
 
     @property
     def serving(self) -> dict[str, Callable[[], None]]:
@@ -121,7 +128,7 @@ def prefill_in_secret() -> None:
     Runner._begin = lie
 
 
-#: What any worker may do, under every bench whose turns tell of it.
+#: What any worker may do.
 COMMON = (
     Lie(
         "leaves a turn unanswered",
@@ -149,9 +156,7 @@ def main() -> None:
     del sys.argv[1:3]
     (suite,) = (suite for suite in suites() if suite.bench.name == bench)
     suite.serving[name]()
-    from worker.__main__ import main as serve
-
-    serve()
+    import_module(suite.program).main()
 
 
 if __name__ == "__main__":

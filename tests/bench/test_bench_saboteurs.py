@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from saboteurs import COMMON, Lie, Suite, suites
+from saboteurs import Lie, Suite, suites
 
 from bench import checks
 from bench.checks import Check, Outcome
@@ -14,7 +14,7 @@ from bench.run import conduct
 from bench.samples import Findings
 
 SUITES = suites()
-LIES = [(suite, lie) for suite in SUITES for lie in (*COMMON, *suite.lies)]
+LIES = [(suite, lie) for suite in SUITES for lie in (*suite.common, *suite.lies)]
 #: Their checks are exact, so that the short form tells. A statistical one would take five rounds.
 REAL = [
     (suite, lie)
@@ -71,7 +71,7 @@ def test_a_run_that_was_cut_short_is_judged_by_what_there_is(suite: Suite) -> No
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
 def test_every_check_has_a_lie_that_it_catches(suite: Suite) -> None:
     names = [check.name for check in judged(suite, 0) if check.name != KEPT_TIME]
-    lies = (*COMMON, *suite.lies)
+    lies = (*suite.common, *suite.lies)
     assert [name for name in names if not any(name.startswith(lie.check) for lie in lies)] == []
 
 

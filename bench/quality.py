@@ -1,0 +1,188 @@
+"""`turnkeep bench quality`: what KV in fewer bits costs and saves, beside full precision.
+
+The worker's own program `worker.quality` runs the model, as a worker does, and prints a line for each window
+of the text and each answer. A window is a block: perplexity's geometric mean over windows is that over all
+tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import click
+import msgspec
+
+from .checks import Check, bounded, count
+from .faults import BenchError
+from .plan import Corpus, Option
+from .program import lines
+from .spec import Against, Bench, Measure, Plot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .run import Run
+    from .samples import Findings
+
+FULL, EIGHT, FOUR = CASES = ("full precision", "8 bits", "4 bits")
+BITS: Final = {None: FULL, 8: EIGHT, 4: FOUR}
+#: The most of full precision's perplexity that is taken for its own: the packaged model has 1.0007 and 1.11.
+PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
+#: Of an answer's tokens, up to the first that differs: the packaged model has 0.87 with 8 bits.
+EQUAL_BOUND: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """KV in 8 and 4 bits beside full precision: perplexity, likeliest tokens, answers, and bytes.
+
+    The model is run as a worker runs it, on a text that is cut into windows. An answer follows on the first
+    half of a window, by the likeliest tokens; it counts up to the first token that differs.
+    """
+
+    corpus: Corpus = "mt-bench"
+    text: Annotated[
+        Path | None,
+        Option(
+            "A file of text, in the place of a corpus.",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        ),
+    ] = None
+    window: Annotated[
+        int,
+        Option(
+            "Tokens that are run together; the second half of them counts.",
+            smoke=64,
+            type=click.IntRange(min=16),
+        ),
+    ] = 512
+    windows: Annotated[int, Option("How many of them, at the most.", smoke=5)] = 16
+    answer: Annotated[int, Option("Tokens of an answer.", smoke=6)] = 64
+    answers: Annotated[int, Option("How many of them, at the most.", smoke=1)] = 16
+
+
+PERPLEXITY = Measure("perplexity", "")
+LIKELIEST = Measure("likeliest token equal", "share", "higher", log=False)
+EQUAL = Measure("answer equal up to the first difference", "share", "higher", log=False)
+WHOLE = Measure("answers equal as a whole", "share", "higher", log=False)
+MEMORY = Measure("a token's KV in memory", "bytes")
+DISK = Measure("a token's KV on disk", "bytes")
+MEASURES = (PERPLEXITY, LIKELIEST, EQUAL, WHOLE, MEMORY, DISK)
+AGAINST = tuple(Against(measure, FULL) for measure in (PERPLEXITY, MEMORY, DISK))
+PLOTS = (
+    Plot("points", "Perplexity of each window", (PERPLEXITY,), "Windows in the text's order.", x="window"),
+    Plot("cdf", "How far answers are equal", (EQUAL,), "Up to the first token that differs."),
+)
+
+
+def checks(found: Findings[Plan]) -> Iterator[Check]:
+    """Hold the precisions against what they should save, and may cost."""
+    some = [case for case in CASES if found.of(DISK, case)]
+    sizes = {case: [found.of(one, case)[0].value for one in (MEMORY, DISK)] for case in some}
+    pairs = list(pairwise(some))
+    wrong = [(a, b) for a, b in pairs if any(map(operator.le, sizes[a], sizes[b]))]
+    yield count("fewer bits take less memory and disk", wrong, pairs, "steps")
+    for case, bound in PERPLEXITY_BOUNDS.items():
+        ratios = {"": found.ratios(PERPLEXITY, case, FULL)}
+        yield bounded(f"{case} have at most {bound:g} times the perplexity", ratios, at_most=bound, log=True)
+    equal = {"": list(found.blocks(EQUAL, EIGHT).values())}
+    name = f"8 bits answer alike for {EQUAL_BOUND:.0%} of an answer, and more"
+    yield bounded(name, equal, at_least=EQUAL_BOUND, unit="share")
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Say what was compared with what."""
+    yield (
+        f"Perplexity is taken over the second half of windows of {plan.window:,} tokens. Likeliest tokens are"
+        " compared where all precisions have the same text before them; answers go their own way."
+    )
+
+
+class Line(msgspec.Struct):
+    """What the program says: of a precision (`kept`), of a `window`, of an `answer`.
+
+    `loss` is the sum of -log p of `tokens`; at `same` of them the likeliest one is full precision's too, and
+    so many tokens of an answer, from its first on, are those of full precision.
+    """
+
+    kind: str
+    kv_bits: int | None
+    caches: str = ""
+    kv_bytes_per_token: int = 0
+    disk_bytes_per_token: float = 0.0
+    tokens: int = 0
+    loss: float = 0.0
+    same: int = 0
+
+
+async def measure(run: Run[Plan]) -> None:
+    """Run the program."""
+    plan = run.plan
+    options = [f"--{name}={getattr(plan, name)}" for name in ("window", "windows", "answer", "answers")]
+    run.facts["model"] = run.where.model or "packaged"
+    if run.where.model is not None:
+        options.append(f"--model={run.where.model}")
+    module, *told = run.where.program
+    program = run.where.program if told else (f"{module}.quality",)
+    counts = dict.fromkeys([(kind, bits) for kind in ("window", "answer") for bits in BITS], 0)
+    with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
+        text = Path(folder) / "text"
+        text.write_text(_text(run), "utf-8")
+        run.step(0, None, "loading the model")
+        said = lines(*program, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
+        async with contextlib.aclosing(said):
+            async for one in said:
+                _keep(run, msgspec.json.decode(one, type=Line), counts)
+                run.step(sum(counts.values()), None, f"{sum(counts.values())} windows and answers")
+
+
+def _keep(run: Run[Plan], line: Line, counts: dict[tuple[str, int | None], int]) -> None:
+    case = BITS[line.kv_bits]
+    if line.kind == "kept":
+        run.facts[f"caches, {case}"] = line.caches
+        run.sample(MEMORY, case, None, 0, line.kv_bytes_per_token)
+        run.sample(DISK, case, None, 0, line.disk_bytes_per_token)
+        return
+    block = counts[line.kind, line.kv_bits]
+    counts[line.kind, line.kv_bits] += 1
+    share = line.same / line.tokens
+    if line.kind == "window":
+        run.sample(PERPLEXITY, case, block, block, math.exp(line.loss / line.tokens))
+    if line.kv_bits is not None:
+        for one in (LIKELIEST,) if line.kind == "window" else (EQUAL,):
+            run.sample(one, case, block, block, share)
+        if line.kind == "answer":
+            run.sample(WHOLE, case, block, block, float(share == 1))
+
+
+def _text(run: Run[Plan]) -> str:
+    """Return the text of a file, or all that the users of a corpus say."""
+    path = run.plan.text
+    if path is None:
+        return "\n\n".join(said.text for one in run.corpus.conversations for said in one.utterances)
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"the text {path} cannot be read: {error}") from None
+
+
+BENCH = Bench(
+    name="quality",
+    title="KV in fewer bits",
+    plan=Plan,
+    cases=CASES,
+    measures=MEASURES,
+    against=AGAINST,
+    plots=PLOTS,
+    checks=checks,
+    measure=measure,
+    same=("model",),
+    notes=notes,
+)
