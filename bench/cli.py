@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import quality, restart
+from . import quality, replay, restart
 from .commands import Group, command
 from .old import report as old_report
 from .old.load.command import load
@@ -18,7 +18,6 @@ from .old.many.command import many
 from .old.overhead.command import overhead
 from .old.peers.command import peers
 from .old.pressure.command import pressure
-from .old.replay.command import replay
 from .old.session.command import session
 from .old.snapshots.command import snapshots
 from .old.store.command import store
@@ -33,8 +32,8 @@ def bench() -> None:
 
 
 #: Those that are data and a coroutine, by name.
-NEW: Final[dict[str, AnyBench]] = {one.name: one for one in (quality.BENCH, restart.BENCH)}
-_OLD = (session, load, overhead, many, pressure, peers, replay, store, snapshots)
+NEW: Final[dict[str, AnyBench]] = {one.name: one for one in (quality.BENCH, replay.BENCH, restart.BENCH)}
+_OLD = (session, load, overhead, many, pressure, peers, store, snapshots)
 BENCHES = (session, load, *map(command, NEW.values()), *_OLD[2:])
 for one in BENCHES:
     bench.add_command(one)

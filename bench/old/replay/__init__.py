@@ -1,1 +1,0 @@
-"""`turnkeep bench replay`: sessions that a worker has recorded, played again."""
