@@ -22,13 +22,14 @@ async def ask(
     timeout_s: float,
     began_s: float = 0.0,
     begun: asyncio.Event | None = None,
+    texts: bool = False,
     **request: Any,
 ) -> Turn:
     """Send one generate and wait for its end. A fault is an outcome, not an exception.
 
     `request` are the arguments of `Session.generate`; `at_s` counts from `began_s` on the monotonic clock,
-    and the first chunk sets `begun`. An answer without text has no chunk: its first token is there with its
-    result.
+    and the first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without
+    text has no chunk: its first token is there with its result.
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
@@ -70,6 +71,7 @@ async def ask(
         kv_live_bytes=result.kv_live_bytes,
         queued_s=result.seconds.queued,
         rewritten_from=result.rewritten_from,
+        facts={"text": result.text} if texts else {},
     )
 
 

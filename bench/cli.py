@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import quality, replay, restart
+from . import peers, quality, replay, restart
 from .commands import Group, command
 from .old import report as old_report
 from .old.load.command import load
 from .old.many.command import many
 from .old.overhead.command import overhead
-from .old.peers.command import peers
 from .old.pressure.command import pressure
 from .old.session.command import session
 from .old.snapshots.command import snapshots
@@ -32,8 +31,10 @@ def bench() -> None:
 
 
 #: Those that are data and a coroutine, by name.
-NEW: Final[dict[str, AnyBench]] = {one.name: one for one in (quality.BENCH, replay.BENCH, restart.BENCH)}
-_OLD = (session, load, overhead, many, pressure, peers, store, snapshots)
+NEW: Final[dict[str, AnyBench]] = {
+    one.name: one for one in (peers.BENCH, quality.BENCH, replay.BENCH, restart.BENCH)
+}
+_OLD = (session, load, overhead, many, pressure, store, snapshots)
 BENCHES = (session, load, *map(command, NEW.values()), *_OLD[2:])
 for one in BENCHES:
     bench.add_command(one)

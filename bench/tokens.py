@@ -31,3 +31,7 @@ class Texts:
         while len(found) < number:
             found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
         return tuple(found[:number])
+
+    def say(self, number: int) -> str:
+        """Return the text of so many tokens, as they were cut."""
+        return str(self._tokenizer.decode(self.take(number)))

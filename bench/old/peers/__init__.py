@@ -1,1 +1,0 @@
-"""`turnkeep bench peers`: the same conversations with Turnkeep and with OpenAI-compatible servers."""
