@@ -44,6 +44,8 @@ def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False
         return number(estimate.value, unit, signed=signed)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
+    if unit == "share" and not signed:  # there are none beyond
+        low, high = max(low, 0.0), min(high, 100.0)
     places = min(_places((high - low) / 6, 1), _places(value, 4))
     shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
     return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()

@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
-import socket
-import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
@@ -22,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .faults import BenchError
+from .local import READY_TIMEOUT_S, Process, free_port
 from .samples import Turn
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ OWN: Final = "mlx_lm.server"
 #: What that calls the model that it was started with, and a name that most servers ignore.
 MODEL: Final = "default_model"
 CONNECT_TIMEOUT_S: Final = 10.0
-READY_TIMEOUT_S: Final = 180.0
-STOP_TIMEOUT_S: Final = 10.0
 #: Of a refusal's body this much is shown.
 MAX_SHOWN: Final = 300
 
@@ -209,65 +205,34 @@ def parse(spec: str) -> Server:
     return Server(name.strip(), address, parts.fragment or None)
 
 
-class MlxServer:
-    """`mlx_lm.server` on a free port of 127.0.0.1. Its output goes to a file in `folder`."""
+class MlxServer(Process):
+    """`mlx_lm.server` on a free port of 127.0.0.1, with the libraries `preload`."""
 
-    def __init__(self, model: Path, folder: Path, preload: str | None) -> None:
-        """Raise `BenchError` where it is not installed. `preload` are libraries that it gets."""
+    def __init__(self, model: Path, log: IO[bytes], preload: str | None) -> None:
+        """Raise `BenchError` where it is not installed."""
         if importlib.util.find_spec("mlx_lm") is None:
             raise BenchError(f"{OWN} is not installed: pip install mlx-lm, or name a running peer by --peer")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
-        self._command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
-        self._command += ["--host", "127.0.0.1", "--port", f"{self._port}", "--log-level", "WARNING"]
-        self._environment = os.environ | ({"LD_PRELOAD": preload} if preload else {})
-        self._log = folder / "log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._port = free_port()
+        command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "WARNING"]
+        command += ["--host", "127.0.0.1", "--port", f"{self._port}"]
+        super().__init__(f"the peer {OWN}", command, log=log, preload=preload)
 
     @property
     def server(self) -> Server:
         """Connect to it."""
         return Server(OWN, f"http://127.0.0.1:{self._port}/v1", MODEL)
 
-    @property
-    def pid(self) -> int | None:
-        """Its process; None while it does not run."""
-        return None if self._process is None else self._process.pid
-
-    async def start(self) -> None:
-        """Start it, in a session of its own, and wait until its port answers. Raises `BenchError`."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+    async def ready(self) -> None:
+        """Wait until its port answers. Raises `BenchError`."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            self.check()
+            self.expect()
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", self._port)
                 writer.close()
                 return
             await asyncio.sleep(0.05)
-        raise BenchError(f"the peer {OWN} was not ready within {READY_TIMEOUT_S:.0f} s")
-
-    def check(self) -> None:
-        """Raise `BenchError` where it has ended by itself."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            said = self._log.read_text(errors="replace").strip().splitlines()
-            why = f": {_line(said[-1])}" if said and code > 0 else ""
-            raise BenchError(f"the peer {OWN} ended with exit code {code}{why}")
-
-    def stop(self, *, kill: bool = False) -> None:
-        """End it by SIGTERM, or by `kill -9`, as where it hangs."""
-        process, self._process = self._process, None
-        if process is not None:
-            if not kill:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_TIMEOUT_S)
-            process.kill()
-            process.wait()
+        raise BenchError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s")
 
 
 def _line(text: str) -> str:

@@ -11,11 +11,10 @@ import contextlib
 import math
 import random
 import tempfile
-import time
+from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
 import click
@@ -27,8 +26,9 @@ from turnkeep_client.errors import TurnkeepError
 from . import blas, stats
 from .checks import Check, bounded, count
 from .faults import BenchError
-from .openai import OWN, MlxServer, Server, parse
+from .openai import OWN, MlxServer, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
+from .samples import Sample
 from .spec import Against, Bench, Measure, Plot
 from .tokens import Texts
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
 
-    from .local import LocalWorker
+    from .local import LocalWorker, Process
+    from .openai import Server
     from .run import Run
     from .samples import Findings, Turn
 
@@ -150,139 +151,103 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"Whether {', '.join(others)} runs the same weights is not known."
 
 
-class Chat(Protocol):
-    """One conversation with one side."""
+class Peer:
+    """One side: an OpenAI-compatible server, the bench's own `process` or one that was running.
 
-    async def ask(self, text: str, max_tokens: int) -> Turn:
-        """Say something and time the answer. An error is an outcome, and leaves the chat as it was."""
+    It keeps no chat: the whole of it, so far, goes along with every turn.
+    """
 
-    async def rest(self) -> None:
-        """Wait until the side has nothing left to do for it."""
-
-    async def close(self) -> None:
-        """End it."""
-
-
-class Side(Protocol):
-    """One of those compared; `pid` is of the process of its model, where the bench runs it."""
-
-    name: str
-    library: str | None
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def chat(self) -> Chat: ...
-
-    def check(self) -> None: ...
-
-    async def restart(self, *, kill: bool) -> None: ...
-
-    async def describe(self) -> str: ...
-
-
-class Session:
-    """A session of the worker."""
-
-    def __init__(self, run: Run[Plan], client: Client) -> None:
-        self._run = run
-        self._session = client.session(f"bench-{uuid4().hex[:12]}")
-
-    async def ask(self, text: str, max_tokens: int) -> Turn:
-        said = [{"role": "user", "content": text}]
-        turn = await self._run.ask(
-            self._session, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0
-        )
-        return replace(turn, facts=turn.facts | {"tokens": len(turn.tokens)})
-
-    async def rest(self) -> None:
-        with contextlib.suppress(TurnkeepError):  # where its first turn failed there is none
-            await self._run.settle(self._session)
-
-    async def close(self) -> None:
-        with contextlib.suppress(TurnkeepError):
-            await self._session.close(timeout_s=self._run.plan.turn_timeout)
-
-
-class Turnkeep:
-    """The bench's own worker."""
-
-    name = TURNKEEP
-    library: str | None = None
-
-    def __init__(self, run: Run[Plan], client: Client, worker: LocalWorker) -> None:
-        self._run, self._client, self._worker = run, client, worker
-
-    @property
-    def pid(self) -> int | None:
-        return self._worker.pid
-
-    def chat(self) -> Session:
-        return Session(self._run, self._client)
-
-    def check(self) -> None:
-        """The run itself notices that it has died."""
-
-    async def restart(self, *, kill: bool) -> None:
-        await self._run.restart(self._worker, kill=kill)
-
-    async def describe(self) -> str:
-        metrics = self._run.metrics
-        return f"turnkeep {metrics.version}, model {metrics.model}" if metrics else "turnkeep"
-
-
-class Messages:
-    """A conversation with a server that keeps none: the whole of it goes along with every turn."""
-
-    def __init__(self, run: Run[Plan], server: Server) -> None:
+    def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
+        self.name = server.name
+        self.process: Process | None = process
+        self.library: str | None = None
         self._run, self._server = run, server
-        self._messages: list[dict[str, str]] = []
 
-    async def ask(self, text: str, max_tokens: int) -> Turn:
-        run, messages = self._run, [*self._messages, {"role": "user", "content": text}]
+    def chat(self) -> Any:
+        """Begin a chat, to be handed to the other methods."""
+        return []
+
+    async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
+        """Say something and time the answer. An error is an outcome, and leaves the chat as it was."""
+        run, messages = self._run, [*chat, {"role": "user", "content": text}]
         with run.timing():
             turn = await self._server.ask(
                 messages, max_tokens=max_tokens, timeout_s=run.plan.turn_timeout, began_s=run.began_s
             )
         if turn.error is None:
-            self._messages = [*messages, {"role": "assistant", "content": str(turn.facts["text"])}]
+            chat[:] = [*messages, {"role": "assistant", "content": str(turn.facts["text"])}]
         return turn
 
-    async def rest(self) -> None:
-        """Nothing is known of it."""
+    async def rest(self, chat: Any) -> None:
+        """Wait until nothing is left to do for a chat."""
 
-    async def close(self) -> None:
-        """It keeps nothing."""
-
-
-class Peer:
-    """An OpenAI-compatible server: one that was running, or the bench's own `process`."""
-
-    library: str | None = None
-
-    def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
-        self.name = server.name
-        self._run, self._server, self._process = run, server, process
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def chat(self) -> Messages:
-        return Messages(self._run, self._server)
-
-    def check(self) -> None:
-        if self._process is not None:
-            self._process.check()
+    async def close(self, chat: Any) -> None:
+        """End a chat."""
 
     async def restart(self, *, kill: bool) -> None:
-        if self._process is not None:
-            await asyncio.to_thread(self._process.stop, kill=kill)
-            await self._process.start()
+        """End its process and start it again."""
+        if isinstance(self.process, MlxServer):
+            await asyncio.to_thread(self.process.kill if kill else self.process.stop)
+            self.process.start()
+            await self.process.ready()
 
     async def describe(self) -> str:
-        own = "started for this" if self._process else "was running"
-        return f"{own}, model {await self._server.model()}"
+        """Say what it is."""
+        return f"{'started' if self.process else 'running'}, model {await self._server.model()}"
+
+
+class Turnkeep(Peer):
+    """The bench's own worker, and its sessions."""
+
+    def __init__(self, run: Run[Plan], client: Client, worker: LocalWorker) -> None:
+        self.name, self.process, self.library = TURNKEEP, worker, None
+        self._run, self._client, self._worker = run, client, worker
+
+    def chat(self) -> Any:
+        """Begin a session."""
+        return self._client.session(f"bench-{uuid4().hex[:12]}")
+
+    async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
+        """Send one generate."""
+        said = [{"role": "user", "content": text}]
+        turn = await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
+        return replace(turn, facts=turn.facts | {"tokens": len(turn.tokens)})
+
+    async def rest(self, chat: Any) -> None:
+        """Wait until every snapshot is on the disk."""
+        with contextlib.suppress(TurnkeepError):  # where its first turn failed there is no session
+            await self._run.settle(chat)
+
+    async def close(self, chat: Any) -> None:
+        """Close the session."""
+        with contextlib.suppress(TurnkeepError):
+            await chat.close(timeout_s=self._run.plan.turn_timeout)
+
+    async def restart(self, *, kill: bool) -> None:
+        """End and start the worker; the connection comes back by itself."""
+        await self._run.restart(self._worker, kill=kill)
+
+    async def describe(self) -> str:
+        """Say what the worker has told of itself."""
+        metrics = self._run.metrics
+        return f"turnkeep {metrics.version}, model {metrics.model}" if metrics else ""
+
+
+def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+    """Make a chat's growth of its turns, and a round's tokens a second of its streams."""
+    found: defaultdict[tuple[str, str, float, int], list[Turn]] = defaultdict(list)
+    for turn in turns:
+        part = str(turn.facts.get("part"))
+        x = turn.x if part == CONCURRENT and turn.x else 0.0
+        found[part, turn.case, x, turn.block].append(turn)
+    for (part, case, x, block), some in found.items():
+        if part == CHAT:
+            points = [(block, t.prompt_tokens / 1000, t.first_s) for t in some if t.first_s and not t.error]
+            yield from (Sample(GROWTH.name, case, None, block, slope) for slope in stats.slopes(points))
+        elif part == CONCURRENT and not any(turn.error for turn in some):
+            seconds = max(turn.at_s + turn.total_s for turn in some) - min(turn.at_s for turn in some)
+            tokens = sum(turn.fact("tokens") or 0 for turn in some)
+            yield Sample(RATE.name, case, x, block, tokens / seconds)
 
 
 async def measure(run: Run[Plan]) -> None:
@@ -291,13 +256,12 @@ async def measure(run: Run[Plan]) -> None:
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
     if len(set(names)) < len(names):
         raise BenchError(f"every side needs a name of its own, these are {', '.join(names)}")
-    # Weights as they are: what the peer does with the same folder.
-    keep = ("--dtype", "keep") if model and not Path(model).expanduser().is_file() else ()
+    # Weights as they are: what the peer does with the same folder. A GGUF file is converted.
+    keep = ("--dtype", "keep") if model and not model.endswith(".gguf") else ()
     async with AsyncExitStack() as stack:
         worker, client = await stack.enter_async_context(run.worker(*keep))
-        sides: list[Side] = [Turnkeep(run, client, worker)]
-        for peer in plan.peer:
-            sides.append(await _start(run, peer, worker, stack))
+        others = [await _start(run, peer, worker, stack) for peer in plan.peer]
+        sides = [Turnkeep(run, client, worker), *others]
         parts = _Parts(run, sides, Texts(worker.model_folder, _shuffled(run)))
         for side in sides:
             await parts.meet(side)
@@ -309,11 +273,11 @@ async def measure(run: Run[Plan]) -> None:
 async def _start(run: Run[Plan], peer: str, worker: LocalWorker, stack: AsyncExitStack) -> Peer:
     process = None
     if peer == OWN:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnkeep-bench-peer-")))
+        log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
         # The same arithmetic: what the worker has not loaded the peer does not get either.
-        process = MlxServer(worker.model_folder, folder, blas.preload_of(blas.mapped(worker.pid)))
-        stack.callback(process.stop)
-        await process.start()
+        process = MlxServer(worker.model_folder, log, blas.preload_of(blas.mapped(worker.pid)))
+        stack.enter_context(run.owning(process))
+        await process.ready()
     server = parse(peer) if process is None else process.server
     stack.push_async_callback(server.close)
     return Peer(run, server, process)
@@ -329,133 +293,111 @@ def _shuffled(run: Run[Plan]) -> Iterator[str]:
 class _Parts:
     """The three parts, on the sides that there are."""
 
-    def __init__(self, run: Run[Plan], sides: Sequence[Side], texts: Texts) -> None:
+    def __init__(self, run: Run[Plan], sides: Sequence[Peer], texts: Texts) -> None:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
-        self._rotations = self._conversations = self._steps = 0
+        self._rotations = self._conversations = 0
 
-    async def meet(self, side: Side) -> None:
+    async def meet(self, side: Peer) -> None:
         """Hold a short chat, so that the model is loaded. Raises `BenchError` where there is no answer."""
         chat = side.chat()
-        turn = await chat.ask("Hello!", 2)
-        await chat.rest()
-        await chat.close()
-        side.check()
+        turn = await side.ask(chat, "Hello!", 2)
+        await side.rest(chat)
+        await side.close(chat)
         if turn.error is not None:
             raise BenchError(f"{side.name} does not answer: {turn.error}: {turn.message}")
-        side.library = blas.names(blas.mapped(side.pid)) if side.pid else None
+        side.library = blas.names(blas.mapped(side.process.pid)) if side.process else None
 
     async def chats(self) -> None:
         """Hold chats turn by turn."""
-        for block in range(self._plan.chats):
-            chats, begin = self._begin(self._sides), len(self._run.turns)
-            for x in range(1, self._plan.turns + 1):
-                text = self._say(x == 1, self._plan.turn_tokens)
+        plan = self._plan
+        for block in range(plan.chats):
+            chats = {side: side.chat() for side in self._sides}
+            for x in range(1, plan.turns + 1):
+                text = self._say(plan.turn_tokens, begins=x == 1)
                 for side in self._in_turn(self._sides):
-                    turn = await self._ask(side, chats[side.name], text, self._plan.max_tokens)
+                    turn = await self._ask(side, chats[side], text, plan.max_tokens)
                     self._take(side, CHAT, x, block, turn)
-            for chat in chats.values():
-                await chat.close()
-            for side in self._sides:
-                done = [turn for turn in self._run.turns[begin:] if turn.case == side.name and turn.first_s]
-                points = [(block, turn.prompt_tokens / 1000, turn.first_s or 0.0) for turn in done]
-                for slope in stats.slopes(points):
-                    self._run.sample(GROWTH, side.name, None, block, slope)
+            await self._end(chats)
 
     async def concurrent(self) -> None:
         """Hold several chats at once."""
-        for streams in self._plan.concurrency:
-            chats = [self._begin(self._sides) for _ in range(streams)]
-            for block in range(self._plan.rounds):
-                texts = [self._say(block == 0, self._plan.turn_tokens) for _ in chats]
+        plan = self._plan
+        for streams in plan.concurrency:
+            chats = [{side: side.chat() for side in self._sides} for _ in range(streams)]
+            for block in range(plan.rounds):
+                texts = [self._say(plan.turn_tokens, begins=block == 0) for _ in chats]
                 for side in self._in_turn(self._sides):
-                    some, began_s = [chat[side.name] for chat in chats], time.monotonic()
-                    asked = (
-                        chat.ask(text, self._plan.max_tokens) for chat, text in zip(some, texts, strict=True)
-                    )
-                    turns = await asyncio.gather(*asked)
-                    seconds = time.monotonic() - began_s
-                    for chat in some:
-                        await chat.rest()
-                    for turn in turns:
-                        self._take(side, CONCURRENT, streams, block, turn)
-                    if all(turn.error is None for turn in turns):
-                        tokens = sum(turn.fact("tokens") or 0 for turn in turns)
-                        self._run.sample(RATE, side.name, streams, block, tokens / seconds)
-            for one in chats:
-                for chat in one.values():
-                    await chat.close()
+                    some = [(chat[side], text) for chat, text in zip(chats, texts, strict=True)]
+                    turns = await asyncio.gather(*(side.ask(*one, plan.max_tokens) for one in some))
+                    for chat, _ in some:
+                        await side.rest(chat)
+                    self._take(side, CONCURRENT, streams, block, *turns)
+            await self._end(*chats)
 
     async def restarts(self) -> None:
-        """Measure a turn before, and after restarts of the sides that the bench can restart."""
+        """Measure a turn before and after restarts of the sides that the bench can restart."""
         for block in range(self._plan.restarts):
             for length in self._plan.lengths:
                 await self._restart(length, block)
 
     async def _restart(self, length: int, block: int) -> None:
-        sides = [side for side in self._sides if side.pid is not None]
-        chats, answer = self._begin(sides), min(RESTART_ANSWER_TOKENS, self._plan.max_tokens)
-        for i in range(math.ceil(length / self._plan.turn_tokens)):
-            text = self._say(i == 0, min(self._plan.turn_tokens, length))
+        plan, sides = self._plan, [side for side in self._sides if side.process is not None]
+        chats, answer = {side: side.chat() for side in sides}, min(RESTART_ANSWER_TOKENS, plan.max_tokens)
+        for i in range(math.ceil(length / plan.turn_tokens)):
+            text = self._say(min(plan.turn_tokens, length), begins=i == 0)
             for side in list(sides):
-                turn = await self._ask(side, chats[side.name], text, answer)
+                turn = await self._ask(side, chats[side], text, answer)
                 if turn.error is not None:  # its conversation would be shorter than the others'
                     self._take(side, WARM, length, block, turn)
                     sides.remove(side)
         for ending in (WARM, *((STOP, KILL) if block % 2 == 0 else (KILL, STOP))):
-            text = self._say(False, RESTART_TURN_TOKENS)
+            text = self._say(RESTART_TURN_TOKENS)
             for side in self._in_turn(sides):
-                began_s = time.monotonic()
                 if ending != WARM:
                     await side.restart(kill=ending == KILL)
                     await self.meet(side)
-                ready_s = time.monotonic() - began_s
-                turn = await self._ask(side, chats[side.name], text, answer)
-                facts = turn.facts | ({"ready_s": ready_s} if ending != WARM else {})
-                self._take(side, ending, length, block, replace(turn, facts=facts))
-        for chat in chats.values():
-            await chat.close()
+                self._take(side, ending, length, block, await self._ask(side, chats[side], text, answer))
+        await self._end(chats)
 
-    def _begin(self, sides: Sequence[Side]) -> dict[str, Chat]:
-        return {side.name: side.chat() for side in sides}
-
-    def _say(self, begins: bool, tokens: int) -> str:
+    def _say(self, tokens: int, *, begins: bool = False) -> str:
         """Return about so many tokens; no two conversations share a beginning that a server may remember."""
-        text = self._texts.say(tokens)
         self._conversations += begins
-        return f"[{self._conversations}] {text}" if begins else text
+        return f"[{self._conversations}] " * begins + self._texts.say(tokens)
 
-    async def _ask(self, side: Side, chat: Chat, text: str, max_tokens: int) -> Turn:
+    async def _ask(self, side: Peer, chat: Any, text: str, max_tokens: int) -> Turn:
         """Time one turn, with an eye on the processes that should be idle, and let the side come to rest."""
-        others = [other.pid for other in self._sides if other is not side and other.pid is not None]
-        before_s = _cpu_s(others)
-        turn = await chat.ask(text, max_tokens)
-        used_s = _cpu_s(others) - before_s
-        await chat.rest()
+        others = [other.process for other in self._sides if other is not side and other.process]
+        before_s = sum(map(_cpu_s, others))
+        turn = await side.ask(chat, text, max_tokens)
+        used_s = sum(map(_cpu_s, others)) - before_s
+        await side.rest(chat)
         busy = max(0.0, used_s) / turn.total_s if others else None
         return replace(turn, facts=turn.facts | {"others_busy": busy})
 
-    def _take(self, side: Side, part: str, x: float, block: int, turn: Turn) -> None:
-        facts = turn.facts | {"part": part, "blas": side.library}
-        self._run.take(replace(turn, case=side.name, x=x, block=block, facts=facts))
-        side.check()
-        self._steps += 1
-        self._run.step(self._steps, None, f"{part}, {x:g}, {side.name}: {turn.error or 'answered'}")
+    def _take(self, side: Peer, part: str, x: float, block: int, *turns: Turn) -> None:
+        told = {"part": part, "blas": side.library}
+        self._run.take(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
+        self._run.step(len(self._run.turns), None, f"{part}, {x:g}, {side.name}")
 
-    def _in_turn(self, sides: Sequence[Side]) -> list[Side]:
+    def _in_turn(self, sides: Sequence[Peer]) -> list[Peer]:
         first = self._rotations % max(1, len(sides))
         self._rotations += 1
         return [*sides[first:], *sides[:first]]
 
+    async def _end(self, *chats: dict[Peer, Any]) -> None:
+        for one in chats:
+            for side, chat in one.items():
+                await side.close(chat)
 
-def _cpu_s(pids: Sequence[int]) -> float:
-    """Return the CPU time that processes and their children have used so far."""
+
+def _cpu_s(of: Process) -> float:
+    """Return the CPU time that a process and its children have used so far."""
     total = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                times = one.cpu_times()
-                total += times.user + times.system
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(of.pid)
+        for one in (process, *process.children(recursive=True)):
+            times = one.cpu_times()
+            total += times.user + times.system
     return total
 
 
@@ -469,5 +411,6 @@ BENCH = Bench(
     plots=PLOTS,
     checks=checks,
     measure=measure,
+    follows=follows,
     notes=notes,
 )

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
     from .corpus import Corpus
+    from .local import Process
     from .samples import Turn
     from .spec import Bench, Measure
 
@@ -71,7 +72,7 @@ class Run(Generic[P]):
         self._environment = environment.look()
         self._started_at = environment.now_iso()
         self._samples: list[Sample] = []
-        self._workers: list[LocalWorker] = []
+        self._processes: list[Process] = []
         self._in_flight = 0
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         hidden = not self._console.is_terminal
@@ -142,14 +143,20 @@ class Run(Generic[P]):
             model = () if self.where.model is None else ("--model", self.where.model)
             program = program or self.where.program
             worker = LocalWorker(Path(folder), *model, *options, program=program)
-            self._workers.append(worker)
-            worker.start()
-            try:
+            with self.owning(worker):
                 async with closing(await worker.ready(self.where.tenant)) as client:
                     yield worker, client
-            finally:
-                self._workers.remove(worker)
-                worker.stop()
+
+    @contextlib.contextmanager
+    def owning(self, process: Process) -> Iterator[None]:
+        """Start a process and stop it afterwards; where it ends by itself the run is over (`BenchError`)."""
+        self._processes.append(process)
+        process.start()
+        try:
+            yield
+        finally:
+            self._processes.remove(process)
+            process.stop()
 
     @asynccontextmanager
     async def target(self, *options: str) -> AsyncGenerator[Client]:
@@ -253,9 +260,8 @@ class Run(Generic[P]):
             self._expect_alive()
 
     def _expect_alive(self) -> None:
-        for worker in self._workers:
-            if worker.exit_code is not None:
-                raise BenchError(f"the bench's worker ended with exit code {worker.exit_code}")
+        for process in self._processes:
+            process.expect()
 
 
 async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:

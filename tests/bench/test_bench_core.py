@@ -238,6 +238,7 @@ def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
         (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
         (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
         (interval(Estimate(17.0, 17.0, 17.0, 9), "tokens"), "17 tokens"),
+        (interval(Estimate(0.89, 0.6, 1.17, 9), "share"), "89 (60 to 100) %"),
     ],
 )
 def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
