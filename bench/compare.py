@@ -15,7 +15,6 @@ import msgspec
 from . import stats
 from .faults import ReportError
 from .figures import interval, number
-from .plan import free
 from .report import Report, Setting, read
 from .tables import Rows, label
 
@@ -97,8 +96,7 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
 
 def _identity(report: Report, bench: AnyBench) -> dict[str, Setting]:
     """Return what two runs must share: the plan, and the facts that the bench names."""
-    plan = {name: value for name, value in report.plan.items() if name not in free(bench.plan)}
-    return plan | {name: report.facts.get(name) for name in bench.same}
+    return {**report.plan, **{name: report.facts.get(name) for name in bench.same}}
 
 
 def _setting(report: Report) -> dict[str, object]:

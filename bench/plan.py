@@ -36,7 +36,8 @@ _UNSET: Final = object()
 class Option:
     """How a field of a plan is an option. `smoke` is its value in the short form; None is a value too.
 
-    Two runs that are compared must share it, unless it is `free`.
+    Two runs that are compared must share it, unless it is `free`: those are in no report, since an address
+    may hold a password.
     `type` is click's where the annotation does not say enough: by it whole numbers are above 0, others too, a
     tuple is several numbers joined by commas, or an option that may be given often, and a bool a flag.
     """
@@ -149,13 +150,9 @@ def smoke(plan: type[Any], **changes: Any) -> Any:
 
 def settings(plan: Any) -> dict[str, Setting]:
     """Return a plan as a report holds it."""
-    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    free = {name for name, _, option, _ in _fields(type(plan)) if option.free}
+    values = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in free}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def free(plan: type[Any]) -> set[str]:
-    """Name the fields that two runs to be compared may differ in."""
-    return {name for name, _, option, _ in _fields(plan) if option.free}
 
 
 def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:

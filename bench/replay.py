@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import shlex
 import time
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
@@ -38,7 +39,7 @@ from .spec import Against, Bench, Measure, Plot
 from .together import together
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from turnkeep_client.calls import Pending
     from turnkeep_client.client import Client
@@ -58,6 +59,15 @@ TEMPERATURE: Final = 0.8
 LATE_BOUND_S: Final = 0.05
 
 RECORDED, REPLAYED = CASES = ("recorded", "replayed")
+BY: Final = f"{REPLAYED} by"
+
+
+Free = partial(Option, free=True)
+Url = partial(Free, metavar="URL")
+NOT_NEGATIVE: Final = click.FloatRange(min=0)
+Pace = Annotated[
+    float, Option("1 as recorded, 2 twice as fast, 0 as fast as answers come.", type=NOT_NEGATIVE)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,26 +79,17 @@ class Plan:
     another: later answers of that session are timed and not compared.
     """
 
-    nats: Annotated[
-        str | None,
-        Option("Replay what the worker there has recorded. [default: made for it]", metavar="URL", free=True),
-    ] = None
-    prefix: Annotated[str, Option("First part of that worker's subjects.", free=True)] = DEFAULT_PREFIX
-    tenant: Annotated[str, Option("Whose sessions they are.", free=True)] = DEFAULT_TENANT
+    nats: Annotated[str | None, Url("Replay what the worker there has recorded. [default: made for it]")] = (
+        None
+    )
+    prefix: Annotated[str, Free("First part of that worker's subjects.")] = DEFAULT_PREFIX
+    tenant: Annotated[str, Free("Whose sessions they are.")] = DEFAULT_TENANT
     session: Annotated[tuple[str, ...], Option("Only this one. [default: all of them]", metavar="NAME")] = ()
-    target_nats: Annotated[
-        str | None,
-        Option("Replay at the worker there. [default: one made for it]", metavar="URL", free=True),
-    ] = None
-    target_prefix: Annotated[str, Option("Prefix of the target.", free=True)] = DEFAULT_PREFIX
-    target_tenant: Annotated[str, Option("Tenant of the replayed sessions.", free=True)] = "bench"
-    serve: Annotated[
-        str, Option("Settings of the bench's own target, in quotes.", metavar="OPTIONS", free=True)
-    ] = ""
-    pace: Annotated[
-        float,
-        Option("1 as recorded, 2 twice as fast, 0 as fast as answers come.", type=click.FloatRange(min=0)),
-    ] = 1.0
+    target_nats: Annotated[str | None, Url("Replay at the worker there. [default: one made for it]")] = None
+    target_prefix: Annotated[str, Free("Prefix of the target.")] = DEFAULT_PREFIX
+    target_tenant: Annotated[str, Free("Tenant of the replayed sessions.")] = "bench"
+    serve: Annotated[str, Free("Settings of the bench's own target, in quotes.", metavar="OPTIONS")] = ""
+    pace: Pace = 1.0
     turn_timeout: TurnTimeout = 300.0
     record_sessions: Annotated[int, Option("Sessions of a record of its own.", smoke=3)] = 8
     record_turns: Annotated[int, Option("Turns of each of them.", smoke=2)] = 6
@@ -96,30 +97,22 @@ class Plan:
     corpus: Corpus = "mt-bench"
 
 
-TURNAROUND = Measure(
-    "turnaround in the log", "s", of=lambda turn: turn.fact("turnaround_s"), at=lambda turn: turn.at_s
-)
+def _fact(name: str) -> Callable[[Turn], float | None]:
+    return lambda turn: turn.fact(name)
+
+
+TURNAROUND = Measure("turnaround in the log", "s", of=_fact("turnaround_s"), at=lambda turn: turn.at_s)
 FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 PER_TOKEN = Measure("time per token", "s", of=lambda turn: turn.per_token_s)
 WHOLE = Measure("whole generate", "s", of=lambda turn: turn.total_s if turn.tokens else None)
-EQUAL = Measure(
-    "answer equal up to the first difference", "share", "higher", lambda turn: turn.fact("equal"), log=False
-)
-LATE = Measure("sent later than due", "s", of=lambda turn: turn.fact("late_s"), log=False)
+EQUAL = Measure("answer equal up to the first difference", "share", "higher", _fact("equal"), log=False)
+LATE = Measure("sent later than due", "s", of=_fact("late_s"), log=False)
 TIMES = (TURNAROUND, FIRST, PER_TOKEN, WHOLE)
 
+SENT = "By when it was sent. At the recorded pace both lines have the same load behind them."
 PLOTS = (
-    *(
-        Plot("cdf", f"{one.name[0].upper()}{one.name[1:]}", (one,), "Each step is a request.")
-        for one in TIMES
-    ),
-    Plot(
-        "over time",
-        "Turnaround of each request",
-        (TURNAROUND,),
-        "By when it was sent. At the recorded pace both lines have the same load behind them.",
-        x="sent",
-    ),
+    *(Plot("cdf", one.name.capitalize(), (one,), "Each step is a request.") for one in TIMES),
+    Plot("over time", "Turnaround of each request", (TURNAROUND,), SENT),
     Plot("points", "How far the answers agree", (EQUAL,), "Those with the record's context.", x="request"),
 )
 
@@ -138,10 +131,8 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
         told.append(f"{len(answers) - len(standing):,} more come {AFTER} and are not compared")
     told += [_told(turn) for turn in wrong[:3]]
     yield replace(check, detail="; ".join(told))
-    late = {"": list(found.blocks(LATE, REPLAYED).values())}
-    yield bounded(
-        f"requests are sent at most {number(LATE_BOUND_S, 's')} late", late, at_most=LATE_BOUND_S, unit="s"
-    )
+    late, name = found.blocks(LATE, REPLAYED), f"requests are sent at most {number(LATE_BOUND_S, 's')} late"
+    yield bounded(name, {"": [*late.values()]}, at_most=LATE_BOUND_S, unit="s")
 
 
 def _told(turn: Turn) -> str:
@@ -166,27 +157,20 @@ async def measure(run: Run[Plan]) -> None:
     if plan.nats is None and plan.session:
         raise BenchError("--session names what the worker at --nats has recorded; name that too")
     async with AsyncExitStack() as stack:
-        client: Client | None = None
-        if plan.nats is not None:
-            record = await _read(plan, plan.nats)
-            if (plan.nats, plan.prefix, plan.tenant) == (
-                plan.target_nats,
-                plan.target_prefix,
-                plan.target_tenant,
-            ):
-                run.warn("the record's own tenant is the target: what it has cached makes the replay faster")
-        elif plan.serve or plan.target_nats is not None:
-            # Recorded by a worker of its own that has no options, so that the replay shows what those do.
-            async with run.worker() as (worker, _):
-                record = await _make(run, worker.url)
-        else:
+        if plan.nats is None and plan.target_nats is None and not plan.serve:
             worker, client = await stack.enter_async_context(run.worker())
             record = await _make(run, worker.url)
-        if client is None:
-            client = await stack.enter_async_context(_target(run))
+        else:
+            record = await _record(run)
+            if plan.target_nats is None:
+                _, client = await stack.enter_async_context(run.worker(*shlex.split(plan.serve)))
+            else:
+                there = connect(plan.target_nats, prefix=plan.target_prefix, tenant=plan.target_tenant)
+                client = await stack.enter_async_context(closing(await there))
         left_out = ", ".join(f"{times:,} {reason}" for reason, times in record.left_out.items())
         run.facts |= {"record": record.digest, "left out of it": left_out or "nothing"}
         run.facts |= {f"{RECORDED} by": record.models, "sessions of it": len(record.sessions)}
+        run.facts["target served with"] = plan.serve or ("-" if plan.target_nats is None else "not known")
         for block, (name, steps) in enumerate(record.sessions.items()):
             for x, step in enumerate(steps, 1):
                 taken = _turn(step, step.result, name, step.asked_s, step.answered_s - step.asked_s)
@@ -194,9 +178,16 @@ async def measure(run: Run[Plan]) -> None:
         await _play(run, client, record)
 
 
-async def _read(plan: Plan, url: str) -> Record:
+async def _record(run: Run[Plan]) -> Record:
+    """Read the record; or make one by a worker without options, so that the replay shows what those do."""
+    plan = run.plan
+    if plan.nats is None:
+        async with run.worker() as (worker, _):
+            return await _make(run, worker.url)
+    if (plan.nats, plan.prefix, plan.tenant) == (plan.target_nats, plan.target_prefix, plan.target_tenant):
+        run.warn("the record's own tenant is the target: what it has cached makes the replay faster")
     try:
-        async with closing(await connect(url, prefix=plan.prefix, tenant=plan.tenant)) as client:
+        async with closing(await connect(plan.nats, prefix=plan.prefix, tenant=plan.tenant)) as client:
             entries = [entry for name in plan.session or (None,) for entry in await client.log(name)]
     except TurnkeepError as error:
         raise BenchError(f"the record cannot be read: {error}") from None
@@ -231,18 +222,6 @@ async def _make(run: Run[Plan], url: str) -> Record:
     async with closing(await connect(url, tenant=RECORDER)) as client:
         await together(*(hold(client, index) for index in range(plan.record_sessions)))
         return fold(await client.log())
-
-
-@asynccontextmanager
-async def _target(run: Run[Plan]) -> AsyncGenerator[Client]:
-    plan = run.plan
-    if plan.target_nats is None:
-        async with run.worker(*shlex.split(plan.serve)) as (_, client):
-            yield client
-    else:
-        there = await connect(plan.target_nats, prefix=plan.target_prefix, tenant=plan.target_tenant)
-        async with closing(there) as client:
-            yield client
 
 
 async def _play(run: Run[Plan], client: Client, record: Record) -> None:
@@ -320,8 +299,8 @@ class _Playing:
 
     def _due(self, steps: Sequence[Step], i: int, done_s: float) -> float:
         pace, step = self._run.plan.pace, steps[i]
-        if pace == 0:
-            return 0.0 if not i else self._now_s
+        if pace == 0:  # nothing is due
+            return self._now_s
         if i == 0:
             return step.asked_s / pace
         if step.waits:
@@ -344,15 +323,11 @@ class _Playing:
     def turns(self, name: str) -> Iterator[Turn]:
         """Tell of all that were answered, held against the record."""
         asked = {entry.seq: entry for entry in self._log if entry.kind == "in"}
-        answers: dict[int, Entry] = {}
+        results = [entry for entry in reversed(self._log) if entry.kind == "out"]
+        answers = {msgspec.json.decode(entry.body)["seq"]: entry for entry in results}
+        models = {entry.model for entry in results if entry.model} | set(self._run.facts.get(BY, ()))  # type: ignore[arg-type]  # names
+        self._run.facts |= {BY: tuple(sorted(models))} if models else {}
         following = Following()
-        for entry in self._log:
-            if entry.kind == "out":
-                answers.setdefault(msgspec.json.decode(entry.body)["seq"], entry)
-        models = {entry.model for entry in answers.values() if entry.model}
-        known = self._run.facts.get(f"{REPLAYED} by") or ()
-        if models and isinstance(known, tuple):
-            self._run.facts[f"{REPLAYED} by"] = tuple(sorted({*map(str, known), *models}))
         for x, sent in enumerate(self._sent, 1):
             if sent.result is None and sent.fault is None:
                 continue  # the run ended before its answer came
