@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from .figures import scale
@@ -30,6 +31,8 @@ _LINES: Final = tuple(f"#0{i}0{i}0{i}" for i in range(4, 10))
 MAX_SHAPES: Final = 1500
 #: So many levels have each a tick of its own.
 MAX_TICKS: Final = 5
+#: Letters of an axis's name that fit beside it.
+MAX_LABEL: Final = 34
 _STYLE: Final[Any] = {
     "svg.fonttype": "path",  # the same letters in every browser
     "svg.hashsalt": "turnkeep",  # the same run gives the same page
@@ -100,7 +103,7 @@ def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         axes.plot(xs, ys, color=colour, label=label, **style)
     axis = findings.level_name(plot.measures[0]) or plot.x
     axes.set(xlabel=f"time ({span_name})" if over_time else axis, ylabel=_name(plot, name))
-    _numbers(axes.xaxis, log=False)
+    _numbers(axes.xaxis, log=False, whole=not over_time)
     _vertical(axes, plot)
 
 
@@ -125,7 +128,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
             capsize=3,
         )
     axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(plot, name))
-    _numbers(axes.xaxis, log=False)
+    _numbers(axes.xaxis, log=False, whole=True)
     if len(xs) <= MAX_TICKS:
         axes.set_xticks(xs)
     _vertical(axes, plot)
@@ -189,7 +192,7 @@ def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float,
 def _name(plot: Plot, unit: str) -> str:
     several = len(plot.measures) > 1
     name = ("time" if plot.measures[0].unit == "s" else "") if several else plot.measures[0].name
-    return f"{name} ({unit})" if name and unit else name or unit
+    return fill(f"{name} ({unit})" if name and unit else name or unit, MAX_LABEL)
 
 
 def _vertical(axes: Any, plot: Plot) -> None:
@@ -198,7 +201,7 @@ def _vertical(axes: Any, plot: Plot) -> None:
     _numbers(axes.yaxis, log=plot.log)
 
 
-def _numbers(axis: Any, *, log: bool) -> None:
+def _numbers(axis: Any, *, log: bool, whole: bool = False) -> None:
     """Write plain numbers on an axis; a logarithmic one that is short has 1, 2 and 5 of each power."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
@@ -209,5 +212,5 @@ def _numbers(axis: Any, *, log: bool) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))

@@ -112,7 +112,7 @@ TIMES = (TURNAROUND, FIRST, PER_TOKEN, WHOLE)
 SENT = "By when it was sent. At the recorded pace both lines have the same load behind them."
 PLOTS = (
     *(Plot("cdf", one.name.capitalize(), (one,), "Each step is a request.") for one in TIMES),
-    Plot("over time", "Turnaround of each request", (TURNAROUND,), SENT),
+    Plot("points", "Turnaround of each request", (TURNAROUND,), SENT, x="sent (s)"),
     Plot("points", "How far the answers agree", (EQUAL,), "Those with the record's context.", x="request"),
 )
 
