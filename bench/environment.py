@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -33,31 +32,20 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 def look() -> Environment:
     """Describe this machine. What cannot be found out is left empty, and never stops a bench."""
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return Environment(
         platform=platform.platform(),
         processor=_processor(),
         cpus=os.cpu_count() or 0,
         memory_bytes=psutil.virtual_memory().total,
-        load_average=_load_average(),
+        load_average=os.getloadavg(),
         python=platform.python_version(),
-        packages=_packages(),
+        packages=packages,
         commit=_commit(),
     )
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _load_average() -> tuple[float, float, float] | None:
-    try:
-        return os.getloadavg()
-    except OSError:
-        return None
 
 
 def _processor() -> str:
@@ -85,8 +73,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def now_iso() -> str:
-    """Return the time in UTC, to the second, as ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

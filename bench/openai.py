@@ -104,20 +104,17 @@ class _Answer:
 
     def turn(self, began_s: float) -> Turn:
         """Tell of it; a server that counts nothing has its deltas counted."""
-        total_s, usage = time.monotonic() - self.sent_s, self.usage
-        turn = Turn(at_s=self.sent_s - began_s, total_s=total_s, first_s=self.first_s)
-        facts = {"tokens": usage.completion_tokens if usage else self.deltas, "text": self.text}
-        if usage is None:
-            return replace(turn, position=0, facts=facts)
-        details = usage.prompt_tokens_details
-        cached = (details.cached_tokens or 0) if details else 0
-        return replace(
-            turn,
+        usage = self.usage or _Usage(0, self.deltas)
+        cached = (usage.prompt_tokens_details or _Details()).cached_tokens or 0
+        return Turn(
+            at_s=self.sent_s - began_s,
+            total_s=time.monotonic() - self.sent_s,
+            first_s=self.first_s,
             position=usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             prefilled_tokens=usage.prompt_tokens - cached,
-            facts=facts,
+            facts={"tokens": usage.completion_tokens, "text": self.text},
         )
 
 

@@ -53,6 +53,9 @@ CONTEXT_BOUND: Final = 0.01
 #: A side whose processes use more of a CPU while another one is measured is not idle.
 IDLE_BOUND: Final = 0.10
 
+WHO = f"Compare with: {OWN}, started for it, or a running server, NAME=URL or NAME=URL#MODEL."
+Peers = Annotated[tuple[str, ...], Option(WHO, metavar="PEER")]
+Only = Annotated[tuple[str, ...], Option("Only this part. [default: all]", type=click.Choice(PARTS))]
 Several = Annotated[tuple[int, ...], Option("Streams at once.", smoke=(2,))]
 
 
@@ -64,17 +67,8 @@ class Plan:
     by turn, several streams at once, and the turn after a restart of the side's process.
     """
 
-    peer: Annotated[
-        tuple[str, ...],
-        Option(
-            f"Compare with: {OWN}, which is started for it, or a running server as NAME=URL (NAME=URL#MODEL"
-            " where it has several models).",
-            metavar="PEER",
-        ),
-    ] = (OWN,)
-    part: Annotated[
-        tuple[str, ...], Option("Only this part. [default: all of them]", type=click.Choice(PARTS))
-    ] = ()
+    peer: Peers = (OWN,)
+    part: Only = ()
     chats: Annotated[int, Option("Chats held turn by turn.", smoke=1)] = 5
     turns: Annotated[int, Option("Turns of each chat.", smoke=2)] = 10
     turn_tokens: Annotated[int, Option("Tokens a user says at a time.", smoke=30)] = 195
@@ -88,12 +82,9 @@ class Plan:
     corpus: Corpus = "mt-bench"
 
 
-def _of(part: str, read: Callable[[Turn], float | None]) -> Callable[[Turn], float | None]:
-    return lambda turn: read(turn) if turn.facts.get("part") == part else None
-
-
-def _first(turn: Turn) -> float | None:
-    return turn.first_s
+def _of(part: str, read: Callable[[Turn], float | None] | None = None) -> Callable[[Turn], float | None]:
+    of = read or (lambda turn: turn.first_s)
+    return lambda turn: of(turn) if turn.facts.get("part") == part else None
 
 
 def _per_token(turn: Turn) -> float | None:
@@ -101,13 +92,13 @@ def _per_token(turn: Turn) -> float | None:
     return (turn.total_s - turn.first_s) / (tokens - 1) if turn.first_s and tokens > 1 else None
 
 
-FIRST = Measure("first token in a chat", "s", of=_of(CHAT, _first))
+FIRST = Measure("first token in a chat", "s", of=_of(CHAT))
 PER_TOKEN = Measure("time per token in a chat", "s", of=_of(CHAT, _per_token))
 WHOLE = Measure("whole turn in a chat", "s", of=_of(CHAT, lambda turn: turn.total_s))
 GROWTH = Measure("first token in a chat, for 1,000 more tokens of it", "s", log=False)
 RATE = Measure("tokens of all streams", "tokens/s", "higher", levels="at once")
 AFTER = {
-    part: Measure(f"first token{after}", "s", of=_of(part, _first), levels="tokens held")
+    part: Measure(f"first token{after}", "s", of=_of(part), levels="tokens held")
     for part, after in ((WARM, ", warm"), (STOP, " after a restart"), (KILL, " after kill -9"))
 }
 BUSY = Measure("CPU used by idle sides", "share", of=lambda turn: turn.fact("others_busy"), log=False)
@@ -130,7 +121,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     pairs = [(turn, ours[turn.place]) for turn in chat if turn.case != TURNKEEP and turn.place in ours]
     apart: dict[str, dict[int, float]] = {turn.case: {} for turn, _ in pairs}
     for turn, our in pairs:
-        share = abs(turn.prompt_tokens - our.prompt_tokens) / our.prompt_tokens
+        share = abs(turn.prompt_tokens / our.prompt_tokens - 1)
         apart[turn.case][turn.block] = max(share, apart[turn.case].get(turn.block, 0.0))
     numbers = {case: list(some.values()) for case, some in apart.items()}
     name = f"all sides held the same conversation, contexts within {CONTEXT_BOUND:.0%}"
@@ -317,7 +308,7 @@ class _Parts:
                 for side in self._in_turn(self._sides):
                     turn = await self._ask(side, chats[side], text, plan.max_tokens)
                     self._take(side, CHAT, x, block, turn)
-            await self._end(chats)
+            await _close(chats)
 
     async def concurrent(self) -> None:
         """Hold several chats at once."""
@@ -332,7 +323,7 @@ class _Parts:
                     for chat, _ in some:
                         await side.rest(chat)
                     self._take(side, CONCURRENT, streams, block, *turns)
-            await self._end(*chats)
+            await _close(*chats)
 
     async def restarts(self) -> None:
         """Measure a turn before and after restarts of the sides that the bench can restart."""
@@ -357,7 +348,7 @@ class _Parts:
                     await side.restart(kill=ending == KILL)
                     await self.meet(side)
                 self._take(side, ending, length, block, await self._ask(side, chats[side], text, answer))
-        await self._end(chats)
+        await _close(chats)
 
     def _say(self, tokens: int, *, begins: bool = False) -> str:
         """Return about so many tokens; no two conversations share a beginning that a server may remember."""
@@ -384,10 +375,11 @@ class _Parts:
         self._rotations += 1
         return [*sides[first:], *sides[:first]]
 
-    async def _end(self, *chats: dict[Peer, Any]) -> None:
-        for one in chats:
-            for side, chat in one.items():
-                await side.close(chat)
+
+async def _close(*chats: dict[Peer, Any]) -> None:
+    for one in chats:
+        for side, chat in one.items():
+            await side.close(chat)
 
 
 def _cpu_s(of: Process) -> float:

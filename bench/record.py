@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
@@ -69,11 +69,7 @@ class Record:
         """The most requests that were under way at one time."""
         # An end before a start at the same time: those two did not overlap.
         events = [(step.asked_s, 1) for step in self.steps] + [(step.answered_s, -1) for step in self.steps]
-        running = most = 1
-        for _, change in sorted(events):
-            running += change
-            most = max(most, running - 1)
-        return most
+        return max(1, *accumulate(change for _, change in sorted(events)))
 
     @property
     def digest(self) -> str:
@@ -147,10 +143,10 @@ class Following:
 
 def first_difference(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int | None:
     """Return the index of the first token that differs, None where there is none."""
-    for i, (one, other) in enumerate(zip(recorded, replayed, strict=False)):
-        if one != other:
-            return i
-    return None if len(recorded) == len(replayed) else min(len(recorded), len(replayed))
+    if recorded == replayed:
+        return None
+    pairs = enumerate(zip(recorded, replayed, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(recorded), len(replayed)))
 
 
 _Pair = tuple["Entry", "Entry", "Request", "Result"]

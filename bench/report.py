@@ -107,10 +107,6 @@ class Keeper:
         """Write what there is, and the page beside it. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _refusal(self.path.parent, error) from None
             write(self.path, encode(report))
             if page is not None:
                 write(self.path.with_suffix(".html"), page.encode())
@@ -125,6 +121,7 @@ def write(path: Path, content: bytes) -> None:
     """Replace a file durably: afterwards it is the old one or the new one. Raises `ReportError`."""
     draft = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             draft = Path(file.name)
             file.write(content)
@@ -141,7 +138,9 @@ def write(path: Path, content: bytes) -> None:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        raise _refusal(path, error) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "the disk is full" if full else error.strerror
+        raise ReportError(f"the report cannot be written to {path}: {why}") from None
 
 
 def read(path: Path) -> Report:
@@ -163,8 +162,3 @@ def read(path: Path) -> Report:
         return msgspec.convert(found, Report)
     except msgspec.ValidationError as error:
         raise ReportError(f"{path} is a broken report: {error}") from None
-
-
-def _refusal(path: Path, error: OSError) -> ReportError:
-    why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-    return ReportError(f"the report cannot be written to {path}: {why}")

@@ -14,6 +14,7 @@ import tempfile
 import time
 from array import array
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -70,7 +71,7 @@ class Run(Generic[P]):
         self._console = Console(stderr=True, highlight=False)
         self.keeper = Keeper(where.out, bench.name, where.checkpoint)
         self._environment = environment.look()
-        self._started_at = environment.now_iso()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._samples: list[Sample] = []
         self._processes: list[Process] = []
         self._in_flight = 0
