@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
 
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     import asyncio
 
     from turnkeep_client.session import Session
+
+#: What a worker says to a session that has no room left.
+FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
+#: After a turn that failed: a broken worker must not be asked as fast as it refuses.
+FAULT_PAUSE_S: Final = 0.2
 
 
 async def ask(

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import peers, quality, replay, restart
+from . import load, peers, quality, replay, restart, session
 from .commands import Group, command
 from .old import report as old_report
-from .old.load.command import load
-from .old.many.command import many
 from .old.overhead.command import overhead
 from .old.pressure.command import pressure
-from .old.session.command import session
 from .old.snapshots.command import snapshots
 from .old.store.command import store
 
@@ -32,10 +29,11 @@ def bench() -> None:
 
 #: Those that are data and a coroutine, by name.
 NEW: Final[dict[str, AnyBench]] = {
-    one.name: one for one in (peers.BENCH, quality.BENCH, replay.BENCH, restart.BENCH)
+    one.name: one
+    for one in (session.BENCH, load.BENCH, restart.BENCH, peers.BENCH, replay.BENCH, quality.BENCH)
 }
-_OLD = (session, load, overhead, many, pressure, store, snapshots)
-BENCHES = (session, load, *map(command, NEW.values()), *_OLD[2:])
+_OLD = (overhead, pressure, store, snapshots)
+BENCHES = (*map(command, NEW.values()), *_OLD)
 for one in BENCHES:
     bench.add_command(one)
 

@@ -184,9 +184,10 @@ class Run(Generic[P]):
         """Give `take` each account that the worker publishes, and when: nothing is asked of it for that."""
 
         async def listen() -> None:
+            name = None
             async for metrics in client.metrics():
-                self.metrics = self.metrics or metrics
-                if metrics.worker == self.metrics.worker:  # there may be others on the same NATS
+                name, self.metrics = name or metrics.worker, self.metrics or metrics
+                if metrics.worker == name:  # there may be others on the same NATS
                     take(self.elapsed_s, metrics)
 
         async with beside(listen()):

@@ -48,8 +48,7 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
     if not found or (log and min(found) <= 0):
         return None
     if log:
-        inner = mean(map(math.log, found), confidence=confidence)
-        return None if inner is None else _map(inner, math.exp)
+        return mapped(mean(map(math.log, found), confidence=confidence), math.exp)
     n, centre = len(found), fmean(found)
     if n < MIN_BLOCKS:
         return Estimate(centre, None, None, n)
@@ -142,6 +141,9 @@ def _within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
-def _map(estimate: Estimate, to: Callable[[float], float]) -> Estimate:
+def mapped(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
+    """Take an estimate through a function that grows."""
+    if estimate is None:
+        return None
     low, high = (None if bound is None else to(bound) for bound in (estimate.low, estimate.high))
     return Estimate(to(estimate.value), low, high, estimate.blocks)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from worker.batch.batch import Batch
+from worker.device.admission import Ledger
 from worker.device.runner import Runner
+from worker.sessions import execution, history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,6 +113,23 @@ def let_tokens_cost() -> None:
     Batch.step = slow
 
 
+def prefill_anew() -> None:
+    """Drop what a session has in memory, and say so."""
+    begin = Runner._begin
+
+    def forgetful(self: Runner, turn: Any) -> None:
+        turn.num_kept, turn.restored, turn.num_restored = 0, None, 0
+        begin(self, turn)
+
+    Runner._begin = forgetful
+
+
+def report_no_kv() -> None:
+    """Answer that a session has no KV."""
+    generated = execution.Generated
+    execution.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
+
+
 def prefill_in_secret() -> None:
     """Drop what was restored, and report it as cached all the same."""
     let_tokens_cost()
@@ -126,6 +145,29 @@ def prefill_in_secret() -> None:
             turn.num_prefilled -= kept
 
     Runner._begin = lie
+
+
+def forget_sessions() -> None:
+    """Answer every second turn as if its session began with it."""
+    extend, extended = history.Folder.extend, []
+
+    def forget(self: history.Folder, before: history.History, *rest: Any) -> Any:
+        extended.append(before.position)
+        return extend(self, self.begin(before.conversation.started) if len(extended) % 2 else before, *rest)
+
+    history.Folder.extend = forget
+
+
+def outgrow_memory() -> None:
+    """Evict no idle session."""
+
+    def hold(self: Ledger, claim: Any, size_bytes: int) -> list[Any]:
+        self.forget(claim.key)
+        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
+        self._reserved[claim] = size_bytes
+        return []
+
+    Ledger.reserve = hold
 
 
 #: What any worker may do.

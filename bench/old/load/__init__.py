@@ -1,1 +1,0 @@
-"""`turnkeep bench load`: many sessions at once."""

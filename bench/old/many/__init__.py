@@ -1,1 +1,0 @@
-"""`turnkeep bench many`: far more sessions than fit in memory."""

@@ -1,1 +1,0 @@
-"""`turnkeep bench session`: one session, many turns."""

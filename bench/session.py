@@ -1,0 +1,249 @@
+"""`turnkeep bench session`: one session over many turns, and what each turn costs as the session grows.
+
+A block is a stretch of the run. A session that is full begins anew, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Final
+from uuid import uuid4
+
+import click
+from msgspec.structs import replace
+
+from turnkeep_client.errors import TurnkeepError
+
+from . import promises, stats
+from .ask import FAULT_PAUSE_S, FULL
+from .checks import Check, count, judged
+from .plan import Corpus, Option, TurnTimeout
+from .samples import Sample
+from .spec import Bench, Measure, Plot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from turnkeep_client.session import Session
+
+    from .run import Run
+    from .samples import Findings, Turn
+
+DEFAULT_TURNS: Final = 50
+STRETCHES: Final = 10
+#: In a stretch; a shorter one is hardly independent of its neighbours.
+MIN_TURNS: Final = 5
+#: A turn at the end may take so much longer than one at the beginning.
+DRIFT: Final = 0.5
+CLOSE_TIMEOUT_S: Final = 2.0
+
+Seconds = click.FloatRange(min=0)
+Turns = Annotated[
+    int | None,
+    Option(f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]", smoke=12),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One session, many turns: what each turn costs as the session grows.
+
+    A turn is sent every --every seconds, or as soon as the one before is answered where that takes longer.
+    Four hours of a turn every half minute: --duration 14400 --every 30.
+    """
+
+    duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None
+    every: Annotated[float, Option("From turn to turn, at least.", type=Seconds, metavar="SECONDS")] = 0.0
+    turns: Turns = None
+    max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
+    turn_timeout: TurnTimeout = 300.0
+    corpus: Corpus = "mt-bench"
+
+    @property
+    def limit(self) -> int | None:
+        """The most turns."""
+        return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
+
+    def over(self, turns: int, elapsed_s: float) -> bool:
+        """Say whether the run is at its end."""
+        ended = self.duration is not None and elapsed_s >= self.duration
+        return ended or (self.limit is not None and turns >= self.limit)
+
+    def stretch(self, turn: int, elapsed_s: float) -> int:
+        """Say in which block a turn is, counted from 0."""
+        if self.limit is None:
+            return int(STRETCHES * elapsed_s / (self.duration or 1.0))
+        return turn // max(MIN_TURNS, math.ceil(self.limit / STRETCHES))
+
+
+def _at(turn: Turn) -> float:
+    return turn.at_s
+
+
+WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s, at=_at)
+FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s, at=_at)
+PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s, at=_at)
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False, at=_at)
+CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False, at=_at)
+PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"), at=_at)
+BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
+KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
+WRITTEN = Measure("written to SSD for a generated token", "bytes", log=False)
+MEASURES = (WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV)
+
+PLOTS = (
+    Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
+    Plot("cdf", "How often a turn took how long", (WHOLE,), "Steep is steady; a long shoulder is a tail."),
+    Plot("cdf", "First chunk, and each token after it", (FIRST, PACE), "Each step is a turn.", log=True),
+    Plot("over time", "Tokens prefilled", (CONTEXT, PREFILLED), "A turn prefills its own only.", log=True),
+    Plot("over time", "Memory", (PROCESS, KV), "Of the worker's whole process; of the session's KV."),
+    Plot("over time", "Snapshots", (WRITTEN,), "The KV of prompts is among what is written."),
+)
+
+
+def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+    """Make the bytes written for a generated token, block by block: what a turn leaves is written later."""
+    sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    known = [turn for turn in turns if turn.fact("written_bytes") is not None]
+    for before, turn in pairwise(known):
+        more = (turn.fact("written_bytes") or 0.0) - (before.fact("written_bytes") or 0.0)
+        if more >= 0:  # else the worker was started anew in between
+            size, tokens, _ = sums[turn.block]
+            sums[turn.block] = [size + more, tokens + len(turn.tokens), turn.at_s]
+    for block, (size, tokens, at_s) in sums.items():
+        if tokens:
+            yield Sample(WRITTEN.name, "", at_s, block, size / tokens)
+
+
+def checks(found: Findings[Plan]) -> Iterator[Check]:
+    """Hold the session against what it is promised to cost."""
+    answered = [turn for turn in found.turns if turn.error is None]
+    per_token = kv_bytes_per_token(answered)
+    broken = [turn for turn in answered if not _keeps_formula(turn, per_token)]
+    several = answered if len(answered) > 1 else []  # one turn agrees with any formula
+    yield count("KV is not empty and follows its formula at every turn", broken if several else [], several)
+    much = [turn for turn in answered if turn.prefilled_tokens > _own_tokens(turn)]
+    yield count("only a turn's own tokens are prefilled", much, answered)
+    yield promises.held_tokens_are_cheap({"": found.turns})
+    medians = [(block, math.log(value)) for block, value in found.blocks(WHOLE, "").items() if value > 0]
+    span = medians[-1][0] - medians[0][0] if medians else 0
+    drift = stats.mapped(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
+    name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
+    yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
+    yield promises.keeps_its_size(found.of(BESIDE))
+
+
+def kv_bytes_per_token(turns: Sequence[Turn]) -> int | None:
+    """Return the bytes of KV of a token that most turns agree on; None where no two do.
+
+    After a turn all of its tokens have KV, or all but the last one, which waits for its forward pass.
+    """
+    votes = Counter(
+        turn.kv_live_bytes // cached
+        for turn in turns
+        for cached in (turn.position or 0, (turn.position or 0) - 1)
+        if cached > 0 and turn.kv_live_bytes and turn.kv_live_bytes % cached == 0
+    )
+    value, times = votes.most_common(1)[0] if votes else (0, 0)
+    return value if times > 1 else None
+
+
+def _keeps_formula(turn: Turn, per_token: int | None) -> bool:
+    position = turn.position or 0
+    sizes = {(per_token or 0) * position, (per_token or 0) * (position - 1)}
+    return turn.kv_live_bytes > 0 and turn.kv_live_bytes in sizes
+
+
+def _own_tokens(turn: Turn) -> float:
+    """Return what a turn adds, what the template rewrote, and the token that the turn before left waiting."""
+    held = turn.fact("held")
+    kept = held if turn.rewritten_from is None else turn.rewritten_from
+    return math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0)
+
+
+async def measure(run: Run[Plan]) -> None:
+    """Hold the conversation to its end."""
+    plan, texts = run.plan, run.corpus.texts()
+    async with run.target() as client:
+        talk = _Talk(run, client.session(f"bench-{uuid4().hex[:12]}"))
+        began_s = run.elapsed_s
+        try:
+            while not plan.over(len(run.turns), elapsed_s := run.elapsed_s - began_s):
+                number, due_s = len(run.turns), began_s + elapsed_s + plan.every
+                done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
+                run.step(done, total, f"turn {number + 1}")
+                turn = await talk.turn(next(texts))
+                run.take(replace(turn, block=plan.stretch(number, elapsed_s)))
+                if turn.error is not None:
+                    due_s = max(due_s, run.elapsed_s + FAULT_PAUSE_S)
+                if not plan.over(len(run.turns), run.elapsed_s - began_s):
+                    end_s = due_s if plan.duration is None else min(due_s, began_s + plan.duration)
+                    await asyncio.sleep(max(0.0, end_s - run.elapsed_s))
+        finally:
+            with contextlib.suppress(TurnkeepError):
+                await talk.session.close(timeout_s=CLOSE_TIMEOUT_S)
+
+
+class _Talk:
+    """The session, and where it stands."""
+
+    def __init__(self, run: Run[Plan], session: Session) -> None:
+        self.session = session
+        self._run = run
+        self._held: int | None = 0
+        self._cut = False
+
+    async def turn(self, text: str) -> Turn:
+        """Send one turn; where the session is full, begin it anew and send the turn again."""
+        if self._cut:
+            await self._begin_anew("an answer was cut")
+        turn = await self._try(text)
+        if turn.error in FULL and self._held:
+            await self._begin_anew(f"{turn.error}")
+            turn = await self._try(text)
+        return turn
+
+    async def _try(self, text: str) -> Turn:
+        most = self._run.plan.max_tokens
+        messages = [{"role": "user", "content": text}]
+        turn = await self._run.ask(self.session, messages=messages, max_tokens=most)
+        facts: dict[str, float | str | None] = {"held": self._held}
+        self._cut = turn.finish_reason == "length" and len(turn.tokens) < most
+        self._held = turn.position  # after a fault nobody knows, but the worker
+        with contextlib.suppress(TurnkeepError):
+            info = await self.session.info()
+            self._held, metrics = info.position, info.worker
+            self._run.metrics = self._run.metrics or metrics
+            facts["process_bytes"] = metrics.process_bytes
+            facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
+            facts["written_bytes"] = metrics.snapshots.written_bytes
+        return replace(turn, facts=facts)
+
+    async def _begin_anew(self, why: str) -> None:
+        self._cut = False
+        with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
+            await self.session.rewind(0, timeout_s=self._run.plan.turn_timeout)
+            facts, number = self._run.facts, len(self._run.turns) + 1
+            facts.setdefault("began anew first", f"before turn {number}, at {self._held} tokens: {why}")
+            facts["began anew"] = int(facts.get("began anew") or 0) + 1  # type: ignore[arg-type]
+            self._held = 0
+
+
+BENCH = Bench(
+    name="session",
+    title="One session, many turns",
+    plan=Plan,
+    cases=("",),
+    measures=MEASURES,
+    against=(),
+    plots=PLOTS,
+    checks=checks,
+    measure=measure,
+    remote=True,
+    follows=follows,
+)

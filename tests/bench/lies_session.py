@@ -1,0 +1,90 @@
+"""Workers that lie about what a long session costs, or let it cost ever more."""
+
+from __future__ import annotations
+
+import random
+
+from msgspec.structs import replace
+from saboteurs import Lie, Suite, let_tokens_cost, prefill_anew, report_no_kv
+
+from bench.samples import Sample, Turn
+from bench.session import BENCH, Plan
+
+PLAN = Plan(duration=14_400, every=120, corpus="built-in")
+TURNS = 120
+PREFILL_S = 0.003
+MIB = 2**20
+
+
+def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
+    """Four hours, and times that scatter by 15%; the session is full and begins anew after 40 turns."""
+    noise, turns, held = random.Random(seed), [], 0
+    for number in range(TURNS):
+        held = 0 if number % 40 == 0 else held
+        own = noise.randint(40, 80)
+        context, at_s = held + own, number * PLAN.every
+        ran = own + (1 if held else 0)
+        first_s = (0.05 + PREFILL_S * ran + 1e-4 * held) * noise.lognormvariate(0, 0.15)
+        size = 700 * MIB + round(noise.gauss(0, MIB))
+        turns.append(
+            Turn(
+                block=PLAN.stretch(number, at_s),
+                at_s=at_s,
+                first_s=first_s,
+                total_s=first_s + 2.0 * noise.lognormvariate(0, 0.15),
+                position=context + 64,
+                prompt_tokens=context,
+                cached_tokens=context - ran,
+                prefilled_tokens=ran,
+                tokens=tuple(range(64)),
+                joined=True,
+                kv_live_bytes=46_080 * (context + 63),
+                facts={"held": held, "beside_bytes": size, "written_bytes": 5 * MIB * number},
+            )
+        )
+        held = context + 64
+    return turns, []
+
+
+def wait_for_all(turn: Turn) -> Turn:
+    return replace(turn, first_s=turn.first_s + PREFILL_S * turn.facts["held"])
+
+
+def leak(turn: Turn) -> Turn:
+    grown = turn.facts["beside_bytes"] + 12 * MIB * turn.at_s / 3600
+    return replace(turn, facts=turn.facts | {"beside_bytes": grown})
+
+
+LIES = (
+    Lie(
+        "reports no KV",
+        "KV is not empty",
+        lambda turn: replace(turn, kv_live_bytes=0),
+        serve=report_no_kv,
+    ),
+    Lie(
+        "keeps more KV in one turn",
+        "KV is not empty",
+        lambda turn: replace(turn, kv_live_bytes=turn.kv_live_bytes + 1) if turn.at_s == 240 else turn,
+    ),
+    Lie(
+        "prefills all each turn",
+        "only a turn's own tokens",
+        lambda turn: replace(turn, cached_tokens=0, prefilled_tokens=turn.prompt_tokens),
+        serve=prefill_anew,
+    ),
+    Lie(
+        "prefills all and reports it as cached",
+        "a token that a session holds",
+        wait_for_all,
+        exact=False,
+    ),
+    Lie(
+        "becomes slower by the turn",
+        "turns at the end take",
+        lambda turn: replace(turn, total_s=turn.total_s * (1 + turn.at_s / PLAN.duration)),
+    ),
+    Lie("leaks", "the process without its KV", leak),
+)
+LONG = ("--duration", "600", "--every", "0.1", "--max-tokens", "2", "--corpus", "built-in")
+SUITE = Suite(BENCH, PLAN, honest, LIES, LONG, control=let_tokens_cost)
