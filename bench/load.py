@@ -1,7 +1,7 @@
 """`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness, level by level.
 
-In a closed loop a block is a wave: as many turns as are served at a time. In an open one, and of a crowd's
-turns, it is a stretch of the level. What a long prompt does to running answers is measured in rounds.
+In a closed loop a block is two waves, each of as many turns as are served at a time. In an open one, and of a
+crowd's turns, it is a stretch of the level. What a long prompt does to running answers is measured in rounds.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 METRICS: Final = ("--metrics-interval-s", "0.25s")
 MIN_MEMORY_BYTES: Final = 2**20
 STRETCHES: Final = 10
+#: In a block: a wave shares its passes with the next one, so that one alone is not independent of it.
+WAVES: Final = 2
 #: Sessions that are opened at a time before an open loop, and closed after any level.
 AT_ONCE: Final = 8
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -88,7 +90,7 @@ History = Annotated[
 Prompt = Annotated[int | None, Option("Also prefill this beside answers.", smoke=256, metavar="TOKENS")]
 Rounds = Annotated[int, Option("How often the long prompt is sent.", smoke=1)]
 Answer = Annotated[int, Option("Most of an answer beside the long prompt.", smoke=64)]
-Pause = Annotated[float, Option("Answers are alone before it for so long.", smoke=0.1, metavar="SECONDS")]
+Pause = Annotated[float, Option("Answers are alone before it for so long.", smoke=0.3, metavar="SECONDS")]
 Crowd = Annotated[
     int | None, Option("Also so many sessions, far more than fit in memory.", smoke=20, metavar="SESSIONS")
 ]
@@ -171,7 +173,7 @@ SENT_LATE = Measure(
 OWN = Measure("prefilled in a turn", "tokens", of=_user(lambda turn: turn.prefilled_tokens), log=False)
 GENERATED = Measure("generated", "tokens/s", "higher", log=False)
 PREFILLED = Measure("prefilled", "tokens/s", "higher", log=False)
-FAIR = Measure("the slowest of a wave, of its median", "share", "higher", log=False)
+FAIR = Measure("the slowest of those side by side, of their median", "share", "higher", log=False)
 JAIN = Measure("Jain's index of the sessions", "", "higher", log=False)
 STAND = Measure("running answers stand still", "s")
 HELD_UP = Measure("their longest, of the long prompt's time", "share", log=False)
@@ -180,12 +182,12 @@ LAG = Measure("the worker's loop was late, mean", "s", log=False)
 LAG_P99 = Measure("the worker's loop was late, p99 at most", "s", log=False)
 PER_SESSION = Measure("process memory of a session, KV left out", "bytes", log=False)
 STORED = Measure("bytes on SSD of a session", "bytes")
-GROWN = Measure("process without KV, while a crowd begins", "bytes", levels="")
-TURNING = Measure("process without KV, while a crowd is asked", "bytes", levels="")
+GROWN = Measure("process without KV, while a crowd begins", "bytes", levels="", table=False)
+TURNING = Measure("process without KV, while a crowd is asked", "bytes", levels="", table=False)
 PROCESS = Measure("process", "bytes", levels="")
 KV = Measure("KV on the device, of its limit", "share", log=False, levels="")
-WRITTEN = Measure("written to SSD", "bytes", log=False, levels="")
-RESTORED = Measure("restored", "bytes", log=False, levels="")
+WRITTEN = Measure("written to SSD", "bytes", log=False, levels="", table=False)
+RESTORED = Measure("restored", "bytes", log=False, levels="", table=False)
 _TIMES = (GENERATED, FIRST, WHOLE, PACE, GAP, QUEUED, SENT_LATE, PREFILLED, OWN, FAIR, JAIN, STAND, HELD_UP)
 _SIZES = (PROMPT, PER_SESSION, STORED, LAG, LAG_P99, PROCESS, KV, GROWN, TURNING, WRITTEN, RESTORED)
 
@@ -464,7 +466,7 @@ async def _level(
 
     async def converse(talk: _Talk) -> None:
         for text in talk.texts:
-            block = next(sent) // (at_once or 1)
+            block = next(sent) // (WAVES * (at_once or 1))
             turn = await talk.say(text, plan.max_tokens, late_s=0.0)
             run.take(replace(turn, case=case, x=at_once, block=block))
             run.step(len(run.turns), None, f"{at_once} at a time")

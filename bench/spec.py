@@ -24,7 +24,7 @@ class Measure:
 
     `log`: it is above 0, and its typical value a geometric mean. Shares, and what may be 0, are not. `at` is
     the place of its values on an axis, where that is not the turn's `x`; `levels` is its name, where `x` is
-    one of a few levels and these are not the bench's.
+    one of a few levels and these are not the bench's. Without a `table` it is only drawn.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Measure:
     log: bool = True
     at: Callable[[Turn], float | None] | None = None
     levels: str | None = None
+    table: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class Rows:
 
 def tables(findings: Findings[Any]) -> list[Rows]:
     """Make one table for each measure that has samples."""
-    return [table(findings, measure) for measure in findings.bench.measures if findings.cases(measure)]
+    shown = [measure for measure in findings.bench.measures if measure.table and findings.cases(measure)]
+    return [table(findings, measure) for measure in shown]
 
 
 def table(findings: Findings[Any], measure: Measure) -> Rows:
