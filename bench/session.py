@@ -93,7 +93,7 @@ CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens,
 PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"), at=_at)
 BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
-WRITTEN = Measure("written to SSD for a generated token", "bytes", log=False)
+WRITTEN = Measure("written for a generated token", "bytes", log=False)
 MEASURES = (WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV)
 
 PLOTS = (

@@ -31,21 +31,24 @@ class Rows:
 
 
 def tables(findings: Findings[Any]) -> list[Rows]:
-    """Make one table for each measure that has samples."""
+    """Make one table of the measures that have one row each, and one for each of the others."""
     shown = [measure for measure in findings.bench.measures if measure.table and findings.cases(measure)]
-    return [table(findings, measure) for measure in shown]
+    short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
+    others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
+    return [*([table(findings, "all in all", short)] if short else []), *others]
 
 
-def table(findings: Findings[Any], measure: Measure) -> Rows:
-    """Show a measure, a row for each level and case: how typical, how far out, and set against what."""
-    bench = findings.bench
-    sets = [against for against in bench.against if against.measure is measure]
+def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Rows:
+    """Show measures, a row for each level and case: how typical, how far out, and set against what."""
+    sets = [against for against in findings.bench.against if [against.measure] == [*measures]]
+    places = [(measure, level, case) for measure in measures for level, case in findings.places(measure)]
     rows = []
-    for level, case in findings.places(measure):
+    for measure, level, case in places:
         values = [sample.value for sample in findings.of(measure, case, level)]
         found = findings.estimate(measure, case, level)
+        name = label(findings.level_name(measure), level, case)
         cells = [
-            label(findings.level_name(measure), level, case),
+            measure.name if level is None and not case else name,
             f"{len(values):,}",
             interval(found, measure.unit),
         ]
@@ -64,7 +67,7 @@ def table(findings: Findings[Any], measure: Measure) -> Rows:
     head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]
     empty = {i for i in (3, 4, 5) if all(row[i] == "-" for row in rows)}
     kept = [[cell for i, cell in enumerate(row) if i not in empty] for row in (head, *rows)]
-    return Rows(measure.name, kept[0], kept[1:])
+    return Rows(title, kept[0], kept[1:])
 
 
 def about(report: Report) -> Rows:
