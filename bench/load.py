@@ -33,7 +33,7 @@ from .spec import Against, Bench, Measure, Plot
 from .together import together
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -179,7 +179,7 @@ STAND = Measure("running answers stand still", "s")
 HELD_UP = Measure("longest stand, of the long prompt's time", "share", log=False)
 PROMPT = Measure("a long prompt", "s")
 LAG = Measure("the worker's loop was late, mean", "s", log=False)
-LAG_P99 = Measure("the worker's loop was late, p99 at most", "s", log=False)
+LAG_P99 = Measure("the worker's loop was late, p99 within", "s", log=False)
 PER_SESSION = Measure("process memory of a session, KV left out", "bytes", log=False)
 STORED = Measure("bytes on SSD of a session", "bytes")
 GROWN = Measure("process without KV", "bytes", levels="", table=False)
@@ -341,36 +341,31 @@ def _forgotten(turn: Turn) -> bool:
 
 async def measure(run: Run[Plan]) -> None:
     """Run all levels one after the other, then the rounds of the long prompt, then the crowd."""
-    plan, most_bytes = run.plan, 0
+    plan, most_bytes, own = run.plan, 0, run.where.nats is None
+    readings: list[Metrics] = []
+
+    def take(at_s: float, metrics: Metrics) -> None:
+        readings.append(metrics)
+        run.sample(PROCESS, "", at_s, 0, metrics.process_bytes)
+        run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
+        run.sample(WRITTEN, "", at_s, 0, metrics.snapshots.written_bytes)
+        run.sample(RESTORED, "", at_s, 0, metrics.snapshots.restored_bytes)
+
     dues = {name: _dues(run, name, amount) for name, amount in plan.open.items()}
-    async with run.target(*METRICS) as client, run.watching(client, lambda *told: _note(run, *told)):
+    async with run.target(*METRICS) as client, run.watching(client, take):
         for level in plan.closed:
-            await _level(run, client, level, "", None)
+            await _level(run, client, level, "", None, readings)
         for name, due in dues.items():
-            await _level(run, client, None, name, due)
+            await _level(run, client, None, name, due, readings)
         if plan.long_prompt is not None:
             await _prompts(run, client, plan.long_prompt)
-        if plan.crowd is not None and run.where.nats is None:
+        if plan.crowd is not None and own:
             most_bytes = await _most_bytes(run, client)
     if plan.crowd is not None:
         # Memory that is ready before it is needed would hide what sessions take.
         memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
-        readings: list[Metrics] = []
-
-        def take(at_s: float, metrics: Metrics) -> None:
-            _note(run, at_s, metrics)
-            readings.append(metrics)
-
         async with run.target(*METRICS, *memory) as client, run.watching(client, take):
             await _crowd(run, client, plan.crowd, readings)
-
-
-def _note(run: Run[Plan], at_s: float, metrics: Metrics) -> None:
-    """Keep what the worker publishes of itself."""
-    run.sample(PROCESS, "", at_s, 0, metrics.process_bytes)
-    run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
-    run.sample(WRITTEN, "", at_s, 0, metrics.snapshots.written_bytes)
-    run.sample(RESTORED, "", at_s, 0, metrics.snapshots.restored_bytes)
 
 
 def _dues(run: Run[Plan], name: str, amount: float) -> list[list[float]]:
@@ -448,7 +443,12 @@ async def _each(things: Iterable[Any], act: Callable[[Any], Awaitable[None]], at
 
 
 async def _level(
-    run: Run[Plan], client: Client, at_once: int | None, case: str, dues: list[list[float]] | None
+    run: Run[Plan],
+    client: Client,
+    at_once: int | None,
+    case: str,
+    dues: list[list[float]] | None,
+    readings: Sequence[Metrics],
 ) -> None:
     """Open the sessions, run a level to its end, and close them."""
     plan, sent = run.plan, counted()
@@ -478,34 +478,36 @@ async def _level(
             run.take(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
             run.step(len(run.turns), None, case)
 
-    try:
+    async with _closing(talks):
         await _each(zip(talks, histories, strict=True), begin, at_once or AT_ONCE)
-        before = (await _look(talks)).event_loop_lag
-        began_s = run.elapsed_s
+        seen, began_s = len(readings), run.elapsed_s
         if dues is None:
             await _each(talks, converse, at_once or 1)
         else:
             await _each(zip(talks, dues, strict=True), keep_time, len(talks))
-        after = (await _look(talks)).event_loop_lag
-        if ticks := after.count - before.count:
+        if len(readings) > seen + 1:
+            before, after = readings[seen].event_loop_lag, readings[-1].event_loop_lag
+            ticks = max(after.count - before.count, 1)
             run.sample(LAG, case, at_once, 0, (after.sum - before.sum) / ticks)
             late = accumulate(b - a for a, b in zip(before.counts, after.counts, strict=True))
             bounds = [
                 bound for bound, below in zip(after.bounds, late, strict=False) if below >= 0.99 * ticks
             ]
-            run.sample(LAG_P99, case, at_once, 0, bounds[0] if bounds else float("inf"))
+            for bound in bounds[:1]:  # none where it lies beyond them all
+                run.sample(LAG_P99, case, at_once, 0, bound)
+
+
+@contextlib.asynccontextmanager
+async def _closing(talks: Sequence[_Talk]) -> AsyncGenerator[None]:
+    """End the sessions afterwards; who interrupts a run does not wait for them one by one."""
+    limit_s: float | None = CLOSE_TIMEOUT_S
+    try:
+        yield
+        limit_s = None
     finally:
-        with contextlib.suppress(TimeoutError):  # who interrupts a run does not wait for sessions one by one
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
                 await _each(talks, _Talk.close, AT_ONCE)
-
-
-async def _look(talks: Sequence[_Talk]) -> Metrics:
-    """Ask for the worker's account."""
-    for talk in talks:
-        with contextlib.suppress(TurnkeepError):
-            return (await talk.session.info()).worker
-    raise BenchError("the worker tells of none of its sessions")
 
 
 async def _prompts(run: Run[Plan], client: Client, num_tokens: int) -> None:
@@ -588,30 +590,31 @@ async def _crowd(run: Run[Plan], client: Client, size: int, readings: Sequence[M
         run.take(replace(turn, case=BEGINNING))
         run.step(len(run.turns), None, f"beginning {size:,} sessions")
 
-    before = len(readings)
-    await _each(talks, begin, plan.in_flight)
-    points = [(one.sessions, one.process_bytes - one.resident_kv_bytes) for one in readings[before:]]
-    for sessions, size_bytes in points:
-        run.sample(GROWN, "", sessions, 0, size_bytes)
-    # The process fills its caches with the first sessions.
-    late = [
-        (STRETCHES * sessions // (size + 1), sessions, bytes_)
-        for sessions, bytes_ in points
-        if sessions > size / 4
-    ]
-    for block, slope in enumerate(stats.slopes(late)):
-        run.sample(PER_SESSION, "", None, block, slope)
-    metrics = await run.settle(talks[0].session)
-    run.sample(STORED, "", None, 0, max(metrics.snapshots.stored_bytes / size, 1))
-    asked = plan.crowd_turns or 2 * size
-    for i, number in enumerate(islice(order(size, plan.skew, plan.seed), asked)):
-        run.step(i, asked, f"turn {i + 1:,} of a crowd's {asked:,}")
-        turn = await _ask(run, talks[number], next(texts))
-        run.take(replace(turn, block=STRETCHES * i // asked))
-    if run.where.nats is None:
+    async with _closing([] if run.where.nats is None else talks):  # one's own ends with its worker
+        before = len(readings)
+        await _each(talks, begin, plan.in_flight)
+        points = [(one.sessions, one.process_bytes - one.resident_kv_bytes) for one in readings[before:]]
+        for sessions, size_bytes in points:
+            run.sample(GROWN, "", sessions, 0, size_bytes)
+        # The process fills its caches with the first sessions.
+        late = [
+            (STRETCHES * sessions // (size + 1), sessions, bytes_)
+            for sessions, bytes_ in points
+            if sessions > size / 4
+        ]
+        for block, slope in enumerate(stats.slopes(late)):
+            run.sample(PER_SESSION, "", None, block, slope)
         metrics = await run.settle(talks[0].session)
-        counts = metrics.cached_tokens, metrics.prefilled_tokens, metrics.generated_tokens
-        run.facts["the worker's account"] = (size + asked, *counts)
+        run.sample(STORED, "", None, 0, max(metrics.snapshots.stored_bytes / size, 1))
+        asked = plan.crowd_turns or 2 * size
+        for i, number in enumerate(islice(order(size, plan.skew, plan.seed), asked)):
+            run.step(i, asked, f"turn {i + 1:,} of a crowd's {asked:,}")
+            turn = await _ask(run, talks[number], next(texts))
+            run.take(replace(turn, block=STRETCHES * i // asked))
+        if run.where.nats is None:
+            metrics = await run.settle(talks[0].session)
+            counts = metrics.cached_tokens, metrics.prefilled_tokens, metrics.generated_tokens
+            run.facts["the worker's account"] = (size + asked, *counts)
 
 
 async def _ask(run: Run[Plan], talk: _Talk, text: str) -> Turn:
