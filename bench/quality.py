@@ -39,6 +39,10 @@ PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
 EQUAL_BOUND: Final = 0.5
 
 
+FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
+WINDOW: Final = "Tokens that are run together; the second half of them counts."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """KV in 8 and 4 bits beside full precision: perplexity, likeliest tokens, answers, and bytes.
@@ -48,21 +52,8 @@ class Plan:
     """
 
     corpus: Corpus = "mt-bench"
-    text: Annotated[
-        Path | None,
-        Option(
-            "A file of text, in the place of a corpus.",
-            type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        ),
-    ] = None
-    window: Annotated[
-        int,
-        Option(
-            "Tokens that are run together; the second half of them counts.",
-            smoke=64,
-            type=click.IntRange(min=16),
-        ),
-    ] = 512
+    text: Annotated[Path | None, Option("A file of text, in the place of a corpus.", type=FILE)] = None
+    window: Annotated[int, Option(WINDOW, smoke=64, type=click.IntRange(min=16))] = 512
     windows: Annotated[int, Option("How many of them, at the most.", smoke=5)] = 16
     answer: Annotated[int, Option("Tokens of an answer.", smoke=6)] = 64
     answers: Annotated[int, Option("How many of them, at the most.", smoke=1)] = 16
@@ -152,14 +143,13 @@ def _keep(run: Run[Plan], line: Line, counts: dict[tuple[str, int | None], int])
         return
     block = counts[line.kind, line.kv_bits]
     counts[line.kind, line.kv_bits] += 1
-    share = line.same / line.tokens
     if line.kind == "window":
         run.sample(PERPLEXITY, case, block, block, math.exp(line.loss / line.tokens))
     if line.kv_bits is not None:
-        for one in (LIKELIEST,) if line.kind == "window" else (EQUAL,):
-            run.sample(one, case, block, block, share)
-        if line.kind == "answer":
-            run.sample(WHOLE, case, block, block, float(share == 1))
+        share = line.same / line.tokens
+        values = {LIKELIEST: share} if line.kind == "window" else {EQUAL: share, WHOLE: float(share == 1)}
+        for measure, value in values.items():
+            run.sample(measure, case, block, block, value)
 
 
 def _text(run: Run[Plan]) -> str:
