@@ -86,7 +86,11 @@ def judged(
     """Hold estimates against a bound."""
     outcomes = [judge(estimate, at_most=at_most, at_least=at_least) for estimate in estimates.values()]
     worst = next((one for one in (Outcome.FAILS, Outcome.CANNOT_TELL) if one in outcomes), Outcome.HOLDS)
-    said = "; ".join(f"{label} {interval(estimate, unit)}".strip() for label, estimate in estimates.items())
+    told = {
+        label: interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)
+        for label, one in estimates.items()
+    }
+    said = "; ".join(f"{label} {estimate}".strip() for label, estimate in told.items())
     detail = said or "nothing was measured"
     return Check(name=name, outcome=worst if outcomes else Outcome.CANNOT_TELL, detail=detail, exact=False)
 

@@ -403,13 +403,16 @@ class _Talk:
         self.turns = self.beginning = 0
         self._run, self._number = run, number
 
-    async def say(self, text: str, max_tokens: int, **facts: Any) -> Turn:
+    async def say(
+        self, text: str, max_tokens: int, *, begun: asyncio.Event | None = None, **facts: Any
+    ) -> Turn:
         """Send a turn. A session's first words carry its name: KV is found by content, and none is shared."""
-        facts = {"number": self._number, "held": self.held} | facts
         text = text if self.held else f"[{self.session.key.session}]\n\n{text}"
-        turn = await self._run.ask(
-            self.session, messages=[{"role": "user", "content": text}], max_tokens=max_tokens
+        messages, facts = (
+            [{"role": "user", "content": text}],
+            {"number": self._number, "held": self.held} | facts,
         )
+        turn = await self._run.ask(self.session, messages=messages, max_tokens=max_tokens, begun=begun)
         self.held = turn.position
         if turn.error is not None:
             await asyncio.sleep(FAULT_PAUSE_S)
@@ -528,38 +531,32 @@ async def _prompts(run: Run[Plan], client: Client, num_tokens: int) -> None:
         await session.close(timeout_s=CLOSE_TIMEOUT_S)
         return done.tokens, over_s
 
-    chars = round(num_tokens * SAMPLE_CHARS / (await append("sample", SAMPLE_CHARS))[0])
-    for block in range(plan.rounds):
-        run.step(len(run.turns), None, f"a long prompt, round {block + 1} of {plan.rounds}")
+    async def round_of(block: int, chars: int) -> None:
         talks = _talks(run, client, [1] * ANSWERS)
         begun = [asyncio.Event() for _ in talks]
         answers: list[Turn] = []
+        times: list[float] = []
 
-        async def answer(talk: _Talk, event: asyncio.Event, answers: list[Turn] = answers) -> None:
-            messages = [{"role": "user", "content": f"[{talk.session.key.session}] {talk.texts[0]}"}]
-            answers.append(
-                await run.ask(talk.session, messages=messages, max_tokens=plan.answer_tokens, begun=event)
-            )
+        async def answer(talk: _Talk, event: asyncio.Event) -> None:
+            answers.append(await talk.say(talk.texts[0], plan.answer_tokens, begun=event))
             event.set()  # also where it failed
-            await talk.close()
 
-        windows: dict[str, float | str | None] = {}
-
-        async def prompt(
-            key: str = f"long-{block}",
-            begun: list[asyncio.Event] = begun,
-            windows: dict[str, float | str | None] = windows,
-        ) -> None:
-            for event in begun:
-                await event.wait()
-            windows["alone_s"] = run.elapsed_s
+        async def prompt() -> None:
+            await asyncio.gather(*(event.wait() for event in begun))
+            times.append(run.elapsed_s)
             await asyncio.sleep(plan.pause)
-            windows["sent_s"] = run.elapsed_s
-            windows["long_tokens"], windows["over_s"] = await append(key, chars)
+            times.extend([run.elapsed_s, (await append(f"long-{block}", chars))[1]])
 
-        await together(prompt(), *(answer(talk, event) for talk, event in zip(talks, begun, strict=True)))
-        run.take(*(replace(turn, case=ANSWER, block=block, facts=windows) for turn in answers))
-        run.sample(PROMPT, "", None, block, float(windows["over_s"] or 0) - float(windows["sent_s"] or 0))
+        async with _closing(talks):
+            await together(prompt(), *map(answer, talks, begun))
+        facts = dict(zip(("alone_s", "sent_s", "over_s"), times, strict=True))
+        run.take(*(replace(turn, case=ANSWER, block=block, facts=facts) for turn in answers))
+        run.sample(PROMPT, "", None, block, times[2] - times[1])
+
+    chars = round(num_tokens * SAMPLE_CHARS / (await append("sample", SAMPLE_CHARS))[0])
+    for block in range(plan.rounds):
+        run.step(len(run.turns), None, f"a long prompt, round {block + 1} of {plan.rounds}")
+        await round_of(block, chars)
 
 
 async def _most_bytes(run: Run[Plan], client: Client) -> int:
