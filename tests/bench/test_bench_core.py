@@ -314,6 +314,14 @@ def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
     assert said(one)[0] == 1
 
 
+@pytest.mark.parametrize(("other", "code"), [("a", 0), ("b", 1)])
+def test_replays_of_different_logs_are_refused(tmp_path: Path, other: str, code: int) -> None:
+    for name, digest in (("one", "a"), ("two", other)):
+        found = make_report([], schema=report.schema_of("replay"), plan={}, facts={"record": digest})
+        report.write(tmp_path / name, report.encode(found))
+    assert said(tmp_path / "one", tmp_path / "two")[0] == code
+
+
 def test_runs_take_turns_where_no_other_lies_between_the_two_of_a_pair() -> None:
     def runs(*starts: str) -> list[tuple[Report, Report]]:
         made = [make_report([], started_at=start) for start in starts]
