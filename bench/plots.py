@@ -114,6 +114,8 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
     for i, case in enumerate(findings.cases(measure)):
         found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
+        if not found:
+            continue
         bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
         bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
         axes.errorbar(

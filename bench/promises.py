@@ -66,7 +66,6 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
             part = int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9))
             parts.setdefault(part, []).append((at_s / 3600, reading.value))
     points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
-    found = stats.trend(points) if points else None
-    if found is not None and end - begin < MIN_GROWTH_S:
-        found = stats.Estimate(found.value, None, None, found.blocks)
-    return judged(name, {"": found}, at_most=GROWTH_PER_HOUR, unit="bytes")
+    if end - begin < MIN_GROWTH_S:
+        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
+    return judged(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
