@@ -38,6 +38,7 @@ async def ask(
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
+    counts: list[int] = []
     tokens: list[int] = []
     text = ""
     try:
@@ -46,6 +47,7 @@ async def ask(
             chunks_s.append(time.monotonic() - sent_s)
             if begun is not None:
                 begun.set()
+            counts.append(len(chunk.tokens))
             tokens += chunk.tokens
             text += chunk.text
         result = generation.result
@@ -66,6 +68,7 @@ async def ask(
         total_s=total_s,
         first_s=chunks_s[0] if chunks_s else total_s,
         gaps_s=tuple(later - sooner for sooner, later in itertools.pairwise(chunks_s)),
+        counts=tuple(counts) if set(counts) != {1} else (),
         position=result.position,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,

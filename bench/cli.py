@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import load, peers, quality, replay, restart, session
+from . import load, overhead, peers, pressure, quality, replay, restart, session
 from .commands import Group, command
-from .old import report as old_report
-from .old.overhead.command import overhead
-from .old.pressure.command import pressure
-from .old.snapshots.command import snapshots
-from .old.store.command import store
 
 if TYPE_CHECKING:
     from .spec import AnyBench
@@ -27,20 +22,12 @@ def bench() -> None:
     """Measure a worker from outside."""
 
 
-#: Those that are data and a coroutine, by name.
-NEW: Final[dict[str, AnyBench]] = {
-    one.name: one
-    for one in (session.BENCH, load.BENCH, restart.BENCH, peers.BENCH, replay.BENCH, quality.BENCH)
+BENCHES: Final[dict[str, AnyBench]] = {
+    module.BENCH.name: module.BENCH
+    for module in (session, load, restart, overhead, pressure, peers, replay, quality)
 }
-_OLD = (overhead, pressure, store, snapshots)
-BENCHES = (*map(command, NEW.values()), *_OLD)
-for one in BENCHES:
-    bench.add_command(one)
-
-
-def is_old(path: Path) -> bool:
-    """Say whether a report is of a bench that is still to be ported."""
-    return path.exists() and f"/{old_report.VERSION}" in path.read_text(errors="replace")[:100]
+for one in BENCHES.values():
+    bench.add_command(command(one))
 
 
 @bench.command()
@@ -57,13 +44,7 @@ def compare(reports: tuple[Path, ...]) -> None:
     from .tables import printing
     from .tables import show as print_table
 
-    if len(reports) == 2 and is_old(reports[0]):
-        from .old.compare import load as read_old
-        from .old.compare import show
-
-        show(*read_old(*reports), printing())
-        return
-    found, pairs = read(reports, NEW)
+    found, pairs = read(reports, BENCHES)
     console = printing()
     print_table(table(found, pairs), console)
     for warning in warnings(pairs):

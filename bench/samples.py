@@ -25,6 +25,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and resampling. `at_s`
     counts from the run's begin. `first_s`, `total_s` and `gaps_s` (between chunks) count from sending it.
+    `counts` are the tokens of each chunk; empty where each has one.
     Exactly one of `error` and `position` is set. `joined`: its chunks are its result. `facts` are whatever
     else one bench wants to know of its turns.
     """
@@ -37,6 +38,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float
     first_s: float | None = None
     gaps_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
     error: str | None = None
     message: str | None = None
     own_tokens: int | None = None

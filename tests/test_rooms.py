@@ -26,7 +26,7 @@ FLOORS = {
     "wire": set(),
 }
 MLX = {
-    *(f"cache/{name}.py" for name in ("layers", "states", "arrays", "measure")),
+    *(f"cache/{name}.py" for name in ("layers", "states", "arrays")),
     *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }

@@ -1,13 +1,14 @@
 """mlx-lm used as a program would use it that has the model to itself: no network, no log, no snapshots.
 
-Sessions keep their prompt cache from turn to turn. One thread loads and runs, since MLX's streams belong to
-threads.
+`python -m bench.baseline.engine MODEL PREFILL_STEP` takes commands from standard input and writes a reply to
+each on standard output, until the input ends. Sessions keep their prompt caches from turn to turn.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -16,100 +17,54 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
-from .messages import (
-    Batch,
-    Chat,
-    Done,
-    Encode,
-    Forget,
-    Load,
-    Loaded,
-    Ran,
-    Refused,
-    Row,
-    Stream,
-    Tokens,
-)
+from .messages import Forget, Refused, Row, Said, Say, decode_command, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .messages import Command, Reply
 
 
 class Engine:
     """The model, and the prompt caches of its sessions."""
 
-    def __init__(self, folder: Path | None, *, prefill_step: int) -> None:
-        """Load the model as a worker with its default settings does; None loads none."""
+    def __init__(self, folder: str, *, prefill_step: int) -> None:
+        """Load the model as a worker with its default settings does."""
         self._prefill_step = prefill_step
         self._caches: dict[str, list[Any]] = {}
-        self._batches: Any = None
-        if folder is None:
-            return
-        self._model, self._tokenizer = mlx_lm.load(str(folder), lazy=True)[:2]
+        self._model, tokenizer = mlx_lm.load(folder, lazy=True)[:2]
         if mx.default_device() == mx.Device(mx.cpu):
             self._model = dequantize_model(self._model)
             self._model.set_dtype(mx.float32)
         mx.eval(self._model.parameters())
-        self._ends = frozenset(self._tokenizer.eos_token_ids)
-        self._batches = BatchGenerator(
-            self._model,
-            stop_tokens=[[token] for token in sorted(self._ends)],
-            prefill_step_size=prefill_step,
+        self._ends = frozenset(tokenizer.eos_token_ids)
+        stop_tokens = [[token] for token in sorted(self._ends)]
+        self._batches: Any = BatchGenerator(
+            self._model, stop_tokens=stop_tokens, prefill_step_size=prefill_step
         )
 
     def close(self) -> None:
         """Give back what the batch generator took of the machine."""
-        if self._batches is not None:
-            self._batches.close()
+        self._batches.close()
 
-    @property
-    def device(self) -> str:
-        """Name the device."""
-        return str(mx.default_device())
-
-    def run(self, command: Command) -> Reply:
+    def run(self, command: Say | Forget) -> Said:
         """Carry out a command. Raises whatever mlx-lm raises."""
-        if isinstance(command, Load):
-            return load(command.paths)
-        if self._batches is None:
-            return Refused("there is no model: start the program with --model")
         match command:
-            case Encode(text):
-                return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
-            case Chat(system, text, first):
-                return Tokens(tuple(self._chat(system, text, first=first)))
-            case Stream(session, tokens, max_tokens):
-                return self._stream(session, tokens, max_tokens)
-            case Batch(sessions, prompts, max_tokens):
-                return self._batch(sessions, prompts, max_tokens)
+            case Say((session,), (prompt,), max_tokens):
+                return Said((self._alone(session, prompt, max_tokens),))
+            case Say(sessions, prompts, max_tokens):
+                return Said(self._together(sessions, prompts, max_tokens))
             case Forget():
                 self._caches.clear()
                 mx.clear_cache()
-                return Done()
+                return Said()
 
-    def _chat(self, system: str, text: str, *, first: bool) -> list[int]:
-        if not self._tokenizer.has_chat_template:
-            whole = f"{system}\n{text}\n" if first else f"\n{text}\n"
-            return list(self._tokenizer.encode(whole, add_special_tokens=False))
-        head = [{"role": "system", "content": system}]
-        turn = [*head, {"role": "user", "content": text}]
-        tokens = self._render(turn, add_generation_prompt=True)
-        before = [] if first else self._render(head, add_generation_prompt=False)
-        return tokens[len(before) :] if tokens[: len(before)] == before else tokens
-
-    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        apply: Any = self._tokenizer.apply_chat_template
-        return list(apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False))
-
-    def _stream(self, session: str, tokens: Sequence[int], max_tokens: int) -> Ran:
+    def _alone(self, session: str, prompt: Sequence[int], max_tokens: int) -> Row:
+        """Answer in one session, by what is quickest for one."""
         started_s = time.perf_counter()
         if session not in self._caches:
             self._caches[session] = make_prompt_cache(self._model)
         found, times_s = [], []
         steps = generate_step(
-            mx.array(list(tokens)),
+            mx.array(list(prompt)),
             self._model,
             max_tokens=max_tokens,
             prompt_cache=self._caches[session],
@@ -121,10 +76,11 @@ class Engine:
             if token in self._ends:
                 break
         steps.close()
-        row = Row(tuple(found), tuple(times_s))
-        return Ran((row,), time.perf_counter() - started_s)
+        return Row(tuple(found), tuple(times_s))
 
-    def _batch(self, sessions: Sequence[str], prompts: Sequence[Sequence[int]], max_tokens: int) -> Ran:
+    def _together(
+        self, sessions: Sequence[str], prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> tuple[Row, ...]:
         started_s = time.perf_counter()
         uids = self._batches.insert(
             [list(prompt) for prompt in prompts],
@@ -140,14 +96,38 @@ class Engine:
                 times_s[response.uid].append(time.perf_counter() - started_s)
                 if response.finish_reason is not None:
                     self._caches[names.pop(response.uid)] = response.prompt_cache
-        rows = tuple(Row(tuple(found[uid]), tuple(times_s[uid])) for uid in uids)
-        return Ran(rows, time.perf_counter() - started_s)
+        return tuple(Row(tuple(found[uid]), tuple(times_s[uid])) for uid in uids)
 
 
-def load(paths: Sequence[str]) -> Loaded:
-    """Read files as plainly as MLX can: the limit of a restore."""
-    started_s = time.perf_counter()
-    for path in paths:
-        mx.eval(mx.load(path))
-    seconds = time.perf_counter() - started_s
-    return Loaded(sum(Path(path).stat().st_size for path in paths), seconds)
+def main() -> int:
+    """Run until there are no more commands; 1 where the model cannot be loaded."""
+    # What libraries print must not come between the replies.
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    folder, prefill_step = sys.argv[1:]
+    try:
+        engine = Engine(folder, prefill_step=int(prefill_step))
+    except Exception as error:  # noqa: BLE001  # whatever mlx-lm raises
+        replies.write(encode(Refused(f"{folder} cannot be loaded: {_one_line(error)}")))
+        return 1
+    try:
+        replies.write(encode(Said()))
+        for line in sys.stdin.buffer:
+            try:
+                answer: Said | Refused = engine.run(decode_command(line))
+            except Exception as error:  # noqa: BLE001  # whatever mlx-lm raises
+                answer = Refused(_one_line(error))
+            replies.write(encode(answer))
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

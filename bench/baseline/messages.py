@@ -1,7 +1,4 @@
-"""What a bench says to its baseline, and what it hears: one JSON object a line.
-
-Times are in seconds since the program had read the command.
-"""
+"""What a bench says to its baseline, and what it hears: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -9,90 +6,32 @@ import msgspec
 from msgspec import Struct
 
 
-class Encode(Struct, frozen=True, tag_field="do", tag="encode"):
-    """Tokenise a text as it is. Answered by `Tokens`."""
-
-    text: str
-
-
-class Chat(Struct, frozen=True, tag_field="do", tag="chat"):
-    """Tokenise what a user says with the model's chat template, after `system` where it is the `first` turn.
-
-    Answered by `Tokens`.
-    """
-
-    system: str
-    text: str
-    first: bool
-
-
-class Stream(Struct, frozen=True, tag_field="do", tag="stream"):
-    """Generate greedily with `generate_step`, and keep the session's cache. Answered by `Ran`."""
-
-    session: str
-    tokens: tuple[int, ...]
-    max_tokens: int
-
-
-class Batch(Struct, frozen=True, tag_field="do", tag="batch"):
-    """Generate greedily for several sessions with `BatchGenerator`, and keep their caches.
-
-    `prompts` are in the order of `sessions`. Answered by `Ran`.
-    """
+class Say(Struct, frozen=True, tag="say"):
+    """Answer a prompt in each of these sessions, greedily, and keep their caches. Answered by `Said`."""
 
     sessions: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
 
 
-class Forget(Struct, frozen=True, tag_field="do", tag="forget"):
-    """Drop the caches of all sessions. Answered by `Done`."""
+class Forget(Struct, frozen=True, tag="forget"):
+    """Drop the caches of all sessions. Answered by an empty `Said`."""
 
 
-class Load(Struct, frozen=True, tag_field="do", tag="load"):
-    """Read safetensors files with `mx.load`, one after the other. Answered by `Loaded`."""
-
-    paths: tuple[str, ...]
-
-
-Command = Encode | Chat | Stream | Batch | Forget | Load
-
-
-class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first line: ready. Without a model only `Load` is understood."""
-
-    device: str
-
-
-class Tokens(Struct, frozen=True, tag="tokens"):
-    """Token ids."""
-
-    tokens: tuple[int, ...]
+Command = Say | Forget
 
 
 class Row(Struct, frozen=True):
-    """One session's new tokens, and when each of them was there."""
+    """One session's new tokens, and the seconds after which each of them was there."""
 
     tokens: tuple[int, ...]
     times_s: tuple[float, ...]
 
 
-class Ran(Struct, frozen=True, tag="ran"):
-    """What was generated, in the order of the command's sessions."""
+class Said(Struct, frozen=True, tag="said"):
+    """What was generated, in the order of the sessions. The first line, without any, says: ready."""
 
-    rows: tuple[Row, ...]
-    seconds: float
-
-
-class Loaded(Struct, frozen=True, tag="loaded"):
-    """How long it took to have all the files' tensors in memory."""
-
-    size_bytes: int
-    seconds: float
-
-
-class Done(Struct, frozen=True, tag="done"):
-    """Nothing to tell."""
+    rows: tuple[Row, ...] = ()
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -101,13 +40,11 @@ class Refused(Struct, frozen=True, tag="refused"):
     why: str
 
 
-Reply = Hello | Tokens | Ran | Loaded | Done | Refused
-
 _COMMAND: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-_REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+_REPLY: msgspec.json.Decoder[Said | Refused] = msgspec.json.Decoder(Said | Refused)
 
 
-def encode(message: Command | Reply) -> bytes:
+def encode(message: Struct) -> bytes:
     """Write one line."""
     return msgspec.json.encode(message) + b"\n"
 
@@ -117,6 +54,6 @@ def decode_command(line: bytes) -> Command:
     return _COMMAND.decode(line)
 
 
-def decode_reply(line: bytes) -> Reply:
+def decode_reply(line: bytes) -> Said | Refused:
     """Read what the program says. Raises `msgspec.DecodeError`."""
     return _REPLY.decode(line)

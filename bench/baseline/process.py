@@ -8,26 +8,24 @@ import os
 import sys
 import tempfile
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.faults import BenchError
 
-from .messages import Hello, Refused, decode_reply, encode
+from .messages import Refused, decode_reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
     from typing import IO
 
-    from .messages import Command, Reply
+    from .messages import Command, Row
 
 START_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 5.0
 _MAX_LINE_BYTES: Final = 64 * 2**20
-
-_R = TypeVar("_R", bound="Reply")
 
 
 class BaselineError(BenchError):
@@ -37,23 +35,21 @@ class BaselineError(BenchError):
 class Baseline:
     """A running baseline program. One command at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], timeout_s: float) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self.pid = process.pid
-        self.device = ""
         self._process = process
         self._errors = errors
-        self._timeout_s = timeout_s
 
-    async def ask(self, command: Command, kind: type[_R]) -> _R:
-        """Send a command and return its reply. Raises `BaselineError`."""
+    async def ask(self, command: Command, timeout_s: float) -> tuple[Row, ...]:
+        """Send a command and return what it answers. Raises `BaselineError`."""
         if self._process.stdin is None:
             raise AssertionError("it was started with a pipe")
         with contextlib.suppress(ConnectionError):  # it has died: the reply that is missing says so
             self._process.stdin.write(encode(command))
             await self._process.stdin.drain()
-        return await self.hear(kind, self._timeout_s)
+        return await self.hear(timeout_s)
 
-    async def hear(self, kind: type[_R], timeout_s: float) -> _R:
+    async def hear(self, timeout_s: float) -> tuple[Row, ...]:
         """Wait for a reply. Raises `BaselineError`."""
         if self._process.stdout is None:
             raise AssertionError("it was started with a pipe")
@@ -70,9 +66,7 @@ class Baseline:
             raise BaselineError(f"the baseline process says what nobody understands: {error}") from None
         if isinstance(reply, Refused):
             raise BaselineError(f"the baseline process refused: {reply.why}")
-        if not isinstance(reply, kind):
-            raise BaselineError(f"the baseline process answered with {type(reply).__name__}")
-        return reply
+        return reply.rows
 
     async def stop(self) -> None:
         """End it: the end of its input should do; what is left is killed."""
@@ -97,20 +91,15 @@ class Baseline:
 
 
 @asynccontextmanager
-async def running(
-    model: Path | None, *, preload: str | None, prefill_step: int | None = None, timeout_s: float = 300.0
-) -> AsyncGenerator[Baseline]:
+async def running(model: Path, *, preload: str | None, prefill_step: int = 2048) -> AsyncGenerator[Baseline]:
     """Run the baseline program with a model folder, with the library `preload` in place of MLX's own.
 
-    A command may take `timeout_s`. Raises `BaselineError` where it does not come up. Afterwards it is ended.
+    Raises `BaselineError` where it does not come up. Afterwards it is ended.
     """
-    command = [sys.executable, "-m", "bench.baseline"]
-    command += [] if model is None else ["--model", str(model)]
-    command += [] if prefill_step is None else ["--prefill-step", str(prefill_step)]
     environment = dict(os.environ) | ({} if preload is None else {"LD_PRELOAD": preload})
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable, "-m", "bench.baseline.engine", str(model), str(prefill_step)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -118,9 +107,9 @@ async def running(
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # a Ctrl-C at the terminal is for the bench alone, which then ends it
         )
-        baseline = Baseline(process, errors, timeout_s)
+        baseline = Baseline(process, errors)
         try:
-            baseline.device = (await baseline.hear(Hello, START_TIMEOUT_S)).device
+            await baseline.hear(START_TIMEOUT_S)
             yield baseline
         except BaseException:
             baseline.kill()

@@ -14,7 +14,7 @@ from worker.commands.cache_cli import cache
 from worker.commands.cli import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-NUMBERS = {"nine": 9, "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14}
+NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
 
 
 def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -70,4 +70,4 @@ def test_the_readme_counts_the_benches() -> None:
     found = re.search(r"There are (\w+) benches: ([^;]+);", README)
     assert found
     assert NUMBERS[found[1]] == len(BENCHES)
-    assert re.findall(r"`(\w+)`", found[2]) == [bench.name for bench in BENCHES]
+    assert re.findall(r"`(\w+)`", found[2]) == [*BENCHES]

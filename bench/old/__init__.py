@@ -1,1 +1,0 @@
-"""The benches as they were, each until it is ported; everything in here goes."""

@@ -1,1 +1,0 @@
-"""`turnkeep bench overhead`: the same prompts through a worker, and in process without one."""

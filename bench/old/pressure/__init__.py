@@ -1,1 +1,0 @@
-"""`turnkeep bench pressure`: a random load around the memory limit."""

@@ -1,1 +1,0 @@
-"""`turnkeep bench store`: what the snapshot cache does without a worker."""
