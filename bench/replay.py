@@ -145,7 +145,8 @@ def notes(_: Plan) -> Iterator[str]:
     """Say what a ratio is of."""
     yield (
         "The record was made at another time than the replay: a ratio tells of both machines, and of whatever"
-        " else they had to do. First token, time per token and whole generate are the workers' own account."
+        " else they had to do, and its interval only of how sessions differ, not of the hour. First token,"
+        " time per token and whole generate are the workers' own account."
     )
 
 
