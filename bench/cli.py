@@ -5,29 +5,47 @@ A bench also ends with 1 where a check failed that cannot fail by chance, so tha
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from . import load, overhead, peers, pressure, quality, replay, restart, session
 from .commands import Group, command
 
 if TYPE_CHECKING:
     from .spec import AnyBench
 
 
-@click.group(cls=Group)
+#: Each is a module of this package, with a `BENCH`.
+NAMES: Final = ("session", "load", "restart", "overhead", "pressure", "peers", "replay", "quality")
+
+
+def benches() -> dict[str, AnyBench]:
+    """Import all benches, and return them by their names."""
+    return {name: _bench(name) for name in NAMES}
+
+
+def _bench(name: str) -> AnyBench:
+    found: AnyBench = import_module(f".{name}", __package__).BENCH
+    return found
+
+
+class _Benches(Group):
+    """Imports a bench when it is asked for: other commands of the program are not to wait for numpy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name the benches, and what else there is."""
+        return [*NAMES, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Make a bench's command."""
+        return command(_bench(cmd_name)) if cmd_name in NAMES else super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Benches)
 def bench() -> None:
     """Measure a worker from outside."""
-
-
-BENCHES: Final[dict[str, AnyBench]] = {
-    module.BENCH.name: module.BENCH
-    for module in (session, load, restart, overhead, pressure, peers, replay, quality)
-}
-for one in BENCHES.values():
-    bench.add_command(command(one))
 
 
 @bench.command()
@@ -44,7 +62,7 @@ def compare(reports: tuple[Path, ...]) -> None:
     from .tables import printing
     from .tables import show as print_table
 
-    found, pairs = read(reports, BENCHES)
+    found, pairs = read(reports, benches())
     console = printing()
     print_table(table(found, pairs), console)
     for warning in warnings(pairs):

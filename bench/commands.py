@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -51,6 +52,8 @@ def command(bench: AnyBench) -> click.Command:
         if any(check.failed for check in report.checks):
             raise Fault("a check failed that does not fail by chance")
 
-    return click.Command(
+    made = click.Command(
         bench.name, callback=run, params=[*options(bench.plan), *shared, smoke], help=bench.plan.__doc__
     )
+    made.short_help = made.get_short_help_str(limit=sys.maxsize)  # click cuts it to the terminal's width
+    return made
