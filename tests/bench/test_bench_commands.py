@@ -47,7 +47,10 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     found = report.read(next(tmp_path.glob("*.json")))
     assert found.complete
     assert Outcome.FAILS not in {check.outcome for check in found.checks if check.exact}
-    assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(suite.bench.plots)
+    findings = found.findings(suite.bench)
+    # A tiny model's answer may be one chunk, which has no gaps to draw.
+    drawn = [one for one in suite.bench.plots if any(findings.of(measure) for measure in one.measures)]
+    assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
 
 
 @each_bench
