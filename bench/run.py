@@ -97,6 +97,7 @@ class Run(Generic[P]):
 
         It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
         """
+        _end_where_cancelled()
         timeout_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
         with self.timing():
             return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
@@ -124,6 +125,7 @@ class Run(Generic[P]):
 
     def step(self, done: float, total: float | None, what: str) -> None:
         """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
+        _end_where_cancelled()
         self._bars.update(self._bar, completed=done, total=total, description=what)
         if not self._in_flight and self.keeper.due:
             try:
@@ -311,6 +313,16 @@ async def closing(client: Client) -> AsyncGenerator[Client]:
     finally:
         with contextlib.suppress(OSError):
             await client.close()
+
+
+def _end_where_cancelled() -> None:
+    """Raise a `CancelledError` again that a library swallowed.
+
+    In Python 3.11 `wait_for` does where the result comes at the same moment.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:

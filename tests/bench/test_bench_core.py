@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import json
 import sys
 import types
@@ -52,6 +55,10 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
         "turns": tuple(lies_restart.honest(1)[0] if turns is None else turns),
     }
     return Report(**(fields | changes))
+
+
+def files(folder: Path, pattern: str = "*") -> list[Path]:
+    return list(folder.glob(pattern))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +163,15 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
         Keeper(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
 
 
-def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
+async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(BENCH, lies_restart.PLAN, Where(out=tmp_path, checkpoint=1e-9))
     with run.timing():
         run.step(0, None, "in flight")
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
     run.step(0, None, "between")
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(files(tmp_path)) == 1
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -172,6 +179,24 @@ def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_r
     monkeypatch.setattr(report.os, "fsync", refuse)
     run.step(0, None, "later")
     assert "checkpoint left out" in capsys.readouterr().err
+
+
+async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    """In Python 3.11 `wait_for` returns a result that is there, whether or not it was cancelled meanwhile."""
+
+    async def measure(run: Run[lies_restart.Plan]) -> None:
+        run.take(*lies_restart.honest(1)[0])
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        run.step(1, 1, "going on")
+
+    work = conduct(dataclasses.replace(BENCH, measure=measure), lies_restart.PLAN, Where(out=tmp_path))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(work)
+    assert [report.read(path).ending for path in files(tmp_path, "*.json")] == ["interrupted"]
 
 
 @pytest.mark.parametrize(
