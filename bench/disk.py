@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
-#: The thread that writes snapshots, as `cache.writer` names it; the bench's checks tell whether it was hit.
+#: The thread that writes snapshots, as `cache.disk.writer` names it; the checks tell whether it was hit.
 WRITER: Final = "turnkeep-writer"
 
 

@@ -15,29 +15,33 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from . import blocks
-from . import format as snapshot_format
-from .blocks import Chain
-from .header import NO_NAME
-from .leaving import Leaving
-from .opening import Opened, open_directory
-from .pins import Pin, Pinned
-from .prefixes import Prefixes
-from .readers import Readers
-from .restore import Outcome, Piece, Restored, leave, restore
-from .room import Room
-from .snapshot import Name
-from .stats import SnapshotStats
-from .writer import DropReason, Write, Writer
+from .disk import format as snapshot_format
+from .disk.folder import may_hold
+from .disk.header import NO_NAME
+from .disk.readers import Readers
+from .disk.restore import Outcome, Piece, Restored, leave, restore
+from .disk.rows import Pin
+from .disk.writer import DropReason, Write, Writer
+from .index.leaving import Leaving
+from .index.opening import Opened, open_directory
+from .index.pins import Pinned
+from .index.prefixes import Prefixes
+from .index.room import Room
+from .index.stats import SnapshotStats
+from .names import blocks
+from .names.blocks import Chain
+from .names.snapshot import Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from .blocks import Span
-    from .entries import Entry
-    from .identity import Identity
-    from .snapshot import ModelLayout, Tensor
+    from .index.entries import Entry
+    from .names.blocks import Span
+    from .names.identity import Identity
+    from .names.snapshot import ModelLayout, Tensor
+
+__all__ = ["Forgotten", "Held", "Match", "Store", "file_bytes", "may_hold"]
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -77,6 +81,11 @@ class Forgotten:
 
     num_snapshots: int
     settled: bool
+
+
+def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
+    """Measure the file of a snapshot that is not saved."""
+    return snapshot_format.draft(name, identity, tensors).size_bytes
 
 
 class Store:

@@ -15,18 +15,29 @@ ROOMS = {
     "ops": {"ops", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
-#: Of the worker's floors each may import those below it; its own modules beside them anyone may import.
+#: Of a room's floors each may import those below it; modules beside the worker's floors anyone may import.
 FLOORS = {
-    "commands": {"wire", "models"},
-    "sessions": {"wire", "device", "batch", "text"},
-    "device": {"batch", "models"},
-    "batch": set(),
-    "text": {"models"},
-    "models": set(),
-    "wire": set(),
+    "worker": {
+        "commands": {"wire", "models"},
+        "sessions": {"wire", "device", "batch", "text"},
+        "device": {"batch", "models"},
+        "batch": set(),
+        "text": {"models"},
+        "models": set(),
+        "wire": set(),
+    },
+    "cache": {
+        "admin": {"index", "disk", "names"},
+        "index": {"disk", "names"},
+        "disk": {"kv", "names"},
+        "kv": {"names"},
+        "names": set(),
+    },
 }
+#: What the worker sees of the cache; the commands on a directory beside that, `admin`.
+FACE = {"names", "kv", "store"}
 MLX = {
-    *(f"cache/{name}.py" for name in ("layers", "states", "arrays")),
+    "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
     "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
 }
@@ -76,17 +87,25 @@ def test_a_module_imports_only_the_rooms_that_it_may(path):
     assert tops(imports(path)) & PACKAGES <= ROOMS[room]
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_of_the_worker_imports_only_those_below_it(floor):
-    used = set().union(*(imports(path) for path in (ROOT / "worker" / floor).glob("*.py")))
-    others = {name.split(".")[1] for name in used if name.startswith("worker.")} & set(FLOORS)
-    assert others - {floor} == FLOORS[floor] - {floor}
+@pytest.mark.parametrize(("room", "floor"), [(room, floor) for room in FLOORS for floor in FLOORS[room]])
+def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
+    used = set().union(*(imports(path) for path in (ROOT / room / floor).glob("*.py")))
+    others = {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
+    assert others & FLOORS[room].keys() == FLOORS[room][floor]
+    if room == "cache":
+        assert others <= FLOORS[room].keys(), "the store stands above them all"
+
+
+def test_the_worker_sees_the_cache_by_its_face_alone():
+    for path in sorted((ROOT / "worker").rglob("*.py")):
+        seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
+        assert seen <= FACE | ({"admin"} if path.name == "cache_cli.py" else set()), path
 
 
 def users(*libraries: str) -> set[str]:
-    """List the files, or the worker's floors, that import one of these."""
+    """List the files, or the floors of rooms that have some, that import one of these."""
     paths = {path.relative_to(ROOT) for path in modules() if tops(imports(path)) & set(libraries)}
-    return {str(path.parent if path.parts[0] == "worker" and len(path.parts) > 2 else path) for path in paths}
+    return {str(path.parent if path.parts[0] in FLOORS and len(path.parts) > 2 else path) for path in paths}
 
 
 def test_only_the_named_places_touch_mlx():

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 import structlog
 
-from cache.folder import may_hold
-from cache.identity import folder_identity
-from cache.snapshot import CacheError
-from cache.store import Store
+from cache.names.errors import CacheError
+from cache.names.identity import folder_identity
+from cache.store import Store, may_hold
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, SnapshotCounters
 from turnkeep_client.redact import shown

@@ -24,10 +24,11 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
-from cache import blocks, layers  # noqa: E402
-from cache.format import draft  # noqa: E402
-from cache.identity import Identity  # noqa: E402
-from cache.snapshot import Name  # noqa: E402
+from cache.kv import layers  # noqa: E402
+from cache.names import blocks  # noqa: E402
+from cache.names.identity import Identity  # noqa: E402
+from cache.names.snapshot import Name  # noqa: E402
+from cache.store import file_bytes  # noqa: E402
 from worker.batch.forward import Forward  # noqa: E402
 from worker.device import machine  # noqa: E402
 from worker.models import model as models  # noqa: E402
@@ -110,11 +111,10 @@ class Side:
             caches=described,
         )
         name = Name(blocks.root(identity.digest(), "default"), 0, blocks.pack(tokens[:block]))
-        file = draft(name, identity, cut)
         return {
             "caches": described,
             "kv_bytes_per_token": self._per_token,
-            "disk_bytes_per_token": file.size_bytes / block,
+            "disk_bytes_per_token": file_bytes(name, identity, cut) / block,
         }
 
     def _run(self, caches: list[Any], tokens: Sequence[int]) -> Iterator[tuple[int, mx.array]]:

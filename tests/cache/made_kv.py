@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cache.identity import Identity
-from cache.snapshot import ModelLayout, Tensor
+from cache.names.identity import Identity
+from cache.names.snapshot import ModelLayout, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import mlx.core as mx
 
-    from cache.blocks import Span
+    from cache.names.blocks import Span
     from cache.store import Store
 
 BLOCK = 4

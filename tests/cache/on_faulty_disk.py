@@ -21,7 +21,7 @@ import structlog
 from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache import store as store_module
-from cache.snapshot import CacheError
+from cache.names.errors import CacheError
 from cache.store import Store
 
 COUNT, KILL, TEAR, FAIL, SLOW, HANG = range(6)

@@ -24,13 +24,13 @@ import structlog
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.catalog import Catalog
-from cache.entries import Row
-from cache.folder import Folder
-from cache.identity import Identity
-from cache.snapshot import ModelLayout, Name, Tensor
+from cache.disk import format as snapshot_format
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+from cache.disk.rows import Row
+from cache.names import blocks
+from cache.names.identity import Identity
+from cache.names.snapshot import ModelLayout, Name, Tensor
 from cache.store import Store
 
 if TYPE_CHECKING:

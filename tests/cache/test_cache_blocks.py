@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import blocks
+from cache.names import blocks
 
 ROOT = blocks.root(b"identity", "tenant")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

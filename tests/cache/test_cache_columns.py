@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import blocks
-from cache.index import Index
-from cache.numbers import NONE, Numbers
-from cache.recency import Recency
-from cache.snapshot import Name
+from cache.index.index import Index
+from cache.index.numbers import NONE, Numbers
+from cache.index.recency import Recency
+from cache.names import blocks
+from cache.names.snapshot import Name
 
 #: Few beginnings, so that many want the same place; some of the last place of any table.
 DIGESTS = st.builds(

@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 from made_kv import assert_is_kv_of, identity, save_all
 
-from cache import archive, survey
-from cache.identity import FORMAT_VERSION
-from cache.snapshot import CacheError
+from cache.admin import archive, survey
+from cache.names.errors import CacheError
+from cache.names.identity import FORMAT_VERSION
 from worker.commands.cli import main
 
 TOKENS = list(range(10))

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache import blocks, eviction
-from cache.index import Index
-from cache.recency import Recency
+from cache.index import eviction
+from cache.index.index import Index
+from cache.index.recency import Recency
+from cache.names import blocks
 
 
 @pytest.fixture

@@ -17,14 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.blocks import Span
-from cache.catalog import Catalog
-from cache.entries import Row
-from cache.folder import Folder
-from cache.header import read_header
-from cache.snapshot import DoubtfulSnapshotError, Name, Tensor
+from cache.disk import format as snapshot_format
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+from cache.disk.header import read_header
+from cache.disk.rows import Row
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import Name, Tensor
 from worker.commands.cli import main
 
 if TYPE_CHECKING:

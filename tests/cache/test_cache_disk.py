@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from made_kv import assert_is_kv_of, assert_sum_rule, save_all
 
-from cache import survey
+from cache.admin import survey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.eviction import choose
+from cache.index.eviction import choose
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import pytest
 from made_kv import BLOCK, DIM, HEADS, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 from structlog.testing import capture_logs
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.blocks import Span
-from cache.catalog import Catalog
-from cache.folder import QUARANTINE_FILES, Folder
-from cache.snapshot import Tensor
+from cache.disk import format as snapshot_format
+from cache.disk.catalog import Catalog
+from cache.disk.folder import QUARANTINE_FILES, Folder
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.snapshot import Tensor
 
 TOKENS = list(range(10))
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache import blocks
-from cache.blocks import Span
-from cache.catalog import Catalog
-from cache.folder import Folder
-from cache.header import read_name
-from cache.identity import FORMAT_VERSION
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+from cache.disk.header import read_name
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.identity import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path

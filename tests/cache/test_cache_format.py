@@ -14,12 +14,13 @@ from made_kv import BLOCK, HEADS, assert_is_kv_of, cut, identity
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.arrays import Blank
-from cache.blocks import Span
-from cache.header import read_name
-from cache.snapshot import DoubtfulSnapshotError, Name, Tensor
+from cache.disk import format as snapshot_format
+from cache.disk.header import read_name
+from cache.kv.arrays import Blank
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import Name, Tensor
 
 TOKENS = [5, 6, 7, 8]
 IDENTITY = identity()

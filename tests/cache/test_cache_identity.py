@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from cache.identity import Identity, files_digest, folder_identity
+from cache.names.identity import Identity, files_digest, folder_identity
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
-from cache import blocks, reconciling
-from cache.entries import Columns, Row
-from cache.index import Index
-from cache.snapshot import Name
+from cache.disk.rows import Columns, Row
+from cache.index import reconciling
+from cache.index.index import Index
+from cache.names import blocks
+from cache.names.snapshot import Name
 
 RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_kv import assert_is_kv_of
 
-from cache import format as snapshot_format
+from cache.disk import format as snapshot_format
 
 
 @pytest.mark.process

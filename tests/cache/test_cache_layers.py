@@ -21,8 +21,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from cache import layers
-from cache.blocks import Span
+from cache.kv import layers
+from cache.names.blocks import Span
 
 BLOCK = 8
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.room import PinRefusedError
+from cache.disk import format as snapshot_format
+from cache.names import blocks
+from cache.names.errors import PinRefusedError
 from cache.store import Store
 
 WRITE = snapshot_format.write

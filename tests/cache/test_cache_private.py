@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from made_kv import save_all
 
-from cache import archive
-from cache.snapshot import CacheError
+from cache.admin import archive
+from cache.names.errors import CacheError
 from worker.commands.cli import main
 from worker.datadir import DataDir
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from made_kv import assert_is_kv_of, save_all
 
-from cache import arrays, restore
-from cache.arrays import Blank
+from cache.disk import restore
+from cache.kv import arrays
+from cache.kv.arrays import Blank
 
 TOKENS = list(range(200))
 

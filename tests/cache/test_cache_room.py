@@ -12,9 +12,10 @@ import pytest
 from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
 from structlog.testing import capture_logs
 
-from cache import format as snapshot_format
-from cache.folder import Folder
-from cache.room import EVICT_LIMIT, PinRefusedError
+from cache.disk import format as snapshot_format
+from cache.disk.folder import Folder
+from cache.index.room import EVICT_LIMIT
+from cache.names.errors import PinRefusedError
 
 TOKENS = list(range(10))
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.arrays import Blank
-from cache.blocks import Span
-from cache.snapshot import DoubtfulSnapshotError, ModelLayout, Name, Tensor
+from cache.disk import format as snapshot_format
+from cache.kv.arrays import Blank
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import ModelLayout, Name, Tensor
 
 IDENTITY = identity()
 TOKENS = list(range(20, 34))

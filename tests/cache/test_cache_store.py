@@ -11,10 +11,11 @@ import weakref
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
-from cache import blocks
-from cache import format as snapshot_format
-from cache.blocks import Span
-from cache.folder import DirectoryLockedError, Folder
+from cache.disk import format as snapshot_format
+from cache.disk.folder import Folder
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.errors import DirectoryLockedError
 
 TOKENS = list(range(10))
 
@@ -305,7 +306,7 @@ async def test_a_directory_has_one_store(open_store, tmp_path) -> None:
 
 async def test_a_directory_that_another_process_holds_is_refused_and_named(open_store, tmp_path) -> None:
     code = (
-        "import sys, pathlib; from cache.folder import Folder; "
+        "import sys, pathlib; from cache.disk.folder import Folder; "
         "folder = Folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     holder = await asyncio.create_subprocess_exec(

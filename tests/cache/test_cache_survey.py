@@ -10,11 +10,11 @@ import threading
 import pytest
 from made_kv import save_all
 
-from cache import archive, survey
-from cache.catalog import Catalog
-from cache.folder import Folder
-from cache.pins import Pin
-from cache.snapshot import CacheError
+from cache.admin import archive, survey
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+from cache.disk.rows import Pin
+from cache.names.errors import CacheError
 
 PINS = 300
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
-from cache import blocks
-from cache.blocks import Span
-from cache.folder import Folder
-from cache.header import read_name
+from cache.disk.folder import Folder
+from cache.disk.header import read_name
+from cache.names import blocks
+from cache.names.blocks import Span
 from cache.store import Store
 
 LONG = 16  # a block with room for a tail of several pieces

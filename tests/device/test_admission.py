@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import alone, answer, key, loaded, prompt
 
-from cache.blocks import as_tokens
+from cache.names.blocks import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
 from worker.device.admission import PRIORITY_S, Admission, Claim, Decision, Ledger, place

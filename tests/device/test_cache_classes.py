@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tiny_models import CONFIGS, alone, append, generate, prompt
 
-from cache import layers
+from cache.kv import layers
 from worker.models.model import cache_sizes
 
 

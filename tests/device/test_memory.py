@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
-from cache.kv_size import KvSize
+from cache.kv.size import KvSize
 from worker.batch.batch import Batch, Piece
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 

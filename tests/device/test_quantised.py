@@ -12,8 +12,8 @@ from mlx_lm.models import base, llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, generate, prefill, prompt
 
-from cache import layers
-from cache.kv_size import KvSize
+from cache.kv import layers
+from cache.kv.size import KvSize
 from worker.batch import batch as batch_module
 from worker.batch import cpu, forward
 from worker.batch.batch import Batch, Piece, Row

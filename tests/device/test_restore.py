@@ -14,12 +14,13 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
-from cache import format as snapshot_format
-from cache import header, layers
-from cache.blocks import as_tokens
-from cache.identity import Identity
-from cache.kv_size import KvSize
-from cache.snapshot import ITEM_BYTES, Tensor
+from cache.disk import format as snapshot_format
+from cache.disk import header
+from cache.kv import layers
+from cache.kv.size import KvSize
+from cache.names.blocks import as_tokens
+from cache.names.identity import Identity
+from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.store import Store
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling

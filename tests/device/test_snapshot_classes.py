@@ -10,9 +10,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, append, prompt
 
-from cache import layers
-from cache.blocks import Span
-from cache.identity import Identity
+from cache.kv import layers
+from cache.names.blocks import Span
+from cache.names.identity import Identity
 from cache.store import Store
 from worker.device.turn import Cut
 

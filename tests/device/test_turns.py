@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
 
-from cache import layers
-from cache.blocks import Span, as_tokens, spans
+from cache.kv import layers
+from cache.names.blocks import Span, as_tokens, spans
 from worker.batch.sampling import Sampling
 from worker.device.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
 

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny_gguf import TinyLlama
 
-from cache.kv_size import KvSize
+from cache.kv.size import KvSize
 from worker.models import gguf_model, model
 from worker.models.model import ModelError
 

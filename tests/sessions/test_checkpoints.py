@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from test_fold import OPERATIONS, World, assert_same, live
 
-from cache.blocks import pack
+from cache.names.blocks import pack
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
 from worker.models.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ import structlog
 from click.testing import CliRunner
 from raw_wire import append, generate
 
-from cache import blocks
-from cache import format as snapshot_format
+from cache.disk import format as snapshot_format
+from cache.names import blocks
 from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
 from worker.commands.cli import main

@@ -13,7 +13,7 @@ import mlx.core as mx
 import structlog
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from cache import layers
+from cache.kv import layers
 
 from .forward import Forward, OwnPart
 from .lookup import Lookup
@@ -25,7 +25,7 @@ from .trials import Trials
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
 
     from .forward import Part
     from .merged import Merged

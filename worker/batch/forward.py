@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from cache.states import leaves
+from cache.kv.states import leaves
 
 from . import cpu
 

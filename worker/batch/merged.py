@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from cache import states
+from cache.kv import states
 
 from .forward import tolerance
 from .merged_quantised import MergedQuantised

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import structlog
 
-from cache import archive, pruning, survey
-from cache.folder import DirectoryLockedError, Folder, digest_of
-from cache.snapshot import CacheError
+from cache.admin import archive, pruning, survey
+from cache.names.errors import CacheError, DirectoryLockedError
 from turnkeep_client.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size
 from worker.words import size, span
@@ -220,27 +219,17 @@ def verify(
 ) -> None:
     """Read every file and check its length, checksum, name and layout. Exit code 1 if any is doubtful."""
     place, _ = _place(directory, config, flags)
-    survey.check(place)
-    folder = Folder(place) if quarantine else None
-    try:
-        with terminal_progress() as show:
-            found = survey.verify(place, lambda done, total: show(done, total, "verifying"))
-        moved = []
-        for name, _ in found.doubtful if folder is not None else ():
-            digest = digest_of(name)
-            if folder is not None and digest is not None:  # what is not named as a snapshot is never read
-                folder.quarantine(digest)
-                moved.append(name)
-    finally:
-        if folder is not None:
-            folder.close()
+    with terminal_progress() as show:
+        found = survey.verify(
+            place, lambda done, total: show(done, total, "verifying"), quarantine=quarantine
+        )
     if as_json:
         doubtful = [{"file": name, "reason": reason} for name, reason in found.doubtful]
         figures = {"files": found.num_files, "other_versions": found.num_foreign}
-        click.echo(json.dumps({**figures, "doubtful": doubtful, "quarantined": moved}))
+        click.echo(json.dumps({**figures, "doubtful": doubtful, "quarantined": found.quarantined}))
     else:
         for name, reason in found.doubtful:
-            click.echo(f"{name}: {reason}" + (" (moved to quarantine)" if name in moved else ""))
+            click.echo(f"{name}: {reason}" + (" (moved to quarantine)" if name in found.quarantined else ""))
         click.echo(
             f"{found.num_files} files, {len(found.doubtful)} doubtful, {found.num_foreign} of other versions"
         )

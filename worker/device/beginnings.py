@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from cache.blocks import as_tokens, pack
+from cache.names.blocks import as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from turnkeep_client.subjects import SessionKey
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import structlog
 
-from cache import layers
-from cache.blocks import Span, tail_start
+from cache.kv import layers
+from cache.names.blocks import Span, tail_start
 
 from .turn import Cut
 

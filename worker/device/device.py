@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cache.snapshot import ModelLayout
+    from cache.names.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.blocks import as_tokens
+from cache.names.blocks import as_tokens
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
-    from cache.blocks import Tokens
-    from cache.kv_size import KvSize
+    from cache.kv.size import KvSize
+    from cache.names.blocks import Tokens
     from cache.store import Held, Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cache.kv_size import KvSize
+    from cache.kv.size import KvSize
 
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256

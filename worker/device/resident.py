@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from cache import layers
+from cache.kv import layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from turnkeep_client.subjects import SessionKey
 
     from .memory import Estimator

@@ -18,8 +18,8 @@ import structlog
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from cache import layers
-from cache.snapshot import ModelLayout
+from cache.kv import layers
+from cache.names.snapshot import ModelLayout
 from worker.batch.batch import Batch, Piece, Row
 from worker.batch.trials import Trials
 from worker.models.code import code_digest, package_digest

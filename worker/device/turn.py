@@ -10,15 +10,15 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cache import blocks
-from cache.blocks import as_tokens
+from cache.names import blocks
+from cache.names.blocks import as_tokens
 from worker.batch.sampling import Sampling
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from cache.blocks import Chain, Span, Tokens
-    from cache.snapshot import Tensor
+    from cache.names.blocks import Chain, Span, Tokens
+    from cache.names.snapshot import Tensor
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer
@@ -34,7 +34,7 @@ class Turn:
     an `answer`; what it already holds are tokens that were published before a crash, and they are the
     context's end. At `num_granted` tokens the turn ends, whether its answer is over or not: no more memory
     is reserved for it. `spans` are the pieces of the context that have no snapshot, `edges` where the
-    stored pieces of its last, partial block start and end: see `cache.blocks.tail_start`. `chain`, which
+    stored pieces of its last, partial block start and end: see `blocks.tail_start`. `chain`, which
     names the turn's blocks to the store, is the event loop's alone.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
     from mlx.nn.layers.base import Module
 
-    from cache.kv_size import KvSize
+    from cache.kv.size import KvSize
 
 __all__ = [
     "LoadedModel",
@@ -186,7 +186,7 @@ def cache_sizes(model: Module) -> KvSize:
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    from cache import layers
+    from cache.kv import layers
 
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
-from cache.states import leaves, parts
+from cache.kv.states import leaves, parts
 
 from .model_files import ModelError, one_line
 

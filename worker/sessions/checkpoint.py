@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from cache.blocks import as_tokens, pack, unpack
+from cache.names.blocks import as_tokens, pack, unpack
 from worker.text.templates import Conversation, Step, pack_steps, unpack_steps
 
 from .answered import AnsweredIds
@@ -26,7 +26,7 @@ from .history import History
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Changes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from msgspec import structs
 
-from cache.blocks import as_tokens
+from cache.names.blocks import as_tokens
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     Append,
@@ -40,7 +40,7 @@ from worker.text.text import TextStream
 from .history import RefusedError
 
 if TYPE_CHECKING:
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from cache.blocks import as_tokens, pack
+from cache.names.blocks import as_tokens, pack
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from typing import TypeAlias
 
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from worker.text.templates import Addition, Tokenizer

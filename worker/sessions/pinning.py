@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cache.room import PinRefusedError
+from cache.names.errors import PinRefusedError
 from turnkeep_client.messages import Failed, Pinned, PinRequest, Unpinned, UnpinRequest, failure
 
 if TYPE_CHECKING:
-    from cache.blocks import Tokens
+    from cache.names.blocks import Tokens
     from cache.store import Store
 
 

@@ -16,9 +16,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, QuantizedKVCache
 
+from cache.names.snapshot import GROWING, STATE, ModelLayout, Tensor
+
 from . import states
-from .kv_size import KvSize, Window
-from .snapshot import GROWING, STATE, ModelLayout, Tensor
+from .size import KvSize, Window
 from .states import leaves
 
 if TYPE_CHECKING:

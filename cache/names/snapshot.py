@@ -1,4 +1,4 @@
-"""What a snapshot is: its name, its tensors, and what may be wrong with one. Knows nothing of files."""
+"""What a snapshot is: its name and its tensors. Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .blocks import TOKEN_BYTES, Span, link
+from .errors import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,18 +16,6 @@ ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4
 
 #: What the names of a state's tensors begin with; the others are cut by tokens, along their axis 2.
 STATE: Final = "state."
-
-
-class CacheError(Exception):
-    """Root of what this package raises."""
-
-
-class DoubtfulSnapshotError(CacheError):
-    """A file is not, beyond doubt, the snapshot that was asked for. `reason` is a short phrase."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

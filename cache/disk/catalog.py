@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from . import private
-from .entries import Columns
-from .pins import Pin
+from .rows import Columns, Pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .entries import Row
     from .folder import Folder
+    from .rows import Row
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from cache.names.errors import DoubtfulSnapshotError
+
 from . import header as headers
 from . import private
 from .header import BLANK, CHECKSUM_AT, CHECKSUM_END, STATE_AT, STATE_END
-from .snapshot import DoubtfulSnapshotError, Layout, Name, Place, States, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from .identity import Identity
+    from cache.names.identity import Identity
+    from cache.names.snapshot import Layout, Name, Place, States, Tensor
 
 SUFFIX: Final = ".safetensors"
 

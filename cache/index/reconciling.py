@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from .blocks import DIGEST_BYTES, TOKEN_BYTES, link
-from .entries import Columns, Row
-from .folder import digest_of, file_name
-from .format import is_lack
-from .header import read_header
+from cache.disk.folder import digest_of, file_name
+from cache.disk.format import is_lack
+from cache.disk.header import read_header
+from cache.disk.rows import Columns, Row
+from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, link
+from cache.names.errors import DoubtfulSnapshotError
+
 from .index import Index
-from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .catalog import Catalog
-    from .folder import Folder
+    from cache.disk.catalog import Catalog
+    from cache.disk.folder import Folder
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from cache.disk.writer import Counts
+
     from .index import Index
     from .room import Room
-    from .writer import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

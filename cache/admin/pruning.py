@@ -7,20 +7,22 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .catalog import Catalog
-from .folder import Folder
-from .header import read_header
-from .pins import Pin, Pins
-from .reconciling import reconcile
-from .snapshot import CacheError, DoubtfulSnapshotError
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+from cache.disk.header import read_header
+from cache.index.pins import Pins
+from cache.index.reconciling import reconcile
+from cache.names.errors import CacheError, DoubtfulSnapshotError
+
 from .survey import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .entries import Entry
-    from .index import Index
+    from cache.disk.rows import Pin
+    from cache.index.entries import Entry
+    from cache.index.index import Index
 
 
 @dataclass(frozen=True, slots=True)

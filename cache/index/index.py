@@ -9,15 +9,17 @@ from array import array
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
-from .blocks import TOKEN_BYTES, num_common
-from .entries import DOOMED, DURABLE, PRESENT, Columns, Entry, Facts
+from cache.disk.rows import Columns
+from cache.names.blocks import TOKEN_BYTES, num_common
+
+from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
 from .numbers import NONE
 from .recency import Recency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .snapshot import Name
+    from cache.names.snapshot import Name
 
 #: More than the tokens of any snapshot take, packed: what follows a name is looked for in so much at a time.
 MOST_BYTES: Final = 1 << 16

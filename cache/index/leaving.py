@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from .writer import DropReason, State
+from cache.disk.writer import DropReason, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cache.disk.writer import Write, Writer
+
     from .entries import Entry
     from .index import Index
-    from .writer import Write, Writer
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from .snapshot import Place
+from cache.names.snapshot import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .snapshot import Layout, States
+    from cache.names.snapshot import Layout, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"

@@ -9,26 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from .blocks import TOKEN_BYTES, link
+from cache.names.blocks import TOKEN_BYTES
+
 from .index import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cache.disk.rows import Pin
+
     from .entries import Entry
     from .index import Index
-
-
-class Pin(NamedTuple):
-    """A pinned prefix as the catalog keeps it: packed `tokens` after a tenant's and a model's `root`."""
-
-    root: bytes
-    tokens: bytes
-
-    @property
-    def name(self) -> bytes:
-        """Name the prefix."""
-        return link(self.root, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

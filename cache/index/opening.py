@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .catalog import Catalog
-from .folder import Folder
+from cache.disk.catalog import Catalog
+from cache.disk.folder import Folder
+
 from .reconciling import reconcile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cache.disk.rows import Pin
+
     from .index import Index
-    from .pins import Pin
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from . import blocks
-from .blocks import DIGEST_BYTES, TOKEN_BYTES, Span
+from cache.names import blocks
+from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, Span
 
 if TYPE_CHECKING:
-    from .blocks import Chain
+    from cache.names.blocks import Chain
+
     from .entries import Entry
     from .index import Index
 

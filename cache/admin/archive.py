@@ -15,23 +15,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Final
 
-from . import private
-from .entries import Row
-from .folder import digest_of, scan
-from .format import SUFFIX, is_lack, prove
-from .header import read_header, read_name
+from cache.disk import private
+from cache.disk.folder import digest_of, scan
+from cache.disk.format import SUFFIX, is_lack, prove
+from cache.disk.header import read_header, read_name
+from cache.disk.rows import Row
+from cache.names.errors import CacheError, DoubtfulSnapshotError
+
 from .pruning import opened
-from .snapshot import CacheError, DoubtfulSnapshotError
 from .survey import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from .catalog import Catalog
-    from .folder import Folder
-    from .index import Index
-    from .snapshot import Name
+    from cache.disk.catalog import Catalog
+    from cache.disk.folder import Folder
+    from cache.index.index import Index
+    from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
 #: An archive with more members that are no snapshots than this is not one of ours.

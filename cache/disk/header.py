@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from .blocks import DIGEST_BYTES
-from .identity import FORMAT_VERSION
-from .snapshot import ITEM_BYTES, STATE, DoubtfulSnapshotError, Layout, Name, States
+from cache.names.blocks import DIGEST_BYTES
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.identity import FORMAT_VERSION
+from cache.names.snapshot import ITEM_BYTES, STATE, Layout, Name, States
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from .identity import Identity
-    from .snapshot import Tensor
+    from cache.names.identity import Identity
+    from cache.names.snapshot import Tensor
 
 #: The checksum stands first, at a fixed place: it is verified before anything of the file is used. Behind it
 #: stand the state's checksum and length, which say how far the first one reaches.

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from cache.names.errors import PinRefusedError
+
 from . import eviction
 from .pins import Pins
-from .snapshot import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from cache.disk.rows import Pin
+    from cache.disk.writer import Writer
+
     from .entries import Entry
     from .index import Index
-    from .pins import Held, Pin
-    from .writer import Writer
+    from .pins import Held
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -34,10 +37,6 @@ STEP_PAUSE_S: Final = 0.01
 
 #: Pinned prefixes may take this share of the disk limit: the sessions that go on need the rest.
 PIN_SHARE: Final = 0.5
-
-
-class PinRefusedError(CacheError):
-    """The prefix is too large to be pinned; the message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

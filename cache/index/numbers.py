@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from .blocks import DIGEST_BYTES
+from cache.names.blocks import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

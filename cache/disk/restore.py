@@ -13,16 +13,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from cache.names.errors import DoubtfulSnapshotError
+
 from . import format as snapshot_format
-from .snapshot import DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from .arrays import Arrays, Blank
+    from cache.kv.arrays import Arrays, Blank
+    from cache.names.snapshot import Layout, ModelLayout, States
+
     from .folder import Folder
-    from .snapshot import Layout, ModelLayout, States
 
 #: Hands work to another I/O thread; cancelled where that has not begun with it.
 Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
@@ -66,7 +68,7 @@ class Outcome:
 
 def leave() -> None:
     """Prepare an I/O thread for its end."""
-    from . import arrays
+    from cache.kv import arrays
 
     arrays.leave_thread()
 
@@ -87,7 +89,7 @@ def restore(
     Most of the time goes into pages of fresh memory, which two threads get twice as fast. `help_out` hands
     work to such a thread. Raises `TimeoutError` where it took longer than `limit_s`, and moves no file then.
     """
-    from . import arrays  # MLX, which a process may have to prepare before it is first imported
+    from cache.kv import arrays  # MLX, which a process may have to prepare before it is first imported
 
     started = time.perf_counter()
     until = started + limit_s

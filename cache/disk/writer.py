@@ -26,11 +26,12 @@ from . import format as snapshot_format
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.index.entries import Entry
+
     from .catalog import Catalog
-    from .entries import Entry, Row
     from .folder import Folder
     from .format import Draft
-    from .pins import Pin
+    from .rows import Pin, Row
 
 T = TypeVar("T")
 

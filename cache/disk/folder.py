@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES
+from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
+
 from . import private
-from .blocks import DIGEST_BYTES, TOKEN_BYTES
 from .format import SUFFIX
 from .header import read_name
-from .snapshot import CacheError, DoubtfulSnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,16 +46,6 @@ def file_name(digest: bytes) -> str:
 def digest_of(name: str) -> bytes | None:
     """Return the digest that a file is named by; None where it is not the name of a snapshot."""
     return bytes.fromhex(name.removesuffix(SUFFIX)) if _IS_NAME(name) else None
-
-
-class DirectoryLockedError(CacheError):
-    """Another process has this directory open; `owner` is its pid, or "unknown"."""
-
-    def __init__(self, directory: Path, owner: str) -> None:
-        why = f"is in use by process {owner}; give each worker its own"
-        super().__init__(f"cache directory {directory} {why}")
-        self.directory = directory
-        self.owner = owner
 
 
 def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:

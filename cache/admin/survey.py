@@ -9,32 +9,28 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from . import format as snapshot_format
-from .entries import Columns, Row
-from .folder import digest_of, scan
-from .format import SUFFIX
-from .header import read_header, read_name
-from .index import Index
-from .pins import Pin, Pins
-from .snapshot import CacheError, DoubtfulSnapshotError
+from cache.disk import format as snapshot_format
+from cache.disk.folder import Folder, digest_of, scan
+from cache.disk.format import SUFFIX
+from cache.disk.header import read_header, read_name
+from cache.disk.rows import Columns, Pin, Row
+from cache.index.index import Index
+from cache.index.pins import Pins
+from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .entries import Entry
+    from cache.index.entries import Entry
 
 
 #: How often the index is copied where its log begins anew meanwhile: once in some hundred changes.
 _COPY_TRIES: Final = 50
-
-
-class NotACacheError(CacheError):
-    """The directory does not exist, or is none of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +71,16 @@ class Usage:
 
 @dataclass(slots=True)
 class Survey:
-    """What a look at a directory has found. `doubtful` are file names with what is wrong with them."""
+    """What a look at a directory has found.
+
+    `doubtful` are file names with what is wrong with them, `quarantined` those that were moved for it.
+    """
 
     chains: list[Chain] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
     doubtful: list[tuple[str, str]] = field(default_factory=list)
+    quarantined: list[str] = field(default_factory=list)
     num_files: int = 0
     num_foreign: int = 0
     foreign_bytes: int = 0
@@ -127,13 +127,25 @@ def look(directory: Path) -> Survey:
     return survey
 
 
-def verify(directory: Path, progress: Callable[[int, int], None]) -> Survey:
+def verify(directory: Path, progress: Callable[[int, int], None], *, quarantine: bool = False) -> Survey:
     """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of the bytes read.
 
-    Returns a survey with what is doubtful; files of other versions are counted, and not judged. Raises
-    `NotACacheError`, and `OSError` where the process can open no more files, which says nothing of them.
+    Returns a survey with what is doubtful; files of other versions are counted, and not judged. With
+    `quarantine` what is doubtful is moved, under the lock. Raises `NotACacheError`, `DirectoryLockedError`,
+    and `OSError` where the process can open no more files, which says nothing of them.
     """
     check(directory)
+    with closing(Folder(directory)) if quarantine else nullcontext() as folder:
+        survey = _proved(directory, progress)
+        for name, _ in survey.doubtful if folder is not None else ():
+            digest = digest_of(name)
+            if folder is not None and digest is not None:  # what is not named as a snapshot is never read
+                folder.quarantine(digest)
+                survey.quarantined.append(name)
+    return survey
+
+
+def _proved(directory: Path, progress: Callable[[int, int], None]) -> Survey:
     files = sorted(path for path in (directory / "snapshots").iterdir())
     survey = Survey(num_files=len(files))
     sizes = {path: _size(path) for path in files}
