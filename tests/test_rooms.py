@@ -39,7 +39,7 @@ FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
-    "bench/baseline/engine.py",  # a program of its own, which the benches compare a worker with
+    "bench/in_process.py",  # a program of its own, which a bench compares a worker with
 }
 NATS = {*(f"protocol/turnkeep_client/{name}.py" for name in ("client", "nats_client")), "worker/wire"}
 

@@ -2,100 +2,72 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite, only
+from saboteurs import Lie, Suite, never_restore, only
 
-from bench.overhead import (
-    BENCH,
-    CASES,
-    FAILING,
-    IDLE,
-    IN_PROCESS,
-    LOST,
-    OFF,
-    ON,
-    SLOW,
-    WAITING,
-    WORKER,
-    WRITTEN,
-    Plan,
-)
+from bench.overhead import BENCH, CASES, FAILING, IDLE, IN_PROCESS, OFF, ON, SLOW, WORKER, Plan
 from bench.samples import Sample, Turn
 from worker.device.resident import Resident
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.spec import Measure
-
 PLAN = Plan(batch=(2,), rounds=8, turns=2)
-#: Written, lost and waiting, of each side.
-SOUND = {WORKER: (4, 0, 0), OFF: (0, 0, 0), ON: (4, 0, 0), SLOW: (0, 0, 4), FAILING: (0, 4, 0)}
+NONE = {"written": 0, "lost": 0, "waiting": 0}
+SOUND = {WORKER: NONE | {"written": 4}, OFF: NONE, ON: NONE | {"written": 4}}
+SOUND |= {SLOW: NONE | {"waiting": 4}, FAILING: NONE | {"lost": 4}}
 SAID = tuple(range(30))
 
 
 def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
     """Sides that are as fast as each other; rounds scatter by 30%, and sides within a round by 1%."""
     noise, turns, samples = random.Random(seed), [], []
-    for block in range(PLAN.rounds):
-        for batch in PLAN.batch:
-            mood = noise.lognormvariate(0, 0.3)
-            for case in CASES:
-                for number in range(PLAN.turns):
-                    held = 140 * number
-                    cached, context = max(held - 1, 0), held + 110
-                    through = {"prompt_tokens": context, "cached_tokens": cached, "joined": True}
-                    through["prefilled_tokens"] = context - cached
-                    pace_s = 0.03 * mood * noise.lognormvariate(0, 0.01)
-                    turns += [
-                        Turn(
-                            case=case,
-                            x=batch,
-                            block=block,
-                            session=f"s{i}",
-                            first_s=0.1 * mood,
-                            gaps_s=tuple(pace_s * noise.lognormvariate(0, 0.03) for _ in SAID[1:]),
-                            total_s=2.0,
-                            own_tokens=110,
-                            position=context + 30,
-                            tokens=SAID,
-                            facts={"turn": number, "held": held, "block_tokens": PLAN.block_tokens},
-                            **(through if case != IN_PROCESS else {}),
-                        )
-                        for i in range(batch)
-                    ]
-                told = zip((WRITTEN, LOST, WAITING), SOUND.get(case, ()), strict=False)
-                samples += [Sample(measure.name, case, batch, block, value) for measure, value in told]
-        samples.append(Sample(IDLE.name, "", None, block, noise.uniform(0.005, 0.015)))
+    moods = [noise.lognormvariate(0, 0.3) for _ in range(PLAN.rounds)]
+    for block, case in itertools.product(range(PLAN.rounds), CASES):
+        samples.append(Sample(IDLE.name, case, None, block, noise.uniform(0.005, 0.015)))
+        for number in range(PLAN.turns):
+            cached, context = max(140 * number - 1, 0), 140 * number + 110
+            account = {"prompt_tokens": context, "cached_tokens": cached, "joined": True}
+            account["prefilled_tokens"] = context - cached
+            facts = {"turn": number, "sent": context, "block_tokens": PLAN.block_tokens}
+            pace_s = 0.03 * moods[block] * noise.lognormvariate(0, 0.01)
+            turns += [
+                Turn(
+                    case=case,
+                    x=2,
+                    block=block,
+                    session=f"s{i}",
+                    first_s=0.1 * moods[block],
+                    gaps_s=tuple(pace_s * noise.lognormvariate(0, 0.03) for _ in SAID[1:]),
+                    total_s=2.0,
+                    own_tokens=110,
+                    position=context + 30,
+                    tokens=SAID,
+                    facts=facts | SOUND.get(case, {}),
+                    **(account if case != IN_PROCESS else {}),
+                )
+                for i in range(2)
+            ]
     return turns, samples
 
 
-def told(
-    measure: Measure, cases: tuple[str, ...], change: Callable[[float], float]
-) -> Callable[[Sample], Sample]:
-    """Bend the samples of some sides."""
+def told(case: str, **facts: float) -> Callable[[Turn], Turn]:
+    return lambda turn: replace(turn, facts=turn.facts | facts) if turn.case == case else turn
 
-    def bend(sample: Sample) -> Sample:
-        hit = sample.measure == measure.name and sample.case in cases
-        return replace(sample, value=change(sample.value)) if hit else sample
+
+def cached(case: str, number: int, tokens: int) -> Callable[[Turn], Turn]:
+    """Find so many tokens in a cache, in one turn of each session."""
+
+    def bend(turn: Turn) -> Turn:
+        if (turn.case, turn.facts["turn"]) != (case, number):
+            return turn
+        return replace(turn, cached_tokens=tokens, prefilled_tokens=turn.prompt_tokens - tokens)
 
     return bend
-
-
-def of_later(turn: Turn) -> Turn:
-    """Prefill the session anew at each of its turns."""
-    if turn.case != WORKER or not turn.facts["held"]:
-        return turn
-    return replace(turn, cached_tokens=0, prefilled_tokens=turn.prompt_tokens)
-
-
-def of_first(turn: Turn) -> Turn:
-    if turn.case != ON or turn.facts["held"]:
-        return turn
-    return replace(turn, cached_tokens=16, prefilled_tokens=turn.prompt_tokens - 16)
 
 
 def slowly(*cases: str) -> Callable[[Turn], Turn]:
@@ -120,8 +92,6 @@ def held_up(*cases: str) -> Callable[[Turn], Turn]:
 
 def keep_nothing() -> None:
     """Let every session's KV leave the device, and restore none of it."""
-    from saboteurs import never_restore
-
     never_restore()
     take = Resident.take
 
@@ -131,20 +101,20 @@ def keep_nothing() -> None:
     Resident.take = lose
 
 
+def busy(sample: Sample) -> Sample:
+    return replace(sample, value=sample.value + 0.1)
+
+
 LIES = (
     Lie("loses a token of a session", "a worker ran the very tokens", only(ON, position=1)),
-    Lie("finds another session's KV", "no session began with", of_first),
-    Lie("prefills a session anew", "later turns prefilled", of_later, serve=keep_nothing),
-    Lie("writes nothing", "with snapshots on, some", bend_sample=told(WRITTEN, (ON,), lambda _: 0)),
-    Lie("loses a snapshot", "with snapshots on, none", bend_sample=told(LOST, (ON,), lambda _: 1)),
-    Lie("writes with snapshots off", "without snapshots", bend_sample=told(WRITTEN, (OFF,), lambda _: 1)),
-    Lie("has a disk that is quick", "the slow disk kept", bend_sample=told(WAITING, (SLOW,), lambda _: 0)),
-    Lie("has a disk that is sound", "the failing disk lost", bend_sample=told(LOST, (FAILING,), lambda _: 0)),
-    Lie(
-        "computes while it waits",
-        "the sides that waited",
-        bend_sample=told(IDLE, ("",), lambda cpu: cpu + 0.1),
-    ),
+    Lie("finds another session's KV", "no session began with", cached(ON, 0, 16)),
+    Lie("prefills a session anew", "later turns prefilled", cached(WORKER, 1, 0), serve=keep_nothing),
+    Lie("writes nothing", "with snapshots on, some", told(ON, written=0)),
+    Lie("loses a snapshot", "with snapshots on, none", told(ON, lost=1)),
+    Lie("writes with snapshots off", "without snapshots", told(OFF, written=1)),
+    Lie("has a disk that is quick", "the slow disk kept", told(SLOW, waiting=0)),
+    Lie("has a disk that is sound", "the failing disk lost", told(FAILING, lost=0)),
+    Lie("computes while it waits", "the sides that waited", bend_sample=busy),
     Lie("answers otherwise", "at least 90% of the tokens", only(ON, tokens=(9,) * 30)),
     Lie("decodes slower with snapshots", "with snapshots on answers decode", slowly(ON)),
     Lie("decodes slower on a bad disk", "on a bad disk answers decode", slowly(SLOW, FAILING)),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
+from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 
-from bench.baseline.messages import Forget, Say
-from bench.baseline.process import BaselineError, running
+from bench.faults import BenchError
 from bench.overhead import beside_blocks, decoding
+from bench.program import running
 from bench.samples import Turn
+
+if TYPE_CHECKING:
+    from bench.program import Program
 
 
 def test_a_block_is_held_against_the_steps_around_it() -> None:
@@ -34,42 +38,37 @@ def test_decoding_counts_from_when_all_answers_have_begun() -> None:
     assert decoding([early, Turn(total_s=4, first_s=3.9, tokens=(1,))]) is None
 
 
-@pytest.mark.process
-async def test_one_by_one_or_batched_the_tokens_are_the_same_turn_after_turn(tiny_model) -> None:
-    """Caches are kept: a second turn sees the first, however that was run."""
-    async with running(tiny_model, preload=None) as baseline:
-        for own in (tuple(range(40, 60)), tuple(range(50, 90))):
-            (alone,) = await baseline.ask(Say(("alone",), (own,), 12), 30)
-            together = await baseline.ask(Say(("a", "b"), (own, own[:7]), 12), 30)
-            assert together[0].tokens == alone.tokens
-            for row in (alone, *together):
-                assert 1 <= len(row.tokens) == len(row.times_s) <= 12
-                assert list(row.times_s) == sorted(row.times_s)
-        (fresh,) = await baseline.ask(Say(("fresh",), (own,), 12), 30)
-        assert fresh.tokens != alone.tokens
-        assert await baseline.ask(Forget(), 30) == ()
-        assert (await baseline.ask(Say(("alone",), (own,), 12), 30))[0].tokens == fresh.tokens
-        os.kill(baseline.pid, signal.SIGKILL)
-        with pytest.raises(BaselineError, match="the baseline process ended with exit code -9"):
-            await baseline.ask(Forget(), 30)
+async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, ...]]]:
+    await program.tell(msgspec.json.encode(([list(map(list, asked)) for asked in prompts], 12)))
+    answers = msgspec.json.decode(await program.hear(30), type=list[list[Turn]])
+    for turn in (turn for turns in answers for turn in turns):
+        assert turn.first_s + sum(turn.gaps_s) == pytest.approx(turn.total_s)
+        assert 1 <= len(turn.tokens) == len(turn.gaps_s) + 1 <= 12
+    return [[turn.tokens for turn in turns] for turns in answers]
 
 
 @pytest.mark.process
-async def test_a_model_that_is_none_is_one_line_and_a_process_that_hangs_is_gone(
-    tiny_model, tmp_path
-) -> None:
-    with pytest.raises(BaselineError, match=r"refused: .* cannot be loaded: [^\n]+$"):
-        async with running(tmp_path, preload=None):
-            raise AssertionError("it has no model")
+async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_after_turn(tiny_model) -> None:
+    """A second turn sees the first, however that was run; new sessions see nothing."""
+    first, second = range(40, 60), range(50, 90)
+    async with running("bench.in_process", tiny_model) as program:
+        assert await program.hear(30) == b"[]\n"
+        alone = await hold(program, [first], [second])
+        batched = await hold(program, [first, first[:7]], [second, second[:7]])
+        assert [turns[:1] for turns in batched] == alone
+        assert await hold(program, [second]) != alone[1:]
+        os.kill(program.pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match=r"^the measuring process ended with exit code -9$"):
+            await hold(program, [first])
 
-    async def hang() -> None:
-        async with running(tiny_model, preload=None) as baseline:
-            process = psutil.Process(baseline.pid)
-            process.suspend()
-            found.append(process)
-            await baseline.ask(Forget(), 0.3)
 
-    found: list[psutil.Process] = []
-    with pytest.raises(BaselineError, match=r"did not answer within 0\.3 s"):
-        await asyncio.create_task(hang())
-    assert psutil.wait_procs(found, timeout=5)[1] == []
+@pytest.mark.process
+async def test_a_program_that_fails_is_one_line_and_one_that_hangs_is_gone(tiny_model, tmp_path) -> None:
+    async with running("bench.in_process", tmp_path) as program:
+        with pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$"):
+            await program.hear(30)
+    async with running("bench.in_process", tiny_model) as program:
+        process = psutil.Process(program.pid)
+        with pytest.raises(BenchError, match=r"did not answer within 0\.01 s"):
+            await program.hear(0.01)
+    assert not process.is_running()
