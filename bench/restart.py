@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import random
-import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 from uuid import uuid4
@@ -28,8 +27,7 @@ from .spec import Against, Bench, Measure, Plot
 from .tokens import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import AsyncGenerator, Iterator
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
@@ -47,7 +45,7 @@ MIN_MEMORY_BYTES: Final = 2**20
 PAUSE_S: Final = 0.02
 
 WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
-RESTORED, RESTARTED = (SPILLED, RESTART, KILL), (RESTART, KILL)
+LIVED, RESTARTED, RESTORED = (WARM, SPILLED), (RESTART, KILL), (SPILLED, RESTART, KILL)
 
 Tokens = tuple[int, ...]
 Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(256,))]
@@ -65,7 +63,6 @@ class Plan:
     rounds: Annotated[int, Option("How often every case is measured.", smoke=1)] = 5
     turn_tokens: Annotated[int, Option("Tokens of a turn.")] = 16
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=8)] = 16
-    from_disk: Annotated[bool, Option("Empty the page cache of all snapshots before a restore.")] = False
     turn_timeout: TurnTimeout = 300.0
     seed: Seed = 0
     corpus: Corpus = "mt-bench"
@@ -78,23 +75,19 @@ class Plan:
 
 FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
-READ = Measure("restored", "bytes", of=lambda turn: turn.fact("restored_bytes"))
-FELT = Measure("from the end of the old worker to the first token", "s", of=lambda turn: turn.fact("felt_s"))
 ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
 STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
-MEASURES = (FIRST, FELT, ENDING, STARTING, PREFILLED, READ)
+MEASURES = (FIRST, ENDING, STARTING, PREFILLED)
 
 AGAINST = (Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD))
 
+RECENT = "Snapshots were read soon after they were written: mostly from the page cache."
 PLOTS = (
-    Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
+    Plot("by x", "First token", (FIRST,), f"To a worker that is ready. {RECENT}", log=True),
     Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
     Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
     Plot(
-        "bars",
-        "As a user feels it",
-        (ENDING, STARTING, FIRST),
-        "Until the old process is gone, the new one is ready, and the first token is there.",
+        "bars", "As a user feels it", (ENDING, STARTING, FIRST), "The old process, the new one, and the turn."
     ),
 )
 
@@ -102,7 +95,7 @@ PLOTS = (
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Hold a restart against what it is promised to cost."""
     turns, pairs = [turn for turn in found.turns if turn.error is None], list(found.pairs(WARM))
-    lived = [turn for turn in turns if turn.case in {WARM, SPILLED}]
+    lived = [turn for turn in turns if turn.case in LIVED]
     wrong = [turn for turn in lived if turn.facts["resident"] != ("yes" if turn.case == WARM else "no")]
     yield count("sessions were in memory, and spilled ones were not", wrong, lived)
     longer = [turn for turn, warm in pairs if turn.prompt_tokens != warm.prompt_tokens]
@@ -122,15 +115,11 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     rest = [(turn, warm) for turn, warm in pairs if turn.prefilled_tokens != warm.prefilled_tokens]
     equal = {case: [float(t.tokens == warm.tokens) for t, warm in rest if t.case == case] for case in CASES}
     some = {case: shares for case, shares in equal.items() if shares}
-    yield bounded(
-        "at least 90% of other answers are those of the session in memory", some, at_least=0.9, unit="share"
-    )
-    yield bounded(
-        f"what is reported as cached saves {BELIEVED:.0%} of a cold prefill's time, and more",
-        {case: shares for case in RESTORED if (shares := _waits(found, case))},
-        at_most=BELIEVED,
-        unit="share",
-    )
+    name = "at least 90% of other answers are those of the session in memory"
+    yield bounded(name, some, at_least=0.9, unit="share")
+    waits = {case: shares for case in RESTORED if (shares := _waits(found, case))}
+    name = f"what is reported as cached saves {BELIEVED:.0%} of a cold prefill's time, and more"
+    yield bounded(name, waits, at_most=BELIEVED, unit="share")
 
 
 def _waits(found: Findings[Plan], case: str) -> list[float]:
@@ -148,25 +137,15 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
     ]
 
 
-def notes(plan: Plan) -> Iterator[str]:
-    """Say where the snapshots were read from."""
-    if plan.from_disk:
-        yield "Before each restore the page cache was emptied of all snapshots."
-    else:
-        yield "Snapshots were read soon after they were written: mostly from the page cache."
-
-
 async def measure(run: Run[Plan]) -> None:
     """Begin a session of each length for each lasting case, and go through the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
-    if plan.from_disk and not hasattr(os, "posix_fadvise"):
-        raise BenchError("this system cannot empty its page cache of a file; leave out --from-disk")
     async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
         memory, context = await _room_for_one(client, plan)
         run.facts["max_memory"] = memory
         texts = Texts(worker.model_folder, run.corpus.texts())
-        lives = _Lives(run, worker, ("--max-memory", f"{memory}", "--max-context", f"{context}"), context)
-        await run.restart(worker, *lives.limits)
+        lives = _Lives(run, worker, memory, context)
+        await lives.restart()
         lengths = sorted(plan.tokens, reverse=True)  # what does not fit is told first
         for length in lengths:
             run.step(0, None, f"beginning with {length:,} tokens")
@@ -181,67 +160,62 @@ async def measure(run: Run[Plan]) -> None:
                 for case in cases:
                     run.step(len(run.turns), total, f"round {block + 1} of {plan.rounds}, {length:,}, {case}")
                     turn = await lives.turn(case, length, lead, own)
-                    run.take(replace(turn, case=case, x=length, block=block, own_tokens=len(own)))
+                    run.take(replace(turn, case=case, x=length, block=block))
 
 
 class _Lives:
     """The sessions of all lengths and cases, on a worker that has room for one at a time."""
 
-    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: tuple[str, ...], context: int) -> None:
-        self.limits = limits
-        self._run, self._worker, self._context = run, worker, context
+    def __init__(self, run: Run[Plan], worker: LocalWorker, memory: int, context: int) -> None:
+        self._run, self._worker, self._memory, self._context = run, worker, memory, context
         self._sent: dict[int, Tokens] = {}  # what the session in memory was sent and has answered
         self._contexts: dict[int, Tokens] = {}  # what its last turn was an answer to
+
+    async def restart(self, *, kill: bool = False) -> tuple[float, float]:
+        """End and start the worker; returns the seconds of both."""
+        limits = ("--max-memory", f"{self._memory}", "--max-context", f"{self._context}")
+        return await self._run.restart(self._worker, *limits, kill=kill)
 
     async def begin(self, length: int, tokens: Tokens) -> None:
         """Prefill a session for every case that lasts."""
         self._sent[length] = tokens
         for case in CASES[:-1]:
-            async with self._run.connect(self._worker, _tenant(case)) as client:
-                session = client.session(f"s{length}")
+            async with self._session(case, length) as session:
                 await session.append(tokens=tokens, timeout_s=self._run.plan.turn_timeout)
                 await self._run.settle(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
-        """Give the session a turn, let happen what the case says, and measure the next turn."""
-        if case == COLD:
-            async with self._run.connect(self._worker, f"cold-{uuid4().hex[:12]}") as client:
-                session = client.session(f"s{length}")
-                turn = await self._ask(session, self._contexts[length])
-                await session.close(timeout_s=self._run.plan.turn_timeout)
-                return turn
-        async with self._run.connect(self._worker, _tenant(case)) as client:
-            session = client.session(f"s{length}")
-            led = await self._ask(session, lead)
-            if case in RESTARTED:
-                return await self._restarted(case, length, own)
+        """Give the session a turn, let happen what the case says, and measure the next turn.
+
+        That one goes over a connection that is open, to a worker that is ready and has nothing else to do.
+        """
+        facts: dict[str, float | str | None] = {}
+        if case in RESTARTED:
+            async with self._session(case, length) as session:
+                await self._ask(session, lead)
+            facts["ending_s"], facts["starting_s"] = await self.restart(kill=case == KILL)
+        async with self._session(case, length) as session:
+            if case in LIVED:
+                led = await self._ask(session, lead)
+                await self._run.settle(session)
+                if case == SPILLED:
+                    await self._push_out()
+                facts["resident"] = "yes" if (await session.info()).resident else "no"
+            turn = await self._ask(session, own if case != COLD else self._contexts[length])
             await self._run.settle(session)
-            if case == SPILLED:
-                await self._push_out()
-            before = await session.info()
-            turn = await self._measured(session, case, own, before.worker.snapshots.restored_bytes)
+            if case == COLD:
+                await session.close(timeout_s=self._run.plan.turn_timeout)
         if case == WARM:
             self._contexts[length] = (*self._sent[length], *lead, *led.tokens, *own)
             self._sent[length] = (*self._contexts[length], *turn.tokens)
-        return replace(turn, facts=turn.facts | {"resident": "yes" if before.resident else "no"})
+        return replace(turn, facts=facts)
 
-    async def _restarted(self, case: str, length: int, own: Tokens) -> Turn:
-        began_s = time.monotonic() - self._run.began_s
-        ending_s, starting_s = await self._run.restart(self._worker, *self.limits, kill=case == KILL)
-        async with self._run.connect(self._worker, _tenant(case)) as client:
-            turn = await self._measured(client.session(f"s{length}"), case, own, 0)
-        felt_s = turn.at_s + (turn.first_s or 0.0) - began_s
-        return replace(
-            turn, facts=turn.facts | {"ending_s": ending_s, "starting_s": starting_s, "felt_s": felt_s}
-        )
-
-    async def _measured(self, session: Session, case: str, own: Tokens, restored_bytes: int) -> Turn:
-        """Measure the turn, on a connection that is open to a worker that is ready."""
-        if self._run.plan.from_disk:
-            _leave_memory(self._worker.data_dir)
-        turn = await self._ask(session, own)
-        restored_bytes = (await self._run.settle(session)).snapshots.restored_bytes - restored_bytes
-        return replace(turn, facts={"restored_bytes": restored_bytes} if case in RESTORED else {})
+    @asynccontextmanager
+    async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
+        """Connect for the session of a case; a cold one is new each time."""
+        tenant = f"cold-{uuid4().hex[:12]}" if case == COLD else case.replace(" ", "-")
+        async with self._run.connect(self._worker, tenant) as client:
+            yield client.session(f"s{length}")
 
     async def _ask(self, session: Session, tokens: Tokens) -> Turn:
         turn = await self._run.ask(session, tokens=tokens, max_tokens=self._run.plan.max_tokens)
@@ -278,17 +252,6 @@ async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
     return max(context * per_token, MIN_MEMORY_BYTES), context
 
 
-def _leave_memory(data_dir: Path) -> None:
-    """Ask the system to forget what it has of the snapshots: the next read is from the disk."""
-    for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _tenant(case: str) -> str:
-    return case.replace(" ", "-")
-
-
 BENCH = Bench(
     name="restart",
     title="The next turn after a restart",
@@ -300,5 +263,4 @@ BENCH = Bench(
     plots=PLOTS,
     checks=checks,
     measure=measure,
-    notes=notes,
 )
