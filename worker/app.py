@@ -31,6 +31,7 @@ from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.sessions.attempts import Attempts, Company
+from worker.sessions.control import Control
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Folder
@@ -322,15 +323,16 @@ class App:
             model=loaded.name,
             worker=settings.worker,
         )
-        self._sessions = Sessions(
-            services,
+        self._sessions = Sessions(services, idle_timeout_s=settings.idle_timeout_s)
+        control = Control(
+            self._sessions,
             self._engine,
             self._store,
             subjects,
-            idle_timeout_s=settings.idle_timeout_s,
+            model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
-        desk = Desk(nc, js, subjects, self._sessions, outbox, ask_timeout_s=settings.token_ttl_s)
+        desk = Desk(nc, js, subjects, control, outbox, ask_timeout_s=settings.token_ttl_s)
         await desk.open()
         pull = asyncio.create_task(intake.pull(self._sessions.ring), name="intake")
         others = [

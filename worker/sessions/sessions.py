@@ -1,4 +1,4 @@
-"""All sessions that this worker holds in memory: wake them, let go of idle ones, answer for them.
+"""All sessions that this worker holds in memory: wake them, let go of idle ones.
 
 Owns the sessions' tasks. What is not held is in the log, and is read from there when it is asked for.
 """
@@ -12,29 +12,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import (
-    CancelRequest,
-    InfoRequest,
-    Progress,
-    SessionInfo,
-    decode_control,
-    failure,
-)
 from worker.device.engine import StoppingError
 from worker.tasks import end
-from worker.wire.journal import FencedError
 
-from . import pinning
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from cache.store import Store
-    from turnkeep_client.messages import ControlReply, ControlRequest, Metrics
-    from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.device.engine import Engine
+    from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
     from .session import Services
@@ -53,23 +39,9 @@ _MAX_IDLE_BYTES = 64 * 2**20
 class Sessions:
     """The sessions in memory, by name. Event loop only."""
 
-    def __init__(
-        self,
-        services: Services,
-        engine: Engine,
-        store: Store | None,
-        subjects: Subjects,
-        *,
-        idle_timeout_s: float,
-        metrics: Callable[[], Metrics],
-    ) -> None:
-        """`metrics` is what `info` says of the worker."""
+    def __init__(self, services: Services, *, idle_timeout_s: float) -> None:
         self._services = services
-        self._engine = engine
-        self._store = store
-        self._subjects = subjects
         self._idle_timeout_s = idle_timeout_s
-        self._metrics = metrics
         self._sessions: dict[SessionKey, Session] = {}
         self._size_bytes = 0  # of all sessions, as they were when they were looked at last
         self._tasks: dict[SessionKey, asyncio.Task[None]] = {}
@@ -82,44 +54,18 @@ class Sessions:
         """Take a delivery to its session; a name that breaks the rule is refused there."""
         self._hold(delivery.key).ring(delivery)
 
-    async def control(self, subject: str, body: bytes) -> ControlReply:
-        """Answer what came on a session's `ctl`."""
-        try:
-            key, _, _ = self._subjects.parse(subject)
-            request = decode_control(body)
-        except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
+    @contextlib.contextmanager
+    def looked_at(self, key: SessionKey) -> Iterator[Session]:
+        """Hold a session while somebody looks at it."""
         session = self._hold(key)
         session.num_lookers += 1
         try:
-            return await self._control(session, request)
+            yield session
         finally:
             session.num_lookers -= 1
             self._count(session)
             if self._is_idle(key) and not (session.history.exists or session.history.closed):
                 self._drop(key)  # whoever asks for what does not exist may do so under any name
-
-    async def _control(self, session: Session, request: ControlRequest) -> ControlReply:
-        key = session.key
-        if isinstance(request, CancelRequest):
-            try:
-                with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
-                    return await session.cancel(request.id)
-            except FencedError:
-                return failure(request.id, "internal", "another worker went on with this session; ask again")
-        with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
-            await session.look()
-        history = session.history
-        if session.pending or (history.exists and not history.closed):
-            if isinstance(request, InfoRequest):
-                waiting, num_waiting = await session.waiting(request.skip, request.limit)
-                return self._info(session, waiting, num_waiting)
-            return await pinning.answer(self._store, key.tenant, history.tokens, request)
-        if history.closed:
-            return failure(None, "unknown_session", "the session was closed; an open starts it anew")
-        return failure(
-            None, "unknown_session", "there is no such session; an append or a generate starts one"
-        )
 
     async def sweep(self) -> None:
         """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
@@ -202,31 +148,3 @@ class Sessions:
         except Exception:
             log.exception("a request could not be given up")
             session.forget()
-
-    def _info(self, session: Session, waiting: list[str], num_waiting: int) -> SessionInfo:
-        history, key, active = session.history, session.key, session.active
-        running = self._engine.progress(key)
-        live_bytes = self._engine.live_bytes(key, history.tokens)
-        progress = None
-        if running is not None:
-            progress = Progress(
-                cached_tokens=running.num_cached,
-                context_tokens=running.num_context,
-                generated_tokens=running.num_generated,
-            )
-        return SessionInfo(
-            tenant=key.tenant,
-            session=key.session,
-            position=history.position,
-            state="running" if running else "waiting" if session.pending else "idle",
-            active=active.id if active else None,
-            waiting=tuple(waiting),
-            num_waiting=num_waiting,
-            requests=session.num_answered,
-            progress=progress,
-            resident=live_bytes > 0,
-            kv_live_bytes=live_bytes,
-            policy="full",
-            model=self._services.model,
-            worker=self._metrics(),
-        )

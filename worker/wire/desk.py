@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.sessions.sessions import Sessions
+    from worker.sessions.control import Control
 
     from .outbox import Outbox
 
@@ -52,7 +52,7 @@ class Desk:
         nc: Client,
         js: JetStreamContext,
         subjects: Subjects,
-        sessions: Sessions,
+        control: Control,
         outbox: Outbox,
         *,
         ask_timeout_s: float,
@@ -61,7 +61,7 @@ class Desk:
         self._nc = nc
         self._js = js
         self._subjects = subjects
-        self._sessions = sessions
+        self._control = control
         self._outbox = outbox
         self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
@@ -71,7 +71,7 @@ class Desk:
     async def open(self) -> None:
         """Start to answer."""
         for subject, handle in (
-            (self._subjects.every("ctl"), self._control),
+            (self._subjects.every("ctl"), self._controlled),
             (self._subjects.every("ask"), self._ask),
         ):
             self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._aside(handle)))
@@ -113,8 +113,8 @@ class Desk:
         if not self._tenants[tenant]:
             del self._tenants[tenant]
 
-    async def _control(self, message: Msg) -> None:
-        reply = await self._sessions.control(message.subject, message.data)
+    async def _controlled(self, message: Msg) -> None:
+        reply = await self._control.answer(message.subject, message.data)
         if message.reply:
             await self._outbox.reply(message.reply, reply)
 

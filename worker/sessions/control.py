@@ -1,0 +1,146 @@
+"""Answers to what comes on a session's `ctl`: cancel, info, pin and unpin."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cache.names.errors import PinRefusedError
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import (
+    CancelRequest,
+    InfoRequest,
+    Pinned,
+    Progress,
+    SessionInfo,
+    Unpinned,
+    UnpinRequest,
+    decode_control,
+    failure,
+)
+from worker.wire.journal import FencedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cache.names.blocks import Tokens
+    from cache.store import Store
+    from turnkeep_client.messages import ControlReply, ControlRequest, Failed, Metrics, PinRequest
+    from turnkeep_client.subjects import SessionKey, Subjects
+    from worker.device.engine import Engine
+
+    from .session import Session
+    from .sessions import Sessions
+
+
+class Control:
+    """Answers control requests. Event loop only."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        engine: Engine,
+        store: Store | None,
+        subjects: Subjects,
+        *,
+        model: str,
+        metrics: Callable[[], Metrics],
+    ) -> None:
+        """`metrics` is what `info` says of the worker, and `model` the name of what it serves."""
+        self._sessions = sessions
+        self._engine = engine
+        self._store = store
+        self._subjects = subjects
+        self._model = model
+        self._metrics = metrics
+
+    async def answer(self, subject: str, body: bytes) -> ControlReply:
+        """Answer what came on a session's `ctl`."""
+        try:
+            key, _, _ = self._subjects.parse(subject)
+            request = decode_control(body)
+        except InvalidMessageError as error:
+            return failure(error.request_id, "invalid_request", str(error))
+        with self._sessions.looked_at(key) as session:
+            return await self._answer(session, request)
+
+    async def _answer(self, session: Session, request: ControlRequest) -> ControlReply:
+        key = session.key
+        if isinstance(request, CancelRequest):
+            try:
+                with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
+                    return await session.cancel(request.id)
+            except FencedError:
+                return failure(request.id, "internal", "another worker went on with this session; ask again")
+        with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
+            await session.look()
+        history = session.history
+        if session.pending or (history.exists and not history.closed):
+            if isinstance(request, InfoRequest):
+                return await self._info(session, request)
+            return await self._pin(key, history.tokens, request)
+        if history.closed:
+            return failure(None, "unknown_session", "the session was closed; an open starts it anew")
+        return failure(
+            None, "unknown_session", "there is no such session; an append or a generate starts one"
+        )
+
+    async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
+        waiting, num_waiting = await session.waiting(request.skip, request.limit)
+        history, key, active = session.history, session.key, session.active
+        running = self._engine.progress(key)
+        live_bytes = self._engine.live_bytes(key, history.tokens)
+        progress = None
+        if running is not None:
+            progress = Progress(
+                cached_tokens=running.num_cached,
+                context_tokens=running.num_context,
+                generated_tokens=running.num_generated,
+            )
+        return SessionInfo(
+            tenant=key.tenant,
+            session=key.session,
+            position=history.position,
+            state="running" if running else "waiting" if session.pending else "idle",
+            active=active.id if active else None,
+            waiting=tuple(waiting),
+            num_waiting=num_waiting,
+            requests=session.num_answered,
+            progress=progress,
+            resident=live_bytes > 0,
+            kv_live_bytes=live_bytes,
+            policy="full",
+            model=self._model,
+            worker=self._metrics(),
+        )
+
+    async def _pin(
+        self, key: SessionKey, tokens: Tokens, request: PinRequest | UnpinRequest
+    ) -> Pinned | Unpinned | Failed:
+        """Pin or unpin the beginning of a session with these tokens; answered within some 2 s."""
+        store = self._store
+        if store is None:
+            return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")
+        num_tokens = request.position or len(tokens)
+        if not 0 < num_tokens <= len(tokens):
+            return _refused(f"the session holds {len(tokens)} tokens: a position must be from 1 to that")
+        if isinstance(request, UnpinRequest):
+            gone = store.unpin(key.tenant, tokens[:num_tokens], exactly=request.position is not None)
+            return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)
+        try:
+            pinned = await store.pin(key.tenant, tokens[:num_tokens])
+        except PinRefusedError as error:
+            return _refused(str(error))
+        return Pinned(
+            tokens=pinned.num_tokens,
+            stored_tokens=pinned.num_stored,
+            size_bytes=pinned.size_bytes,
+            pinned_bytes=pinned.pinned_bytes,
+            noted=pinned.noted,
+        )
+
+
+def _refused(why: str) -> Failed:
+    return failure(None, "invalid_request", why)
