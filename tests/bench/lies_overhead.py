@@ -55,39 +55,39 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
     return turns, samples
 
 
+def of(*cases: str, bend: Callable[[Turn], Turn]) -> Callable[[Turn], Turn]:
+    """Bend the turns of some sides."""
+    return lambda turn: bend(turn) if turn.case in cases else turn
+
+
 def told(case: str, **facts: float) -> Callable[[Turn], Turn]:
-    return lambda turn: replace(turn, facts=turn.facts | facts) if turn.case == case else turn
+    return of(case, bend=lambda turn: replace(turn, facts=turn.facts | facts))
 
 
-def cached(case: str, number: int, tokens: int) -> Callable[[Turn], Turn]:
-    """Find so many tokens in a cache, in one turn of each session."""
-
-    def bend(turn: Turn) -> Turn:
-        if (turn.case, turn.facts["turn"]) != (case, number):
-            return turn
-        return replace(turn, cached_tokens=tokens, prefilled_tokens=turn.prompt_tokens - tokens)
-
-    return bend
+def find(turn: Turn) -> Turn:
+    """Find tokens in a cache where there can be none."""
+    first = turn.facts["turn"] == 0
+    return replace(turn, cached_tokens=16, prefilled_tokens=turn.prompt_tokens - 16) if first else turn
 
 
-def slowly(*cases: str) -> Callable[[Turn], Turn]:
+def prefill_all(turn: Turn) -> Turn:
+    return replace(turn, cached_tokens=0, prefilled_tokens=turn.prompt_tokens)
+
+
+def slow(turn: Turn) -> Turn:
     """Take a tenth longer for every step."""
-    return lambda turn: (
-        replace(turn, gaps_s=tuple(1.1 * s for s in turn.gaps_s)) if turn.case in cases else turn
-    )
+    return replace(turn, gaps_s=tuple(1.1 * gap_s for gap_s in turn.gaps_s))
 
 
-def held_up(*cases: str) -> Callable[[Turn], Turn]:
+def hold_up(turn: Turn) -> Turn:
     """Take longer for the step behind a block, for the others as much less in all."""
+    drawn = 128 - ((turn.position or 0) - 30) % 128
+    gaps_s = (gap_s + (0.25 if i == drawn else -0.25 / 28) for i, gap_s in enumerate(turn.gaps_s))
+    return replace(turn, gaps_s=tuple(gaps_s))
 
-    def bend(turn: Turn) -> Turn:
-        if turn.case not in cases:
-            return turn
-        drawn = 128 - ((turn.position or 0) - 30) % 128
-        gaps_s = (gap_s + (0.25 if i == drawn else -0.25 / 28) for i, gap_s in enumerate(turn.gaps_s))
-        return replace(turn, gaps_s=tuple(gaps_s))
 
-    return bend
+def busy(sample: Sample) -> Sample:
+    return replace(sample, value=sample.value + 0.1)
 
 
 def keep_nothing() -> None:
@@ -101,14 +101,10 @@ def keep_nothing() -> None:
     Resident.take = lose
 
 
-def busy(sample: Sample) -> Sample:
-    return replace(sample, value=sample.value + 0.1)
-
-
 LIES = (
     Lie("loses a token of a session", "a worker ran the very tokens", only(ON, position=1)),
-    Lie("finds another session's KV", "no session began with", cached(ON, 0, 16)),
-    Lie("prefills a session anew", "later turns prefilled", cached(WORKER, 1, 0), serve=keep_nothing),
+    Lie("finds another session's KV", "no session began with", of(ON, bend=find)),
+    Lie("prefills a session anew", "later turns prefilled", of(WORKER, bend=prefill_all), serve=keep_nothing),
     Lie("writes nothing", "with snapshots on, some", told(ON, written=0)),
     Lie("loses a snapshot", "with snapshots on, none", told(ON, lost=1)),
     Lie("writes with snapshots off", "without snapshots", told(OFF, written=1)),
@@ -116,10 +112,10 @@ LIES = (
     Lie("has a disk that is sound", "the failing disk lost", told(FAILING, lost=0)),
     Lie("computes while it waits", "the sides that waited", bend_sample=busy),
     Lie("answers otherwise", "at least 90% of the tokens", only(ON, tokens=(9,) * 30)),
-    Lie("decodes slower with snapshots", "with snapshots on answers decode", slowly(ON)),
-    Lie("decodes slower on a bad disk", "on a bad disk answers decode", slowly(SLOW, FAILING)),
-    Lie("holds a step up for a block", "with snapshots on the steps beside", held_up(ON)),
-    Lie("holds a step up on a bad disk", "on a bad disk the steps beside", held_up(SLOW, FAILING)),
+    Lie("decodes slower with snapshots", "with snapshots on answers decode", of(ON, bend=slow)),
+    Lie("decodes slower on a bad disk", "on a bad disk answers decode", of(SLOW, FAILING, bend=slow)),
+    Lie("holds a step up for a block", "with snapshots on the steps beside", of(ON, bend=hold_up)),
+    Lie("holds a step up on a bad disk", "on a bad disk the steps beside", of(SLOW, FAILING, bend=hold_up)),
 )
 LONG = ("--batch", "1", "--rounds", "10000", "--corpus", "built-in")
 SUITE = Suite(BENCH, PLAN, honest, LIES, LONG)
