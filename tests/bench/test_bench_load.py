@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bench import stats
+from bench import load, stats
 from bench.corpus import Conversation, Corpus, Utterance, built_in
 from bench.faults import BenchError
-from bench.load import (
-    ALONE,
-    ANSWER,
-    BENCH,
-    BESIDE,
-    FAIR,
-    GAP,
-    GENERATED,
-    JAIN,
-    STAND,
-    WAVES,
-    Plan,
-    _dues,
-    follows,
-    jain,
-    order,
-)
 from bench.samples import Findings, Turn
 
 
@@ -39,44 +22,34 @@ def make(number: int, at_s: float = 0.0, total_s: float = 1.0, **changes: object
 
 
 def values(turns: list[Turn], measure: object) -> list[float]:
-    return [sample.value for sample in follows(turns) if sample.measure == measure.name]
+    return [sample.value for sample in load.follows(turns) if sample.measure == measure.name]
 
 
 def test_a_session_whose_turns_fail_is_not_left_out_of_fairness() -> None:
     """It got nothing for its time, which is the least fair that a share can be."""
     served = [make(number) for number in range(4)]
-    assert values(served, FAIR) == [1.0]
-    assert values(served, JAIN) == [pytest.approx(1.0)]
+    assert values(served, load.FAIR) == [1.0]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
-    assert values(failed, FAIR) == [0.0]
-    assert values(failed, JAIN) == [pytest.approx(0.75)]
+    assert values(failed, load.FAIR) == [0.0]
     short = [replace(turn, tokens=(1,), total_s=0.9) if i == 2 else turn for i, turn in enumerate(served)]
-    assert values(short, FAIR) == [1.0]  # it had less to do
+    assert values(short, load.FAIR) == [1.0]  # it had less to do
 
 
 def test_answers_are_alone_only_when_none_of_them_is_prefilled_itself() -> None:
     """Gaps before all had begun hold the prefill of others; they are neither alone nor beside."""
     window = {"alone_s": 2.0, "sent_s": 4.0, "over_s": 7.0}
     gaps = (0.9, 0.6, 0.5, 0.5, 0.5, 0.0001, 0.5, 2.0, 0.5, 1.0)  # from 0.5 on
-    found = list(follows([make(0, case=ANSWER, gaps_s=gaps, facts=window)]))
-    stood = {
-        case: [s.value for s in found if (s.measure, s.case) == (STAND.name, case)]
-        for case in (ALONE, BESIDE)
-    }
-    assert stood[ALONE] == pytest.approx([0.5, 0.5, 0.5])
-    assert stood[BESIDE] == pytest.approx([0.5, 2.0, 0.5, 1.0])
+    found = list(load.follows([make(0, case=load.ANSWER, gaps_s=gaps, facts=window)]))
+    alone, beside = ([one.value for one in found if one.case == case] for case in (load.ALONE, load.BESIDE))
+    assert alone == pytest.approx([0.5, 0.5, 0.5])
+    assert beside == pytest.approx([0.5, 2.0, 0.5, 1.0])
 
 
 def test_what_a_level_generates_counts_while_its_load_is_full() -> None:
     turns = [make(i, 0.0, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i in range(2)]
     turns.append(make(2, 11.0, 11.0, x=2, first_s=1.0, tokens=(1,) * 100))
-    (rate,) = values(turns, GENERATED)
+    (rate,) = values(turns, load.GENERATED)
     assert rate == pytest.approx(200 / 11)  # until the one of two found no session left
-
-
-def test_jains_index_is_that_of_its_definition() -> None:
-    assert jain([1, 0, 0, 0]) == pytest.approx(0.25)
-    assert jain([1, 2, 3]) == pytest.approx(36 / 42)
 
 
 def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows_share_passes() -> None:
@@ -84,53 +57,50 @@ def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows
     draw, runs, held, pooled = np.random.default_rng(7), 300, 0, 0
     for _ in range(runs):
         mood = np.repeat(draw.normal(0, 0.15, 40), 30)  # the machine's, for the time of thirty passes
-        passes = np.exp(mood + draw.normal(0, 0.1, mood.size))
-        turns, at, sent = [], [0, 7, 15, 22], 0
-        while min(at) + 30 <= passes.size:
-            row = at.index(min(at))
-            gaps = tuple(passes[at[row] : at[row] + 30].tolist())
-            turns.append(make(row, total_s=30.0, gaps_s=gaps, block=sent // (WAVES * 4)))
-            at[row], sent = at[row] + 30, sent + 1
-        found = Findings(BENCH, Plan(), turns)
-        one = found.estimate(GAP, "", 4)
-        held += one.low <= 1.0 <= one.high
-        every = stats.mean([sample.value for sample in found.of(GAP)], log=True)
-        pooled += every.low <= 1.0 <= every.high
+        passes = np.exp(mood + draw.normal(0, 0.1, mood.size)).tolist()
+        turns, at = [], [0, 7, 15, 22]
+        while (begin := min(at)) + 30 <= len(passes):
+            row, block = at.index(begin), len(turns) // (load.WAVES * 4)
+            turns.append(make(row, total_s=30.0, gaps_s=tuple(passes[begin : begin + 30]), block=block))
+            at[row] += 30
+        found = Findings(load.BENCH, load.Plan(), turns)
+        every = stats.mean([sample.value for sample in found.of(load.GAP)], log=True)
+        by_block, every = (one.low <= 1.0 <= one.high for one in (found.estimate(load.GAP, "", 4), every))
+        held, pooled = held + by_block, pooled + every
     assert 0.92 <= held / runs <= 0.98, f"{held / runs:.1%}"
     assert pooled / runs < 0.7
 
 
 def run_of(corpus: Corpus, **changes: object) -> SimpleNamespace:
-    return SimpleNamespace(plan=Plan(**changes), corpus=corpus)
+    return SimpleNamespace(plan=load.Plan(**changes), corpus=corpus)
 
 
 def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
-    run = run_of(built_in(), duration=100.0)
-    dues = _dues(run, "50 a second", 50.0)
-    every = sorted(due for one in dues for due in one)
+    dues, again, other = (load._poisson(run_of(built_in(), duration=100.0, seed=i), 50.0) for i in (0, 0, 1))
+    assert dues == again != other
     assert len(dues) == 16
     assert all(one == sorted(one) for one in dues)
+    every = sorted(due for one in dues for due in one)
     assert 4600 < len(every) < 5400
     pauses = [b - a for a, b in pairwise(every)]
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
-    assert _dues(run, "50 a second", 50.0) == dues
-    assert _dues(run_of(built_in(), duration=100.0, seed=1), "50 a second", 50.0) != dues
 
 
 def test_recorded_arrivals_keep_their_distances_at_the_pace_that_is_asked_for() -> None:
     chats = [Conversation("a", (Utterance("x", 0.0), Utterance("y", 30.0), Utterance("z", 900.0)))] * 2
     corpus = Corpus(built_in().source, tuple(chats))
-    dues = _dues(run_of(corpus, duration=1000.0, sessions=4), "recorded x10", 10.0)
-    assert all(one[1] - one[0] == pytest.approx(3.0) for one in dues)
-    assert all(one[2] - one[0] == pytest.approx(90.0) for one in dues)
+    dues = load._recorded(run_of(corpus, duration=1000.0, sessions=4), 10.0)
+    assert [[due - one[0] for due in one] for one in dues] == [pytest.approx([0.0, 3.0, 90.0])] * 4
     assert len({one[0] for one in dues}) == 4
     with pytest.raises(BenchError, match="has no recorded times"):
-        _dues(run_of(built_in()), "recorded x10", 10.0)
+        load._recorded(run_of(built_in()), 10.0)
 
 
 def test_every_session_of_a_crowd_is_asked_and_few_are_asked_often() -> None:
-    chosen = list(islice(order(50, 1.1, 3), 2000))
-    assert set(chosen[:100]) == set(range(50))
-    counts = sorted((chosen.count(i) for i in range(50)), reverse=True)
+    chosen = load.order(50, 2000, 3)
+    counts = sorted((chosen.count(number) for number in range(50)), reverse=True)
+    assert sum(counts) == len(chosen) == 2000
+    assert counts[-1] > 0
     assert counts[0] > 5 * counts[25]
-    assert list(islice(order(50, 1.1, 3), 2000)) == chosen
+    assert load.order(50, 2000, 3) == chosen
+    assert len(set(load.order(50, 20, 3))) == 20
