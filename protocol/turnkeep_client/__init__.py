@@ -1,6 +1,6 @@
-"""What goes over the wire (messages, subjects, error codes, the AsyncAPI document) and the Python client.
+"""The protocol (messages, subjects, error codes, the AsyncAPI document) and the Python client.
 
-Imports nothing else of Turnkeep, so that it can be installed without MLX.
+Imports nothing else of Turnkeep, so it can be installed without MLX.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client, and nats-py with it, for those who connect: messages need neither."""
+    """Import the client, and with it nats-py, on first use: messages alone need neither."""
     if name in __all__:
         from . import client
 

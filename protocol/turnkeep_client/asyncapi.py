@@ -1,7 +1,7 @@
 """The AsyncAPI 3 document of the protocol, built from the message types and the subject grammar.
 
-Seen from the worker: it receives requests and sends results. `python -m turnkeep_client.asyncapi` prints the
-document; `--check FILE` compares a written one with it.
+The document takes the worker's view: the worker receives requests and sends results.
+`python -m turnkeep_client.asyncapi` prints the document; `--check FILE` compares a file with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONTROL_REPLIES: Final = (SessionInfo, Cancelled, Pinned, Unpinned, Failed)
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")
 _PARAMETERS: Final = {
-    "tenant": {"description": f"Whose session it is: {ID_RULE}.", "default": "default"},
+    "tenant": {"description": f"The tenant that owns the session: {ID_RULE}.", "default": "default"},
     "session": {"description": f"The session's name: {ID_RULE}."},
     "request": {"description": f"The generate's id: {ID_RULE}."},
     "worker": {"description": f"The worker's name: {ID_RULE}."},
@@ -59,10 +59,10 @@ _PARAMETERS: Final = {
 _DESCRIPTION: Final = f"""\
 LLM sessions over NATS: turns go in as messages, tokens come out as messages.
 
-Every request on `in` is stored in the log and has exactly one result on `out`, whose `seq` is the
-request's stream sequence. The prefix `turnkeep` is a setting of the worker. Bodies are JSON; requests
-refuse unknown fields, results may gain some. A failure whose code is one of {", ".join(sorted(RETRYABLE))}
-can succeed later under a new id.
+Every request on `in` is stored in the log and gets exactly one result on `out`, whose `seq` is the
+request's stream sequence. The prefix `turnkeep` is a setting of the worker. Bodies are JSON. Unknown
+fields of a request are refused; ignore unknown fields of a result. A failed request with one of the codes
+{", ".join(sorted(RETRYABLE))} can succeed later under a new id.
 """
 
 
@@ -84,16 +84,16 @@ def document() -> dict[str, Any]:
                 "Tokens of one generate; a stream kept for minutes.",
                 (Chunk, _END),
             ),
-            "ctl": _channel(subjects.of(_KEY, "ctl"), "Questions about a session.", CONTROLS),
-            "ctlReply": _channel(None, "The questioner's inbox.", CONTROL_REPLIES),
+            "ctl": _channel(subjects.of(_KEY, "ctl"), "Control requests about a session.", CONTROLS),
+            "ctlReply": _channel(None, "The reply inbox of the control request.", CONTROL_REPLIES),
             "ask": _channel(
                 subjects.of(_KEY, "ask"),
                 "A generate by request and reply; its `type` and `id` may be left out.",
                 (Generate,),
             ),
-            "askReply": _channel(None, "The asker's inbox.", (Generated, Failed)),
+            "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Failed)),
             "dead": _channel(
-                subjects.of(_KEY, "dead"), "Requests that were given up; the same log.", (DeadLetter,)
+                subjects.of(_KEY, "dead"), "Requests that workers gave up; the same log.", (DeadLetter,)
             ),
             "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
         },
@@ -114,9 +114,9 @@ def render() -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Repeats what is shared instead of naming it, and keeps the lines of a text."""
+        """Writes shared parts out instead of using anchors, and multi-line texts as blocks."""
 
-        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # the signature is yaml's
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # yaml's signature
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

@@ -1,7 +1,7 @@
-"""Requests on their way: publish one and wait for its result.
+"""Publish a request and wait for its result.
 
-Knows the log by name only: a `Wire` reaches it, so that nothing here depends on a NATS library. Nothing
-here starts a task: whoever waits does the work, so an abandoned call leaves nothing running.
+Reaches NATS through a `Wire`, so this module depends on no NATS library. It starts no task: the caller that
+waits does the work, so an abandoned call leaves nothing running.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from .subjects import SessionKey, Subjects
 
-#: Silence after which a waiting call looks into the log itself; doubles up to the second.
-FIRST_LOOK_S: Final = 2.0
-LAST_LOOK_S: Final = 30.0
+#: After so long without an event, a waiting call reads the log; doubles up to the second value.
+FIRST_POLL_S: Final = 2.0
+LAST_POLL_S: Final = 30.0
 
 
 class Stored(NamedTuple):
@@ -41,37 +41,37 @@ class Stored(NamedTuple):
 
 
 class Wire(Protocol):
-    """What calls need of a NATS connection. Everything raises `NoWorkerError` once it is closed."""
+    """The NATS operations that calls need. On a closed connection each raises `NoWorkerError`."""
 
     subjects: Subjects
-    #: Counts reconnections: what was published in between did not reach our subscriptions.
+    #: Number of reconnections. Subscriptions missed what was published while disconnected.
     epoch: int
     closed: bool
-    #: Set on every reconnection and on closing.
+    #: Events that are set on every reconnection and on close.
     watchers: set[asyncio.Event]
 
     async def publish(self, subject: str, body: bytes) -> int:
-        """Store `body` in the log, at least once, and return its stream sequence."""
+        """Store `body` in the log at least once; return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Return the reply to one core request; raises `NoWorkerError` where none comes."""
+        """Return the reply to one core NATS request; raises `NoWorkerError` if none comes."""
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        """Return what `stream` holds of `subject` from `seq` on, in order; empty where it cannot tell."""
+        """Return the messages of `subject` in `stream` from `seq` on, in order; empty if the read fails."""
 
     async def lacks(self, stream: str, subject: str, seq: int) -> bool:
-        """Say whether what `stream` held of `subject` at `seq` was removed; false where it cannot tell."""
+        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        """Call `on_body` for every message until the returned function is awaited."""
+        """Call `on_body` for every message; awaiting the returned function ends that."""
 
 
 class _Sequenced(Struct):
     seq: int | None = None
 
 
-class _Outbox:
-    """The subscription to one session's `out`, shared by the calls that wait on that session."""
+class _ResultFeed:
+    """The subscription to one session's `out`, shared by all calls that wait for its results."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -79,54 +79,54 @@ class _Outbox:
         self.stop: Callable[[], Awaitable[None]] | None = None
         self.waiting: dict[int, set[Pending]] = {}
         self.publishing = 0
-        #: Results that overtook the acknowledgement that would tell whose they are.
+        #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
 
     def arrived(self, body: bytes) -> None:
         seq = _result_seq(body)
         for pending in self.waiting.get(seq, ()):
-            pending.settle(body)
+            pending.resolve(body)
         if self.publishing and seq > 0:
             self.early[seq] = body
 
 
-class Outboxes:
-    """The outboxes in use, by session."""
+class ResultFeeds:
+    """The result feeds in use, by session."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._outboxes: dict[SessionKey, _Outbox] = {}
+        self._feeds: dict[SessionKey, _ResultFeed] = {}
 
-    async def acquire(self, key: SessionKey) -> _Outbox:
-        """Listen on the session's `out` until `release`."""
-        outbox = self._outboxes.setdefault(key, _Outbox())
-        outbox.users += 1
+    async def acquire(self, key: SessionKey) -> _ResultFeed:
+        """Subscribe to the session's `out` until `release`."""
+        feed = self._feeds.setdefault(key, _ResultFeed())
+        feed.users += 1
         try:
-            async with outbox.opening:
-                if outbox.stop is None:
+            async with feed.opening:
+                if feed.stop is None:
                     subject = self._wire.subjects.of(key, "out")
-                    outbox.stop = await self._wire.listen(subject, outbox.arrived)
+                    feed.stop = await self._wire.listen(subject, feed.arrived)
         except BaseException:
-            await self.release(key, outbox)
+            await self.release(key, feed)
             raise
-        return outbox
+        return feed
 
-    async def release(self, key: SessionKey, outbox: _Outbox) -> None:
-        """Give up one use; the last one ends the subscription."""
-        outbox.users -= 1
-        if outbox.users == 0:
-            del self._outboxes[key]  # before the await: a newcomer must open its own
-            if outbox.stop is not None:
-                await outbox.stop()
+    async def release(self, key: SessionKey, feed: _ResultFeed) -> None:
+        """End one use; the last one ends the subscription."""
+        feed.users -= 1
+        if feed.users == 0:
+            del self._feeds[key]  # before the await: a later call must open a new one
+            if feed.stop is not None:
+                await feed.stop()
 
 
 class Pending:
-    """One request and the wait for its result. Await it: a `Failed` result is returned, not raised."""
+    """One request that waits for its result. Await it: a `Failed` result is returned, not raised."""
 
     def __init__(
         self,
         wire: Wire,
-        outboxes: Outboxes,
+        feeds: ResultFeeds,
         key: SessionKey,
         request: Request,
         *,
@@ -134,32 +134,32 @@ class Pending:
     ) -> None:
         self.key = key
         self.request = request
-        #: Sequence of the request in the log, once that has acknowledged it.
+        #: Sequence of the request in the log, once the log has acknowledged it.
         self.seq: int | None = None
         self.wake = asyncio.Event()
         self._wire = wire
-        self._outboxes = outboxes
+        self._feeds = feeds
         self._starting = asyncio.Lock()
         self._users = 0
-        self._outbox: _Outbox | None = None
+        self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         self._epoch = wire.epoch
-        self._look_s = FIRST_LOOK_S
+        self._poll_s = FIRST_POLL_S
 
     @property
     def id(self) -> str:
         """The request's id."""
         return self.request.id
 
-    def is_settled(self) -> bool:
-        """Say whether the result is here."""
+    def is_resolved(self) -> bool:
+        """Say whether the result has arrived."""
         return self._body is not None
 
     @property
     def result(self) -> Result:
-        """The result, once it is here. Raises `InvalidMessageError` if it is of no known kind."""
+        """The result, once it has arrived. Raises `InvalidMessageError` if its type is unknown."""
         if self._body is None:
             raise RuntimeError(f"request {self.id} has no result yet: await it first")
         return decode_result(self._body)
@@ -169,19 +169,19 @@ class Pending:
 
     async def wait(self) -> Result:
         """Return the request's result. Raises `ResultTimeoutError`, `ResultRemovedError`, `NoWorkerError`."""
-        if not self.is_settled():
+        if not self.is_resolved():
             async with self.listening():
-                while not self.is_settled():
-                    await self.turn()
+                while not self.is_resolved():
+                    await self.wait_for_change()
         return self.result
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for the result, and publish the request where that has not been done. Several may."""
+        """Subscribe to the result, and publish the request unless already published. Callers may overlap."""
         self._users += 1
         try:
             async with self._in_time(), self._starting:
-                if self._outbox is None:
+                if self._feed is None:
                     await self._start()
             yield
         finally:
@@ -189,77 +189,77 @@ class Pending:
             if self._users == 0:
                 await self._stop()
 
-    async def turn(self, at_most_s: float = LAST_LOOK_S) -> None:
-        """Wait until something happens; after a reconnection or a long silence look into the log."""
+    async def wait_for_change(self, at_most_s: float = LAST_POLL_S) -> None:
+        """Wait until something arrives; after a reconnection or a long silence, read the log."""
         async with self._in_time():
             if self._epoch == self._wire.epoch and not self._wire.closed:
-                patience_s = min(self._look_s, at_most_s)
+                patience_s = min(self._poll_s, at_most_s)
                 try:
                     async with asyncio.timeout(patience_s):
                         await self.wake.wait()
                 except TimeoutError:
-                    if patience_s < self._look_s:
+                    if patience_s < self._poll_s:
                         return
-                    self._look_s = min(2 * self._look_s, LAST_LOOK_S)
+                    self._poll_s = min(2 * self._poll_s, LAST_POLL_S)
                 else:
-                    # After the wait, never before: what came between two turns must not be slept over.
+                    # After the wait, never before: an event that came between two waits must not be lost.
                     self.wake.clear()
                     return
-            await self._look()
+            await self._read_log()
 
-    def settle(self, body: bytes) -> None:
-        """Take the result."""
+    def resolve(self, body: bytes) -> None:
+        """Store the result and wake the waiters."""
         self._body = body
         self.wake.set()
 
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
         self._wire.watchers.add(self.wake)
-        self._outbox = outbox = await self._outboxes.acquire(self.key)
+        self._feed = feed = await self._feeds.acquire(self.key)
         if self.seq is None:
-            await self._publish(outbox)
+            await self._publish(feed)
         else:
-            outbox.waiting.setdefault(self.seq, set()).add(self)
-            await self._look()
+            feed.waiting.setdefault(self.seq, set()).add(self)
+            await self._read_log()
 
     async def _stop(self) -> None:
         self._wire.watchers.discard(self.wake)
-        outbox, self._outbox = self._outbox, None
-        if outbox is None:
+        feed, self._feed = self._feed, None
+        if feed is None:
             return
-        waiting = outbox.waiting.get(self.seq or 0, set())
+        waiting = feed.waiting.get(self.seq or 0, set())
         waiting.discard(self)
         if not waiting:
-            outbox.waiting.pop(self.seq or 0, None)
-        await self._outboxes.release(self.key, outbox)
+            feed.waiting.pop(self.seq or 0, None)
+        await self._feeds.release(self.key, feed)
 
-    async def _publish(self, outbox: _Outbox) -> None:
-        outbox.publishing += 1
+    async def _publish(self, feed: _ResultFeed) -> None:
+        feed.publishing += 1
         try:
             self.seq = await self._wire.publish(self._wire.subjects.of(self.key, "in"), encode(self.request))
-            outbox.waiting.setdefault(self.seq, set()).add(self)
-            if self.seq in outbox.early:
-                self.settle(outbox.early[self.seq])
+            feed.waiting.setdefault(self.seq, set()).add(self)
+            if self.seq in feed.early:
+                self.resolve(feed.early[self.seq])
         finally:
-            outbox.publishing -= 1
-            if not outbox.publishing:
-                outbox.early.clear()
+            feed.publishing -= 1
+            if not feed.publishing:
+                feed.early.clear()
 
-    async def _look(self) -> None:
-        """Look for the result in the log, behind the request."""
+    async def _read_log(self) -> None:
+        """Search the log for the result, after the request."""
         if self.seq is None or self._wire.closed:
             raise NoWorkerError(f"the connection was closed before request {self.id} was answered")
         self._epoch = self._wire.epoch
         subjects = self._wire.subjects
         for stored in await self._wire.read(subjects.log_stream, subjects.of(self.key, "out"), self.seq + 1):
             if _result_seq(stored.body) == self.seq:
-                self.settle(stored.body)
-        if not self.is_settled() and await self._wire.lacks(
+                self.resolve(stored.body)
+        if not self.is_resolved() and await self._wire.lacks(
             subjects.log_stream, subjects.of(self.key, "in"), self.seq
         ):
             raise ResultRemovedError(
-                f"request {self.id} was removed from the log before its result was heard: its session was"
-                " closed to be forgotten, or closed long ago; whether it was answered cannot be told any more"
+                f"request {self.id} was removed from the log before its result was received: its session was"
+                " closed with forget, or closed long ago; whether the request was answered is unknown"
             )
 
     @asynccontextmanager
@@ -270,7 +270,7 @@ class Pending:
         except TimeoutError:
             raise ResultTimeoutError(
                 f"request {self.id} was not answered within {self._timeout_s} s;"
-                " ask again under the same id to go on waiting"
+                " send it again under the same id to keep waiting"
             ) from None
 
 
@@ -287,7 +287,7 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
 
 
 def _result_seq(body: bytes) -> int:
-    """Read the `seq` of a result, 0 if it has none. Only what somebody waits for is read in full."""
+    """Read only the `seq` of a result, 0 if it has none: most results are for other callers."""
     try:
         return msgspec.json.decode(body, type=_Sequenced).seq or 0
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,6 +1,6 @@
-"""Joins the token chunks of one answer: no gap, no repeat, and never against the recorded result.
+"""Joins the token chunks of one answer, without gap or repeat, and checks them against the recorded result.
 
-Pure: chunks in, what is new in them out. Where chunks come from is the caller's business.
+Pure: chunks in, new text and tokens out. Knows nothing of NATS.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from .messages import Chunk, Generated
 
 
 class Assembly:
-    """One answer as far as it is known.
+    """The known beginning of one answer.
 
-    Chunks may come again, cut differently, after a worker or a server died. A chunk's place among the
-    tokens is its `i`; its place in the text is known where another chunk began or ended at `i`. A chunk
-    that starts anywhere else is refused, and `behind` is true until an earlier one closes the gap.
+    After a worker or server crash the same tokens may come again in different chunks. A chunk's token
+    position is its `i`; its text position is known only if another chunk began or ended at `i`. A chunk
+    that starts anywhere else is ignored, and `has_gap` is true until an earlier chunk closes the gap.
     """
 
     def __init__(self) -> None:
-        self.behind = False
+        self.has_gap = False
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._text_length = 0
-        #: Index of a token at which some chunk began or ended -> characters before it.
+        #: Token index at which some chunk began or ended -> number of characters before it.
         self._text_at = {0: 0}
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Return what `chunk` adds, or None. Raises `StreamBrokenError` if it contradicts what is known."""
+        """Return what `chunk` adds, or None. Raises `StreamBrokenError` if it contradicts earlier chunks."""
         text_start = self._text_at.get(chunk.i)
         if text_start is None:
-            self.behind = True
+            self.has_gap = True
             return None
         num_known = len(self._tokens) - chunk.i
         if self._tokens[chunk.i : chunk.i + len(chunk.tokens)] != list(chunk.tokens[:num_known]):
@@ -37,11 +37,11 @@ class Assembly:
         self._check_text(text_start, chunk.text)
         self._text_at.setdefault(chunk.i + len(chunk.tokens), text_start + len(chunk.text))
         if len(chunk.tokens) > num_known:
-            self.behind = False
+            self.has_gap = False
         return self._extend(chunk.tokens[num_known:], chunk.text[self._text_length - text_start :])
 
     def finish(self, result: Generated) -> Chunk | None:
-        """Return what `result` holds beyond the chunks; raises `StreamBrokenError` if they contradict it."""
+        """Return the rest of `result` after the chunks; raises `StreamBrokenError` if they contradict it."""
         num_known = len(self._tokens)
         if list(result.tokens[:num_known]) != self._tokens:
             raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")

@@ -1,7 +1,7 @@
 """The async Python client: one NATS connection of one tenant.
 
-With `nats_client` the only module of the protocol that imports nats. What a call does while it waits is in
-`calls` and `generation`; this module publishes, reads and listens for them.
+Only this module and `nats_client` import nats. It publishes, reads and subscribes for `calls` and
+`generation`, which do the waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
-from .calls import Outboxes, Pending, Stored, expect
+from .calls import Pending, ResultFeeds, Stored, expect
 from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from .log import Entry, entry
 from .messages import (
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 
-#: Wait for the log's acknowledgement before publishing again, doubling up to the second.
+#: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
 FIRST_ACK_S: Final = 2.0
 LAST_ACK_S: Final = 30.0
-#: Tries before a missing log means that no worker was ever there: a cluster may be electing a leader.
+#: Attempts before a missing log means that no worker has ever run: a cluster may be electing a leader.
 NUM_TRIES: Final = 4
 TRY_PAUSE_S: Final = 0.2
 RECONNECT_PAUSE_S: Final = 0.25
-#: One batch of a read-back, and the wait for its next message.
+#: Limits of one batch when reading a stream, and the timeout for its next message.
 READ_BATCH: Final = 256
 READ_BATCH_BYTES: Final = 4 * 2**20
 READ_S: Final = 2.0
 
-_MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code for more than the stream's max_msg_size
+_MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
 _END_OF_BATCH: Final = "204"
 _NOTHING: Final = "404"
 
-#: nats-py lets a reset of the socket through as it is.
+#: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
 _T = TypeVar("_T")
@@ -77,9 +77,9 @@ async def connect(
 ) -> Client:
     """Connect to NATS and return a client; use it as an async context manager, or close it.
 
-    `nats_options` go to nats-py's `connect` as they are (credentials, TLS). A connection that is lost later
-    is made again for as long as the client is open, and waiting calls go on. Raises `NoWorkerError` if no
-    server can be reached within `connect_timeout_s`, `InvalidMessageError` for a bad tenant or prefix.
+    `nats_options` are passed to nats-py's `connect` (credentials, TLS). An open client that loses its
+    connection reconnects without limit, and waiting calls continue. Raises `NoWorkerError` if no server can
+    be reached within `connect_timeout_s`, `InvalidMessageError` for a bad tenant or prefix.
     """
     check_id("tenant", tenant)
     wire = _NatsWire(Subjects(prefix))
@@ -88,12 +88,12 @@ async def connect(
 
 
 class Client:
-    """A connection of one tenant. Make it with `connect`."""
+    """A connection of one tenant. Create it with `connect`."""
 
     def __init__(self, wire: _NatsWire, tenant: str, control_timeout_s: float) -> None:
         self.tenant = tenant
         self._wire = wire
-        self._outboxes = Outboxes(wire)
+        self._feeds = ResultFeeds(wire)
         self._control_timeout_s = control_timeout_s
 
     async def __aenter__(self) -> Self:
@@ -105,20 +105,20 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; calls that still wait raise `NoWorkerError`. Their requests go on."""
+        """Close the connection; calls that still wait raise `NoWorkerError`, but their requests continue."""
         await self._wire.close()
 
     def session(self, name: str) -> Session:
-        """Name a session of the tenant. Nothing is sent. Raises `InvalidMessageError` for a bad name."""
-        return Session(self._wire, self._outboxes, session_key(self.tenant, name), self._control_timeout_s)
+        """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name."""
+        return Session(self._wire, self._feeds, session_key(self.tenant, name), self._control_timeout_s)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Pending:
-        """Publish a request and return it once the log has it; await that for the result, `Failed` included.
+        """Publish a request and return it once the log has stored it; await it for the result or `Failed`.
 
-        `timeout_s` counts from here to the result. Raises what `Session`'s methods raise.
+        `timeout_s` runs from this call to the result. Raises what `Session`'s methods raise.
         """
-        decode_request(encode(request))  # msgspec checks what it decodes, not what Python builds
-        pending = Pending(self._wire, self._outboxes, key, request, timeout_s=timeout_s)
+        decode_request(encode(request))  # msgspec validates on decoding, not on construction
+        pending = Pending(self._wire, self._feeds, key, request, timeout_s=timeout_s)
         async with pending.listening():
             return pending
 
@@ -133,18 +133,18 @@ class Client:
         timeout_s: float = 60.0,
         **sampling: Unpack[Sampling],
     ) -> Generated:
-        """Generate by core request and reply: needs no access to the log, streams nothing, retries nothing.
+        """Generate by core NATS request and reply: no access to the log, no stream, no retry.
 
-        Raises `RequestFailedError`, and `NoWorkerError` if nobody serves or `timeout_s` is over.
+        Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or `timeout_s` passes.
         """
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
 
     async def log(self, session: str | None = None) -> list[Entry]:
-        """Read back what the log holds of a session, or of every session of the tenant, in order.
+        """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Empty where there is no log. Raises `NoWorkerError` where it cannot be read.
+        Empty if there is no log. Raises `NoWorkerError` if the log cannot be read.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects
@@ -153,9 +153,9 @@ class Client:
         return [one for one in found if one is not None]
 
     async def log_backwards(self, session: str) -> AsyncIterator[list[Entry]]:
-        """Yield a session's log piece by piece from its end, each piece in order and larger than the last.
+        """Yield a session's log backwards in growing pieces; each piece is in order.
 
-        Begins at the last result. Raises `NoWorkerError` where the log cannot be read.
+        Starts at the last result. Raises `NoWorkerError` if the log cannot be read.
         """
         key, subjects = session_key(self.tenant, session), self._wire.subjects
         end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
@@ -168,11 +168,11 @@ class Client:
             end, num_entries = start, 4 * num_entries
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
-        """Yield what a worker publishes every few seconds (`*`: every worker), until the client is closed."""
+        """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed."""
         subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
         async with contextlib.aclosing(self._wire.bodies(subject)) as bodies:
             async for body in bodies:
-                # A worker of another version must not end the view of the others.
+                # Metrics of another version must not end the iteration.
                 with contextlib.suppress(InvalidMessageError):
                     yield decode_metrics(body)
 
@@ -201,7 +201,7 @@ class _NatsWire:
                     reconnected_cb=self._on_reconnected,
                     closed_cb=self._on_closed,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # only ever slept
+                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # nats-py only sleeps for it
                     **options,
                 )
         except _NATS_ERRORS as error:
@@ -225,14 +225,14 @@ class _NatsWire:
                 num_refusals += 1
                 if num_refusals == NUM_TRIES:
                     raise NoWorkerError(
-                        f"no stream takes {subject}: no worker was ever started on this NATS server"
+                        f"no stream stores {subject}: no worker was ever started on this NATS server"
                         f" with the prefix {self.subjects.prefix!r}"
                     ) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
                 raise _refusal(error) from None
             except nats.errors.TimeoutError:
-                # The log may have it or not. Under the same id a second entry does no harm.
+                # The log may have stored the request. A second entry under the same id does no harm.
                 self._check_permission(subject)
                 patience_s = min(2 * patience_s, LAST_ACK_S)
             except _NATS_ERRORS:  # between two connections
@@ -259,7 +259,7 @@ class _NatsWire:
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         found: list[Stored] = []
-        # Whatever goes wrong, the caller asks again. Without a stream there is nothing to be found.
+        # The caller reads again after any error. A missing stream is an empty one.
         with contextlib.suppress(*_NATS_ERRORS):
             await self._read_on(stream, subject, seq, found)
         return found
@@ -267,9 +267,9 @@ class _NatsWire:
     async def read_all(
         self, stream: str, subject: str, start: int = 1, end: float = math.inf
     ) -> list[Stored]:
-        """Return all that `stream` holds of `subject` from `start` to before `end`.
+        """Return all messages of `subject` in `stream` from `start` to before `end`.
 
-        Raises `NoWorkerError` where it cannot be read.
+        Raises `NoWorkerError` if the stream cannot be read.
         """
         found: list[Stored] = []
         self._check()
@@ -280,9 +280,9 @@ class _NatsWire:
         return [one for one in found if one.seq < end]
 
     async def last_seq(self, stream: str, subject: str) -> int:
-        """Return the sequence of the last message of `subject`, 0 where there is none.
+        """Return the sequence of the last message of `subject`, 0 if there is none.
 
-        Raises `NoWorkerError` where that cannot be read.
+        Raises `NoWorkerError` if the stream cannot be read.
         """
         body = msgspec.json.encode({"last_by_subj": subject})
         call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
@@ -295,7 +295,7 @@ class _NatsWire:
     async def lacks(self, stream: str, subject: str, seq: int) -> bool:
         with contextlib.suppress(NoWorkerError):
             if not await self.read_all(stream, subject, seq, seq + 1):
-                # A replica that lags does not have it yet, nor anything behind it.
+                # A replica that lags has neither this message nor a later one.
                 return await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
         return False
 
@@ -314,7 +314,7 @@ class _NatsWire:
     async def _read_batch(
         self, replies: Subscription, stream: str, subject: str, seq: int, found: list[Stored]
     ) -> bool:
-        """Add one batch to `found` and say whether there is more; raises what nats-py does if it cannot."""
+        """Add one batch to `found` and say whether there is more. Raises nats-py's errors."""
         if not self._connected.is_set():
             raise nats.errors.ConnectionClosedError
         request = {"seq": seq, "batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, "next_by_subj": subject}
@@ -324,7 +324,7 @@ class _NatsWire:
         while True:
             reply = await _cancellable(replies.next_msg(timeout=READ_S))
             headers = reply.headers or {}
-            # A stored message brings its publisher's headers along, among which there may be a `Status`.
+            # A stored message keeps its publisher's headers, and these may contain a `Status`.
             if "Nats-Sequence" not in headers:
                 status = headers.get("Status", "")
                 if status not in (_END_OF_BATCH, _NOTHING):
@@ -359,15 +359,15 @@ class _NatsWire:
         try:
             return await self._nats.subscribe(subject, **options)
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"{subject} cannot be listened to: {error}") from None
+            raise NoWorkerError(f"cannot subscribe to {subject}: {error}") from None
 
     def _check(self, body: bytes = b"") -> None:
         if self.closed:
             raise NoWorkerError("the client is closed")
         if len(body) > self._nats.max_payload:
             raise InvalidMessageError(
-                f"the request has {len(body)} bytes, the NATS server takes {self._nats.max_payload} at most:"
-                " send it as several appends"
+                f"the request has {len(body)} bytes, the NATS server accepts {self._nats.max_payload} at"
+                " most: send it as several appends"
             )
 
     def _check_permission(self, subject: str) -> None:
@@ -381,7 +381,7 @@ class _NatsWire:
 
     async def _on_error(self, error: Exception) -> None:
         if "authorization" in self._last_error.lower() and not self._connected.is_set():
-            return  # what comes of trying again says less
+            return  # the errors of later attempts say less
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error.lower():
             self._denial = self._last_error.lower()
@@ -396,15 +396,15 @@ class _NatsWire:
 
     async def _on_closed(self) -> None:
         self.closed = True
-        self._connected.set()  # whoever waits for it must find out
+        self._connected.set()  # a waiting publish must see that it is closed
         self._wake()
 
 
 async def _cancellable(call: Awaitable[_T]) -> _T:
     """Await a call of nats-py without losing a cancellation.
 
-    Its calls stand on `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that meets the
-    reply: the caller would wait on, for good.
+    nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
+    the reply: the caller would wait forever.
     """
     task = asyncio.current_task()
     num_before = task.cancelling() if task else 0
@@ -416,7 +416,7 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
 
 def _refusal(error: APIError) -> TurnkeepError:
     if error.err_code == _MESSAGE_TOO_LARGE:
-        return InvalidMessageError("the request is larger than the log takes: send it as several appends")
+        return InvalidMessageError("the request is larger than the log accepts: send it as several appends")
     return RequestFailedError(
         "overloaded", f"the log refused the request: {error.description}", retryable=True
     )

@@ -1,6 +1,6 @@
-"""Error codes of the protocol, which of them are worth a retry, and the exceptions of the client side.
+"""Error codes of the protocol, which of them may be retried, and the exceptions of the client side.
 
-Knows nothing of how an error comes about in a worker.
+Knows nothing of what causes an error in a worker.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ErrorCode = Literal[
 
 ERROR_CODES: Final[tuple[ErrorCode, ...]] = get_args(ErrorCode)
 
-#: The same request under a new id can succeed later without being changed.
+#: The unchanged request can succeed later under a new id.
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset({"overloaded", "expired", "internal"})
 
 
 class TurnkeepError(Exception):
-    """Root of everything that the protocol and its client raise."""
+    """Base class of all errors that the protocol and its client raise."""
 
 
 class InvalidMessageError(TurnkeepError):
     """A body or a name breaks the protocol; the message says what was wrong and what would be right.
 
-    `request_id` is the valid id that such a body named, if it did.
+    `request_id` is the id of such a body, if it has a valid one.
     """
 
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
@@ -52,19 +52,19 @@ class RequestFailedError(TurnkeepError):
 
 
 class NoWorkerError(TurnkeepError):
-    """Nothing answers: no NATS server at the address, or no worker behind it."""
+    """No answer: there is no NATS server at the address, or no worker connected to it."""
 
 
 class NotPermittedError(TurnkeepError):
-    """The NATS server does not let this user publish there."""
+    """The NATS server does not allow this user to publish on the subject."""
 
 
 class ResultTimeoutError(TurnkeepError, TimeoutError):
-    """The caller's time is over. The request stays in the log and will be answered."""
+    """The caller's timeout passed. The request stays in the log and will be answered."""
 
 
 class ResultRemovedError(TurnkeepError):
-    """The request left the log before its result was heard: its session was forgotten, or closed long ago."""
+    """The request was removed from the log before its result was received (by a close)."""
 
 
 class StreamBrokenError(TurnkeepError):

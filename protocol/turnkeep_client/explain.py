@@ -1,6 +1,6 @@
-"""Turns a failed decode into one sentence for the sender: what was wrong and what would be right.
+"""Turns a decoding error into one sentence for the sender: what was wrong and what would be right.
 
-Knows the message types only through msgspec's inspection, so that a new field explains itself.
+Knows the message types only through msgspec's inspection, so a new field needs no change here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _explain_choice(name: str, value: str, at: inspect.Type | None, what: str) -
 def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
     """Follow msgspec's path (`.messages[0].role`) to the type that was expected there.
 
-    A path that ends in a message's `type` gives the union of the messages that could stand there.
+    For a path that ends in a message's `type`, return the union of the messages allowed there.
     """
     at: inspect.Type | None = _type_info(expected)
     if path != ".type":
@@ -110,12 +110,12 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
 
 @cache
 def _type_info(expected: Any) -> inspect.Type:
-    """Inspect a message type once: that takes milliseconds, and whoever sends one bad message sends more."""
+    """Inspect a message type once: it takes milliseconds, and one bad message is rarely the last."""
     return inspect.type_info(expected)
 
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
-    """List what a type allows, without what is said about it."""
+    """List the alternatives of a type, without their metadata."""
     types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
     return [each.type if isinstance(each, inspect.Metadata) else each for each in types]
 

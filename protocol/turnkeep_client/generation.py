@@ -1,6 +1,6 @@
 """A generate as its client sees it: chunks while it runs, the recorded answer at the end.
 
-Owns where missing chunks are looked for. How they join is in `chunks`, how a result is found in `calls`.
+Reads missing chunks back from the token stream. `chunks` joins them; `calls` finds the result.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from .calls import LAST_LOOK_S, Pending, Wire, expect
+from .calls import LAST_POLL_S, Pending, Wire, expect
 from .chunks import Assembly
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 
-#: Pause between two looks for chunks that are known to be missing; doubles up to the second.
-FIRST_CHUNK_LOOK_S: Final = 0.05
-LAST_CHUNK_LOOK_S: Final = 2.0
-#: Chunks kept for a caller that reads slowly. Older ones are read back from the token stream.
+#: Pause between two reads for chunks that are known to be missing; doubles up to the second value.
+FIRST_CHUNK_POLL_S: Final = 0.05
+LAST_CHUNK_POLL_S: Final = 2.0
+#: Chunks kept for a slow caller. Older ones are read back from the token stream.
 MAX_WAITING_CHUNKS: Final = 65_536
 
 
 class Generation:
     """A running generate. Iterate over it for its chunks, or await it for its result; both work together.
 
-    The request is published by the first of the two. Leaving the iteration early does not stop the
-    answer: `cancel` does. Texts and tokens of the chunks, joined, are exactly those of the result.
+    The first of the two publishes the request. Leaving the iteration early does not stop the answer; `cancel`
+    does. The joined texts and tokens of the chunks are exactly those of the result.
     """
 
     def __init__(self, pending: Pending, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
@@ -43,12 +43,12 @@ class Generation:
 
     @property
     def seq(self) -> int | None:
-        """Sequence of the request in the log, once that has acknowledged it."""
+        """Sequence of the request in the log, once the log has acknowledged it."""
         return self._pending.seq
 
     @property
     def result(self) -> Generated:
-        """The recorded answer. Raises `RequestFailedError`, or RuntimeError before it is here."""
+        """The recorded answer. Raises `RequestFailedError`, or RuntimeError before it has arrived."""
         return expect(Generated, self._pending.result)
 
     def __await__(self) -> Generator[Any, None, Generated]:
@@ -59,30 +59,30 @@ class Generation:
         return expect(Generated, await self._pending.wait())
 
     async def cancel(self) -> Cancelled:
-        """Ask the worker to stop here. The answer ends with finish_reason `cancelled`."""
+        """Ask the worker to stop the answer, which then ends with finish_reason `cancelled`."""
         return await self._cancel(self.id)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield the answer as it comes, from its first token on; raises what `wait` raises.
+        """Yield the answer as it arrives, from its first token on; raises what `wait` raises.
 
-        Raises `StreamBrokenError` where the worker contradicts what it has published before.
+        Raises `StreamBrokenError` if the worker contradicts what it published before.
         """
         pending, assembly = self._pending, Assembly()
-        if not pending.is_settled():
+        if not pending.is_resolved():
             chunks = _Chunks(self._wire, self._wire.subjects.tokens(pending.key, self.id), pending.wake)
             async with chunks.listening(), pending.listening():
-                while not pending.is_settled() or chunks.waiting:
-                    for body in await chunks.take(behind=assembly.behind):
+                while not pending.is_resolved() or chunks.waiting:
+                    for body in await chunks.next_bodies(has_gap=assembly.has_gap):
                         if new := assembly.add(decode_chunk(body)):
                             yield new
-                    if not pending.is_settled() and not chunks.waiting:
-                        await pending.turn(chunks.patience_s if assembly.behind else LAST_LOOK_S)
+                    if not pending.is_resolved() and not chunks.waiting:
+                        await pending.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
         if rest := assembly.finish(self.result):
             yield rest
 
 
 class _Chunks:
-    """The chunk bodies of one generate: as they come, and from the token stream where some were missed."""
+    """The chunk bodies of one generate: as they arrive, and from the token stream if some were missed."""
 
     def __init__(self, wire: Wire, subject: str, wake: asyncio.Event) -> None:
         self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING_CHUNKS)
@@ -91,8 +91,8 @@ class _Chunks:
         self._wake = wake
         self._epoch = wire.epoch
         self._next_seq = 1
-        self._pause_s = FIRST_CHUNK_LOOK_S
-        self._look_at = 0.0
+        self._pause_s = FIRST_CHUNK_POLL_S
+        self._poll_at = 0.0
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -104,25 +104,25 @@ class _Chunks:
 
     @property
     def patience_s(self) -> float:
-        """Seconds until missing chunks may be looked for again."""
-        return max(0.0, self._look_at - asyncio.get_running_loop().time())
+        """Seconds until the token stream may be read again."""
+        return max(0.0, self._poll_at - asyncio.get_running_loop().time())
 
-    async def take(self, *, behind: bool) -> list[bytes]:
-        """Return what has come since; where some is missing, what the token stream has, first."""
+    async def next_bodies(self, *, has_gap: bool) -> list[bytes]:
+        """Return the bodies since the last call; those read back from the token stream come first."""
         found: list[bytes] = []
-        if self._epoch != self._wire.epoch or (behind and not self.patience_s):
-            # The stream may store a chunk a little later than it is delivered, or have lost it: ask again,
-            # more and more seldom.
+        if self._epoch != self._wire.epoch or (has_gap and not self.patience_s):
+            # The stream may store a chunk a little later than subscribers get it, or may have lost it: read
+            # again, at growing intervals.
             self._epoch = self._wire.epoch
-            self._look_at = asyncio.get_running_loop().time() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LAST_CHUNK_LOOK_S)
+            self._poll_at = asyncio.get_running_loop().time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_CHUNK_POLL_S)
             stream = self._wire.subjects.token_stream
             for stored in await self._wire.read(stream, self._subject, self._next_seq):
                 self._next_seq = stored.seq + 1
                 found.append(stored.body)
         found += self.waiting
         self.waiting.clear()
-        return [body for body in found if body]  # an empty body ends the stream; the result tells more
+        return [body for body in found if body]  # an empty body ends the stream; the result says why
 
     def _arrived(self, body: bytes) -> None:
         self.waiting.append(body)

@@ -1,6 +1,6 @@
-"""What the log holds, as it is read back: who said what when, and what a record implies.
+"""Entries of the log, parsed from stored messages.
 
-Pure: a stored message in, an entry out. Reading it is the client's business.
+Pure: a stored message in, an entry out. The client does the reading.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL_HEADER: Final = "Turnkeep-Model"
 
 
 class Entry(NamedTuple):
-    """One message of the log; `stored` is when the server took it. `model` and `history` are a result's."""
+    """One message of the log; `stored` is the server's time. Only results have `model` and `history`."""
 
     seq: int
     key: SessionKey
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
-    """Read a stored message; None for one under a name that is no session's."""
+    """Parse a stored message; None if its subject is not a session's `in` or `out`."""
     try:
         key, kind, _ = subjects.parse(headers["Nats-Subject"])
     except InvalidMessageError:
@@ -57,8 +57,8 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:
-    """Return the seed of a generate that names none: of its place in the log.
+    """Derive the seed of a generate that names none, from its session and sequence.
 
-    So whoever resumes it draws alike, and whoever replays it can name the same one.
+    A worker that resumes the answer samples the same tokens, and a replay can name the same seed.
     """
     return int.from_bytes(blake2b(f"{key}:{seq}".encode(), digest_size=7).digest(), "big")

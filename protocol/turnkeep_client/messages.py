@@ -1,7 +1,7 @@
 """Every message of protocol version 1 as a frozen msgspec Struct, with encoding and decoding.
 
-Requests refuse unknown fields by name. Replies ignore them, so that a client survives a newer worker.
-Shapes only: what a message means to a session is the worker's business.
+Requests refuse unknown fields by name. Replies ignore them, so an old client works with a newer worker.
+Shapes only: the worker knows what a message does to a session.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ VERSION: Final = 1
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Text = Annotated[str, Meta(description="raw text, tokenised as it is")]
+Text = Annotated[str, Meta(description="raw text, tokenised without the chat template")]
 SpecialTokens = Annotated[
     bool,
     Meta(
-        description="whether special tokens that are written out are read as such; unless given, in text and"
-        " not in messages"
+        description="whether to parse special tokens that are spelled out; by default in text, and not in"
+        " messages"
     ),
 ]
-Deadline = Annotated[
-    float, Meta(gt=0, le=31_536_000, description="seconds from when the log stored the request")
-]
-Priority = Annotated[int, Meta(ge=-10, le=10, description="higher first, among requests that wait")]
+Deadline = Annotated[float, Meta(gt=0, le=31_536_000, description="seconds after the log stored the request")]
+Priority = Annotated[int, Meta(ge=-10, le=10, description="among waiting requests, higher first")]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -53,7 +51,7 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message's content, in OpenAI's shape. Images and sound are not taken."""
+    """A part of a message's content, in OpenAI's shape. Images and sound are refused."""
 
     text: str
 
@@ -61,8 +59,8 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One chat message in OpenAI's shape; rendered by the model's chat template.
 
-    Parts of a content are joined as they are, so `content` is a string once the message is made, or null
-    where an assistant only calls tools.
+    The text parts of a content are joined on construction, so `content` is a string, or null if an assistant
+    only calls tools.
     """
 
     role: Role
@@ -77,13 +75,13 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         if self.tool_calls is None:
             force_setattr(self, "tool_calls", ())
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("needs content; only an assistant message with tool_calls goes without")
+            raise ValueError("needs content; only an assistant message with tool_calls may have none")
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which positions keep their KV, and how precisely. Version 1 knows the policy `full`: all of them.
+    """Which positions keep their KV, and at what precision. Version 1 has one policy, `full`: all positions.
 
-    With `kv_bits` the session insists on KV of so many bits: a worker that keeps another kind refuses it.
+    With `kv_bits`, a worker whose KV has another precision refuses the session.
     """
 
     policy: Literal["full"] = "full"
@@ -98,7 +96,7 @@ class _Request(
 
 
 class Open(_Request, frozen=True, tag="open"):
-    """Start a session explicitly. Optional: the first append or generate does it too."""
+    """Start a session explicitly. Optional: the first append or generate starts it too."""
 
     cache: CachePolicy = CachePolicy()
 
@@ -129,9 +127,9 @@ class Generate(_Input, frozen=True, tag="generate"):
     """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
 
     Filters apply in the order repetition_penalty, temperature, top_k, top_p, min_p. A temperature of 0
-    takes the most likely token. Without a seed one is derived from the request, so that an interrupted
-    answer goes on as it would have. `top_k` 0 and `top_p` 1 are off. `raw` leaves out the assistant header
-    that the chat template would add after messages.
+    takes the most likely token. `top_k` 0 and `top_p` 1 are off. A missing seed is derived from the request,
+    so an interrupted answer continues with the same tokens. `raw` leaves out the assistant header that the
+    chat template would add after messages.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
@@ -160,11 +158,11 @@ class Rewind(_Request, frozen=True, tag="rewind"):
 
 
 class Close(_Request, frozen=True, tag="close"):
-    """End the session. Only an `open` can use its name again; after some days it leaves the log.
+    """End the session. Only an `open` can use its name again; after some days it is removed from the log.
 
-    `forget` removes at once what was said in it: from the worker's disk, up to where other sessions or a pin
-    share it, and from the log, where the close and its result remain. What the session no longer held, after
-    a rewind or a request that was withdrawn, is not looked for on the disk; it ages out.
+    `forget` removes the session's content at once: from the worker's disk, except prefixes that other
+    sessions or a pin share, and from the log, except the close and its result. Snapshots of tokens that the
+    session no longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
     """
 
     forget: bool = False
@@ -189,12 +187,12 @@ class Rewound(_Result, frozen=True, tag="rewound"):
 
 
 class Closed(_Result, frozen=True, tag="closed"):
-    """Answer to `close`; `position` is what the session held.
+    """Answer to `close`; `position` is the session's last one.
 
-    Where it was to forget, `forgotten` counts the snapshots that went. `settled` is false where some of the
-    session's tokens may be left on the disk: it did not answer in time, a file could not be removed, another
-    session's turn holds it, or there are snapshots that this worker does not read. `removed_entries` counts
-    what leaves the log with it.
+    After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from
+    the log. `settled` is false if some of the session's tokens may be left on the disk: the disk did not
+    answer in time, a file could not be removed, another session's turn holds it, or there are snapshots that
+    this worker cannot read.
     """
 
     forgotten: int | None = None
@@ -205,9 +203,9 @@ class Closed(_Result, frozen=True, tag="closed"):
 class Appended(_Result, frozen=True, tag="appended"):
     """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`, all of the session's but the last.
 
-    That one is run by the generate that follows, whose answer is drawn from it. An empty append has zeros.
-    `rewritten_from` is set where the chat template changed what was already in the session: the tokens
-    from that position on were replaced and prefilled again.
+    The following generate runs the last token, whose logits give the answer's first one. An empty append has
+    zeros. `rewritten_from` is set if the chat template changed earlier text: the tokens from that position on
+    were replaced and prefilled again.
     """
 
     tokens: int
@@ -231,7 +229,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Where the time of one generate went: waiting, prefill, to the first token, in all."""
+    """Times of one generate: in the queue, in prefill, to the first token, total."""
 
     queued: float
     prefill: float
@@ -240,7 +238,7 @@ class Seconds(Struct, frozen=True, kw_only=True):
 
 
 class Generated(_Result, frozen=True, tag="generated"):
-    """Answer to `generate`. `text` leaves out the stop string; `tokens` holds all ids that were added."""
+    """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added."""
 
     text: str
     tokens: tuple[int, ...]
@@ -252,7 +250,7 @@ class Generated(_Result, frozen=True, tag="generated"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
-    """Answer to a request that changed nothing. `id` is null where the body names no valid one."""
+    """Answer to a request that changed nothing. `id` is null if the body has no valid one."""
 
     id: str | None
     code: ErrorCode
@@ -271,13 +269,13 @@ def failure(
     seq: int | None = None,
     position: int | None = None,
 ) -> Failed:
-    """Build a `failed`; whether a retry can help follows from the code."""
+    """Build a `failed`; the code decides `retryable`."""
     retryable = code in RETRYABLE
     return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
-    """Why a request was given up, on the session's `dead`; the request itself is in the log at `seq`."""
+    """Why workers gave a request up, on the session's `dead`; the request is in the log at `seq`."""
 
     seq: int
     id: str | None
@@ -295,7 +293,7 @@ Result = Opened | Appended | Generated | Rewound | Closed | Failed
 class Chunk(Struct, frozen=True, omit_defaults=True):
     """Some tokens of a running generate. `i` is the index of the first one; `text` is whole characters.
 
-    `seq` is the generate's stream sequence: what does not name it is not of this request.
+    `seq` is the generate's stream sequence: ignore chunks with another one.
     """
 
     i: int
@@ -307,7 +305,7 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
 class InfoRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
 ):
-    """Ask for a session's state (on `ctl`), with some of the requests that wait: `limit` behind `skip`."""
+    """Ask for a session's state (on `ctl`); it names `limit` waiting requests after the first `skip`."""
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
     limit: Annotated[int, Meta(ge=0, le=1000)] = 100
@@ -322,10 +320,10 @@ class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class PinRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="pin", omit_defaults=True
 ):
-    """Keep the session's first `position` tokens on disk, until they are unpinned (on `ctl`).
+    """Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
 
-    Without a position: all that it has now. The pin belongs to the tenant's prefix, not to the session: it
-    outlives both session and worker, and serves every session that begins alike.
+    Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session:
+    it outlives session and worker, and serves every session with the same prefix.
     """
 
     position: Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")] | None = (
@@ -336,7 +334,7 @@ class PinRequest(
 class UnpinRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unpin", omit_defaults=True
 ):
-    """Let go of the pinned prefixes of the session, or of the one with `position` tokens (on `ctl`)."""
+    """Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`)."""
 
     position: Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")] | None = (
         None
@@ -347,16 +345,16 @@ ControlRequest = InfoRequest | CancelRequest | PinRequest | UnpinRequest
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
-    """Answer to `cancel`: what the request was doing when it was told to stop."""
+    """Answer to `cancel`: the state of the request when it was cancelled."""
 
     id: str
     was: Literal["waiting", "running"]
 
 
 class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
-    """Answer to `pin`: of `tokens`, `stored_tokens` are on disk or on their way, in `size_bytes`.
+    """Answer to `pin`: of `tokens`, `stored_tokens` are on disk or being written, in `size_bytes`.
 
-    `pinned_bytes` are those of all pins in the worker's cache. `noted` says that the pin itself is on disk.
+    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: the pin itself is recorded on disk.
     """
 
     tokens: int
@@ -367,14 +365,14 @@ class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
 
 
 class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
-    """Answer to `unpin`: the lengths in tokens of the prefixes that were let go."""
+    """Answer to `unpin`: the lengths in tokens of the unpinned prefixes."""
 
     prefixes: tuple[int, ...]
     pinned_bytes: int
 
 
 class Histogram(Struct, frozen=True):
-    """Counts by upper bound; `counts` has one entry more than `bounds`, for what lies above the last."""
+    """Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -383,12 +381,12 @@ class Histogram(Struct, frozen=True):
 
 
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
-    """Two sums hold at every instant.
+    """Counters of the snapshots; two sums hold at all times.
 
     `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots.
-    `free + pinned + evictable = capacity` counts bytes: what snapshots may take, of which `pinned` must not
-    be evicted now: pinned prefixes (`kept`) and what is being written or loaded. `rejected` counts the files
-    that were doubtful, `timed_out` the loads that the disk did not answer in time.
+    `free + pinned + evictable = capacity` counts bytes. `pinned` must not be evicted now: pinned prefixes
+    (`kept`) and blocks that are being written or loaded. `rejected` counts files that failed a check,
+    `timed_out` loads that the disk did not answer in time.
     """
 
     accepted: int = 0
@@ -415,11 +413,10 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
-    `waiting` are the sessions that the worker has taken up and that are not on the device, of which
-    `waiting_for_memory` only want room there; `returned` are the requests that it gave back, since their
-    tenant has as many sessions at work as it may. `ignored` counts what fitted nowhere, by its kind: somebody
-    else than a worker has published it. `kv_layers` names the layers
-    of each way of keeping KV.
+    `waiting` counts the sessions that the worker has taken up and that do not run; `waiting_for_memory` of
+    them wait for device memory only. `returned` counts requests handed back to the log's consumer because
+    their tenant has its maximum of sessions at work. `ignored` counts, by kind, entries and chunks that no
+    worker can have published. `kv_layers` names the layers of each kind of KV.
     """
 
     worker: str
@@ -459,7 +456,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far the running request has come: its context's tokens that have KV, and new tokens."""
+    """Progress of the running request: how many of its context's tokens have KV, and its new tokens."""
 
     cached_tokens: int
     context_tokens: int
@@ -467,7 +464,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`. `waiting` are some of the `num_waiting` requests that wait, as it was asked for."""
+    """Answer to `info`. `waiting` names those of the `num_waiting` waiting requests that were asked for."""
 
     tenant: str
     session: str
@@ -500,14 +497,14 @@ _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
 _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
 _METRICS: Final = msgspec.json.Decoder(Metrics)
-#: The values stay raw: they are read once, by the request decoder, whatever their nesting.
+#: The values stay raw, so only the request decoder parses them, at any nesting.
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED: Final = msgspec.json.Decoder(_Named)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
 def encode(message: Struct | dict[str, Any]) -> bytes:
-    """Write a message as JSON; raises `InvalidMessageError` for what JSON cannot hold."""
+    """Encode as JSON; raises `InvalidMessageError` for values that JSON cannot hold."""
     try:
         return _ENCODER.encode(message)
     except UnicodeEncodeError:
@@ -519,19 +516,19 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """Read what came on `in`; raises `InvalidMessageError` with a sentence for the sender."""
+    """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender."""
     return _decode(_REQUEST, body, "a request")
 
 
 def decode_control(body: bytes) -> ControlRequest:
-    """Read what came on `ctl`; raises `InvalidMessageError`."""
+    """Decode a body from `ctl`; raises `InvalidMessageError`."""
     return _decode(_CONTROL, body, "a control request")
 
 
 def decode_ask(body: bytes, request_id: str) -> Generate:
-    """Read what came on `ask`: a generate whose `type` and `id` may be left out.
+    """Decode a body from `ask`: a generate whose `type` and `id` may be left out.
 
-    `request_id` is taken where the sender gave no id. Raises `InvalidMessageError`.
+    A missing id becomes `request_id`. Raises `InvalidMessageError`.
     """
     fields = _decode(_FIELDS, body, "a generate")
     fields.setdefault("type", msgspec.Raw(b'"generate"'))
@@ -539,7 +536,7 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
     try:
         request = decode_request(_ENCODER.encode(fields))
     except InvalidMessageError as error:
-        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # not an id of our making
+        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # no id of the worker's
     if not isinstance(request, Generate):
         kind = type(request).__struct_config__.tag
         raise InvalidMessageError(
@@ -549,22 +546,22 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
 
 
 def decode_result(body: bytes) -> Result:
-    """Read what came on `out`; raises `InvalidMessageError`."""
+    """Decode a body from `out`; raises `InvalidMessageError`."""
     return _decode(_RESULT, body, "a result")
 
 
 def decode_chunk(body: bytes) -> Chunk:
-    """Read one token chunk; raises `InvalidMessageError`."""
+    """Decode one token chunk; raises `InvalidMessageError`."""
     return _decode(_CHUNK, body, "a chunk")
 
 
 def decode_control_reply(body: bytes) -> ControlReply:
-    """Read the answer to a control request; raises `InvalidMessageError`."""
+    """Decode the answer to a control request; raises `InvalidMessageError`."""
     return _decode(_CONTROL_REPLY, body, "a control reply")
 
 
 def decode_metrics(body: bytes) -> Metrics:
-    """Read a metrics message; raises `InvalidMessageError`."""
+    """Decode a metrics message; raises `InvalidMessageError`."""
     return _decode(_METRICS, body, "a metrics message")
 
 
@@ -577,7 +574,7 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
 
 
 def _named(body: bytes) -> str | None:
-    """Find the id that a body names, whatever else is wrong with it."""
+    """Find the id in a body that is otherwise invalid."""
     try:
         return _NAMED.decode(body).id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,9 @@
-"""nats-py's client, made to read whatever a server passes on from others, and never to go deaf in silence.
+"""nats-py's client, changed so that no message that a server delivers can stop it from reading.
 
-A server lets anybody publish a header block without a line end, and subjects of almost any bytes. nats-py
-2.16 stops reading at some of them, tells nobody and does not connect again; what is stored in a stream comes
-back after every restart. Held by tests with raw sockets, as it overrides what nats-py does not document.
+A NATS server lets any client publish a header block without a line end, and subjects of almost any bytes. At
+some of them nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
+message, it comes back after every restart. This module overrides private methods of nats-py, so tests with
+raw sockets hold its behaviour.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _LINE_END: Final = b"\r\n"
 
 
 class Nats(Client):
-    """A client whose messages have the subject as far as it can be read, U+FFFD for the rest of it.
+    """A client that accepts messages that are not UTF-8.
 
-    A reply subject that is not UTF-8 is left out, since nobody can be answered there, and so are headers that
-    cannot be read.
+    Undecodable bytes of a subject become U+FFFD. A reply subject that is not UTF-8 and headers that cannot be
+    parsed are dropped.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Nats(Client):
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)
-        except (LookupError, ValueError):  # nothing behind the version; a status that is not UTF-8
+        except (LookupError, ValueError):  # nothing after the version; a status that is not UTF-8
             return self._parse_header_lines(headers)
 
     def _build_message(
@@ -51,17 +52,17 @@ class Nats(Client):
 
     async def _read_loop(self) -> None:
         await super()._read_loop()
-        # nats-py breaks its loop at any exception that it does not know, and then finds out from its pings,
-        # minutes later. Where the loop ended for a reason, this is not the connection's task any more, or the
-        # status says so.
+        # nats-py leaves its loop at any exception that it does not expect, and notices only minutes later, by
+        # missing pongs. After an intended end, `_reading_task` is another task, or `_process_op_err` does
+        # nothing because of the connection's status.
         if self._reading_task is asyncio.current_task():
             await self._process_op_err(nats.errors.Error("reading from the NATS server has ended"))
 
 
 class _Parser:
-    """Cuts a server's bytes into its operations, for nats-py's client.
+    """Splits a server's bytes into operations, for nats-py's client.
 
-    A space alone ends a word: to nats-py's own parser a vertical tab does too, which a subject may have.
+    Only a space ends a word. nats-py's own parser also splits at a vertical tab, which a subject may contain.
     """
 
     def __init__(self, client: Any) -> None:
@@ -69,11 +70,11 @@ class _Parser:
         self._unread = bytearray()
 
     def reset(self) -> None:
-        """Forget what is not a whole operation: another connection follows."""
+        """Discard an incomplete operation: a new connection follows."""
         self._unread.clear()
 
     async def parse(self, data: bytes = b"") -> None:
-        """Take bytes and carry out what is whole. Raises `ProtocolError` for what no server says."""
+        """Add bytes and carry out all complete operations. Raises `ProtocolError` for an unknown one."""
         self._unread += data
         while (end := self._unread.find(_LINE_END)) >= 0:
             operation, _, rest = bytes(self._unread[:end]).strip().partition(b" ")
@@ -110,7 +111,7 @@ class _Parser:
 
 
 def _words(line: bytes, *, has_head: bool) -> tuple[bytes, int, bytes, int, int]:
-    """Take a message's line apart: subject, subscription, reply, size of the headers and of all."""
+    """Split a message's line: subject, subscription, reply, size of the headers, total size."""
     words = line.split(b" ")
     size = int(words.pop())
     head_bytes = int(words.pop()) if has_head else 0

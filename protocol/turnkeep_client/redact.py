@@ -1,4 +1,4 @@
-"""Keeps the user, password or token of a NATS URL out of whatever is shown. Pure; imports nothing."""
+"""Keeps the user, password or token of a NATS URL out of logs and messages. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CREDENTIALS: Final = re.compile(r"(?<=://)[^\s/]*@")
 
 
 def shown(urls: str) -> str:
-    """Write NATS URLs, joined by commas, as scheme, host and port; nothing of what cannot be read."""
+    """Write comma-separated NATS URLs as scheme, host and port only; hide what cannot be parsed."""
     return ",".join(_shown(url.strip()) for url in urls.split(","))
 
 
 def redact(text: str) -> str:
-    """Take the credentials out of the URLs in a text that somebody else has written."""
+    """Remove the credentials from URLs in a text that another program wrote."""
     return _CREDENTIALS.sub("", text)
 
 

@@ -1,6 +1,6 @@
-"""One session of a client: each method is one request, or one question to the worker that holds it.
+"""One session of a client: each method is one request, or one control request to its worker.
 
-Builds requests and names their results; `calls` and `generation` carry them.
+Builds requests and types their results; `calls` and `generation` send them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
-from .calls import Outboxes, Pending, Wire, expect
+from .calls import Pending, ResultFeeds, Wire, expect
 from .generation import Generation
 from .messages import (
     Append,
@@ -43,12 +43,12 @@ from .subjects import check_id
 if TYPE_CHECKING:
     from .subjects import SessionKey
 
-#: Chat messages as our own type or as dicts in OpenAI's shape.
+#: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
 
 
 class Sampling(TypedDict, total=False):
-    """The options of a generate; what is left out has the default of `messages.Generate`."""
+    """The options of a generate; the defaults are those of `messages.Generate`."""
 
     max_tokens: int
     temperature: float
@@ -65,19 +65,18 @@ class Sampling(TypedDict, total=False):
 
 
 class Session:
-    """A session by its name. Holds nothing: two objects for one session are as good as one.
+    """A session by its name. Stateless: several objects may stand for one session.
 
-    Every method that takes a `request_id` makes one up where it is left out. Repeating a request under its
-    id is safe: it is answered from the record. `timeout_s` counts from the call to the result; without it a
-    call waits for as long as it takes, over restarts of worker and server. All raise `InvalidMessageError`,
-    `RequestFailedError` (the worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and
-    `ResultTimeoutError`.
+    A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
+    with the recorded result. `timeout_s` runs from the call to the result; without it a call waits without
+    limit, across restarts of worker and server. All methods raise `InvalidMessageError`, `RequestFailedError`
+    (the worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
     """
 
-    def __init__(self, wire: Wire, outboxes: Outboxes, key: SessionKey, control_timeout_s: float) -> None:
+    def __init__(self, wire: Wire, feeds: ResultFeeds, key: SessionKey, control_timeout_s: float) -> None:
         self.key = key
         self._wire = wire
-        self._outboxes = outboxes
+        self._feeds = feeds
         self._control_timeout_s = control_timeout_s
 
     async def open(
@@ -87,7 +86,7 @@ class Session:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Start the session explicitly; only as its first request, or after `close`."""
+        """Start the session explicitly: its first request, or the first after `close`."""
         return expect(Opened, await self._call(build(Open, request_id, cache=cache), timeout_s))
 
     async def append(
@@ -105,8 +104,8 @@ class Session:
     ) -> Appended:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
-        With `special_tokens` what is written like a special token in messages is one: for trusted ones only.
-        After `deadline_s` the worker gives it up, where `timeout_s` only ends the wait.
+        `special_tokens` parses special tokens that are spelled out in messages: for trusted messages only.
+        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait.
         """
         request = build(
             Append,
@@ -134,7 +133,7 @@ class Session:
     ) -> Generation:
         """Prepare a generate, after appending at most one of `messages`, `text`, `tokens`.
 
-        Iterating over it or awaiting it sends it. Raises `InvalidMessageError` at once.
+        Iterate over it or await it to send it. Raises `InvalidMessageError` at once.
         """
         request = build(
             Generate,
@@ -162,14 +161,14 @@ class Session:
     async def close(
         self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None
     ) -> Closed:
-        """End the session; `forget` removes its snapshots too. Only `open` can use its name again."""
+        """End the session; `forget` also removes its snapshots. Only `open` can use its name again."""
         request = build(Close, request_id, forget=forget or None)
         return expect(Closed, await self._call(request, timeout_s))
 
     async def info(self, *, skip: int = 0, limit: int = 100) -> SessionInfo:
         """Return the session's state, from the worker that holds it.
 
-        It names at most `limit` of the requests that wait, behind the first `skip`, and counts all.
+        The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
         """
         return expect(SessionInfo, await self._control(InfoRequest(skip=skip, limit=limit)))
 
@@ -182,14 +181,14 @@ class Session:
         return expect(Pinned, await self._control(PinRequest(position=position)))
 
     async def unpin(self, position: int | None = None) -> Unpinned:
-        """Let go of the pinned prefixes of the session, or of the one with `position` tokens."""
+        """Unpin all pinned prefixes of the session, or the one with `position` tokens."""
         return expect(Unpinned, await self._control(UnpinRequest(position=position)))
 
     async def _call(self, request: Request, timeout_s: float | None) -> Any:
         return await self._pending(request, timeout_s)
 
     def _pending(self, request: Request, timeout_s: float | None) -> Pending:
-        return Pending(self._wire, self._outboxes, self.key, request, timeout_s=timeout_s)
+        return Pending(self._wire, self._feeds, self.key, request, timeout_s=timeout_s)
 
     async def _control(self, request: ControlRequest) -> ControlReply:
         subject = self._wire.subjects.of(self.key, "ctl")
@@ -200,7 +199,7 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 
 
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
-    """Make a request, None meaning left out; raises `InvalidMessageError` as the worker would answer."""
+    """Build a request; None means left out. Raises `InvalidMessageError` with the worker's message."""
     given = {name: value for name, value in fields.items() if value is not None}
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))

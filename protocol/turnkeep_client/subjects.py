@@ -1,10 +1,10 @@
-"""The subject grammar: build subjects, take them apart, and the rule for ids.
+"""The subject grammar: build and parse subjects, and the rule for ids.
 
-Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`; metrics go to
-`<prefix>._metrics.<worker>`, which no tenant can name, since a tenant starts with a letter or digit.
+Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
+`<prefix>._metrics.<worker>`; no tenant can have that name, since a tenant starts with a letter or digit.
 
-Workers publish results on `commit`; the log stores them under `out` and publishes them there once they are
-stored. So nobody hears a result that the log then refuses. The same goes for token chunks, `chunk` and `tok`.
+Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
+subscriber receives a result that the log refused. Token chunks go the same way, from `chunk` to `tok`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .errors import InvalidMessageError
 DEFAULT_PREFIX: Final = "turnkeep"
 DEFAULT_TENANT: Final = "default"
 
-#: Tenants, sessions, workers and request ids. The closing look-ahead refuses a trailing newline, which
-#: `$` would let pass, and means the same in Python and in ECMAScript (JSON Schema).
+#: Tenants, sessions, workers and request ids. The look-ahead at the end refuses a trailing newline, which
+#: `$` would accept; it means the same in Python and in ECMAScript (JSON Schema).
 ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?![\s\S])"
 ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
 
-#: Where a tenant's requests under names like `*` are answered; no session can have this name.
+#: Answers to requests under names like `*` go to this name of the tenant; no session can have it.
 REFUSED: Final = "_refused"
 
 SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
@@ -52,7 +52,7 @@ def check_prefix(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """A session's full name. Build it with `session_key` where the parts come from outside."""
+    """A session's full name. Build it with `session_key` if the parts are not checked yet."""
 
     tenant: str
     session: str
@@ -62,7 +62,7 @@ class SessionKey:
 
 
 def session_key(tenant: str, session: str) -> SessionKey:
-    """Check both names and join them."""
+    """Check both names and build the key."""
     return SessionKey(check_id("tenant", tenant), check_id("session", session))
 
 
@@ -76,57 +76,57 @@ class Subjects:
         check_prefix(self.prefix)
 
     def of(self, key: SessionKey, kind: SessionKind) -> str:
-        """Name the subject of a session for `kind`."""
+        """Return the subject of a session for `kind`."""
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}"
 
     def tokens(self, key: SessionKey, request_id: str, kind: ChunkKind = "tok") -> str:
-        """Name the subject of one generate's token chunks."""
+        """Return the subject of one generate's token chunks."""
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}.{request_id}"
 
     def log(self, key: SessionKey) -> str:
-        """Match all that the log stream holds of a session."""
+        """Return the pattern of all of a session's subjects in the log stream."""
         return f"{self.prefix}.{key.tenant}.{key.session}.*"
 
     def every(self, kind: SessionKind) -> str:
-        """Match the subject of `kind` of every session."""
+        """Return the pattern of `kind` of every session."""
         return f"{self.prefix}.*.*.{kind}"
 
     def same(self, kind: SessionKind) -> str:
-        """Name the subject of `kind` of the session that `every` has matched, for a mapping in NATS."""
+        """Return the target of a NATS subject mapping: `kind` of the session that `every` matched."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     def every_token(self, kind: ChunkKind = "tok") -> str:
-        """Match the subjects of all generates' token chunks."""
+        """Return the pattern of all generates' token chunks."""
         return f"{self.prefix}.*.*.{kind}.*"
 
     def same_tokens(self, kind: ChunkKind) -> str:
-        """Name the subject of `kind` of what `every_token` has matched, for a mapping in NATS."""
+        """Return the target of a NATS subject mapping: `kind` of the generate that `every_token` matched."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}.{{{{wildcard(3)}}}}"
 
     def metrics(self, worker: str) -> str:
-        """Name a worker's metrics subject (`*` matches every worker)."""
+        """Return a worker's metrics subject (`*` matches every worker)."""
         return f"{self.prefix}._metrics.{worker}"
 
     @property
     def log_stream(self) -> str:
-        """Name the JetStream stream that holds every session's `in` and `out`."""
+        """The JetStream stream that holds every session's `in` and `out`."""
         return f"{self.prefix.replace('.', '_')}_log"
 
     @property
     def token_stream(self) -> str:
-        """Name the JetStream stream that keeps token chunks for some minutes."""
+        """The JetStream stream that keeps token chunks for some minutes."""
         return f"{self.prefix.replace('.', '_')}_tok"
 
     @property
     def lease_bucket(self) -> str:
-        """Name the KV bucket that holds the lease of the worker that serves the prefix."""
+        """The KV bucket that holds the lease of the worker that serves the prefix."""
         return f"{self.prefix.replace('.', '_')}_lease"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
-        """Take a session's subject apart: key, kind, and the request id where chunks are published.
+        """Parse a session's subject: key, kind, and for chunks the request id.
 
-        Raises `InvalidMessageError` for anything else, names that break the id rule included: NATS lets
-        any client publish under any name that a wildcard matches.
+        Raises `InvalidMessageError` for any other subject and for names that break the id rule: NATS accepts
+        any name that a wildcard matches.
         """
         head = self.prefix + "."
         parts = subject[len(head) :].split(".") if subject.startswith(head) else []

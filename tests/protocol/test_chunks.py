@@ -48,7 +48,7 @@ def test_chunks_in_order_pass_through_as_they_are(answer) -> None:
     for i, (token, text) in enumerate(answer):
         chunk = Chunk(i=i, tokens=(token,), text=text)
         assert assembly.add(chunk) == chunk
-        assert not assembly.behind
+        assert not assembly.has_gap
     assert (
         assembly.finish(
             generated(
@@ -62,9 +62,9 @@ def test_chunks_in_order_pass_through_as_they_are(answer) -> None:
 def test_a_gap_is_told_until_it_is_closed() -> None:
     assembly = Assembly()
     assert assembly.add(Chunk(i=1, tokens=(12,), text="b")) is None
-    assert assembly.behind
+    assert assembly.has_gap
     assert assembly.add(Chunk(i=0, tokens=(11, 12), text="ab")) == Chunk(i=0, tokens=(11, 12), text="ab")
-    assert not assembly.behind
+    assert not assembly.has_gap
 
 
 def test_text_held_back_may_come_without_a_token() -> None:

@@ -46,7 +46,7 @@ TEXT = "".join(TEXTS)
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for what is missing after a tenth of a second instead of two."""
-    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 0.1)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.1)
     monkeypatch.setattr(turnkeep_client.client, "FIRST_ACK_S", 0.3)
 
 
@@ -412,7 +412,7 @@ async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
 
     monkeypatch.setattr(client._wire, "listen", deaf)
     worker.script = script
-    with pytest.raises(ResultRemovedError, match="was removed from the log before its result was heard"):
+    with pytest.raises(ResultRemovedError, match="was removed from the log before its result was received"):
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
@@ -442,7 +442,7 @@ async def test_an_answer_outlives_kill_9_of_the_server(
 
     The client comes back after the last chunk, so it hears of none of them, and the result waits for it.
     """
-    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 60)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
     two_seen, is_back, all_seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -549,7 +549,7 @@ async def test_a_result_may_overtake_the_acknowledgement(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept until it is known whose it is; the result of another request is not mistaken for it."""
-    monkeypatch.setattr(turnkeep_client.calls, "FIRST_LOOK_S", 60)
+    monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
         for i, text in enumerate(TEXTS):

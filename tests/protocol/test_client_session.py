@@ -285,14 +285,14 @@ async def test_a_stream_that_is_no_workers_is_named(client: Client, server: Nats
 async def test_a_body_above_the_servers_limit_is_refused_with_the_numbers(
     client: Client, worker: FakeWorker
 ) -> None:
-    with pytest.raises(InvalidMessageError, match=r"\d+ bytes, the NATS server takes 1048576 at most"):
+    with pytest.raises(InvalidMessageError, match=r"\d+ bytes, the NATS server accepts 1048576 at most"):
         await client.session("s1").append(text="x" * 2**20)
     with pytest.raises(InvalidMessageError, match="1048576 at most"):
         await client.ask("s1", text="x" * 2**20)
     config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
     config.max_msg_size = 1000
     await worker.js.update_stream(config)
-    with pytest.raises(InvalidMessageError, match="larger than the log takes"):
+    with pytest.raises(InvalidMessageError, match="larger than the log accepts"):
         await client.session("s1").append(text="x" * 1000)
     assert (await client.session("s1").append(text="a")).tokens == 3
 

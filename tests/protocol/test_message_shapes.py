@@ -84,7 +84,7 @@ def test_a_role_is_one_of_five(role: str) -> None:
 @pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
 def test_only_an_assistant_that_calls_tools_may_say_nothing(role: str) -> None:
     said = refusal({"role": role, "content": None})
-    assert said == "messages[0] needs content; only an assistant message with tool_calls goes without"
+    assert said == "messages[0] needs content; only an assistant message with tool_calls may have none"
     assert said == refusal({"role": role})
 
 
