@@ -24,32 +24,18 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
         context = 250 * x if part == CHAT else 1000
         for case, slower in ((TURNKEEP, 1.0), (OWN, 2.5)):
             first_s = slower * (0.5 + 1e-4 * context) * noise.lognormvariate(0, 0.2)
+            times = {"first_s": first_s, "total_s": first_s + slower, "position": context + 64}
+            counts = {"prompt_tokens": context, "cached_tokens": context - 200, "prefilled_tokens": 200}
             facts = {"part": part, "blas": "libopenblas.so", "text": "a", "tokens": 64}
-            if part != CONCURRENT:
-                facts["others_busy"] = noise.expovariate(100)
-            turns.append(
-                Turn(
-                    case=case,
-                    x=x,
-                    block=block,
-                    first_s=first_s,
-                    total_s=first_s + slower,
-                    position=context + 64,
-                    prompt_tokens=context,
-                    cached_tokens=context - 200,
-                    prefilled_tokens=200,
-                    joined=True if case == TURNKEEP else None,
-                    facts=facts,
-                )
-            )
+            facts["others_busy"] = noise.expovariate(100)
+            joined = True if case == TURNKEEP else None
+            turns.append(Turn(case=case, x=x, block=block, joined=joined, facts=facts, **times, **counts))
     return turns, []
 
 
 def shorter(turn: Turn) -> Turn:
     """Drop what was said first, as a server does whose context is full."""
-    if turn.case == TURNKEEP or (turn.x or 0) < 5:
-        return turn
-    gone = turn.prompt_tokens // 20
+    gone = turn.prompt_tokens // 20 if turn.case == OWN and (turn.x or 0) >= 5 else 0
     return replace(turn, prompt_tokens=turn.prompt_tokens - gone, cached_tokens=turn.cached_tokens - gone)
 
 

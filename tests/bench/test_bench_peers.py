@@ -11,7 +11,7 @@ import pytest
 from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
-from bench.openai import Server, parse
+from bench.openai import parse
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
@@ -52,11 +52,9 @@ async def fake(*replies: bytes) -> AsyncIterator[str]:
 
 
 async def ask(url: str) -> Turn:
-    server = Server("fake", f"{url}/v1")
-    try:
+    async with parse(f"fake={url}") as server:
+        assert server.model == "m1"
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
-    finally:
-        await server.close()
 
 
 async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
@@ -70,13 +68,13 @@ async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
     ("reply", "kind", "says"),
     [
         (b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "no such\n model"}', "http_400", "no such model"),
-        (HEAD + event("a"), "broken_off", "in the middle of an answer"),
+        (HEAD + event("a"), "broken_off", "ended before the answer"),
         (HEAD + b"data: {oops\n\n", "garbage", "no chat completion chunk: {oops"),
-        (HEAD + b"hello\n\n", "garbage", "no server-sent event"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<p>hi", "garbage", "text/html"),
-        (b"", "no_answer", "the connection ended"),
+        (HEAD + b"hello\n\n", "broken_off", "ended before the answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<p>hi", "connection", "text/html"),
+        (b"", "connection", "Server disconnected"),
         (HEAD + b'data: {"error": {"message": "out of memory"}}\n\n', "error_event", "out of memory"),
-        (CUT + event("a"), "broken_off", "the connection ended"),
+        (CUT + event("a"), "connection", "peer closed"),
     ],
 )
 async def test_what_a_server_does_wrong_is_an_outcome(reply: bytes, kind: str, says: str) -> None:
