@@ -1,31 +1,29 @@
-"""What a log tells of its sessions: what to play again, when, and how an answer stands to it. Pure."""
+"""What a log tells of its sessions: what to play again, and how an answer stands to its record. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     Append,
-    Close,
     Failed,
     Generate,
     Generated,
-    Rewind,
     decode_request,
     decode_result,
     encode,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
     from turnkeep_client.log import Entry
     from turnkeep_client.messages import Request, Result
@@ -37,39 +35,36 @@ COMPARABLE, AFTER, OTHER = "comparable", "after a difference", "other context"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One request, ready to be sent again, and its recorded result. Times count from the record's start.
-
-    `waits`: it came after the answer to the one before it, so that its sender may have read that.
-    """
+class Exchange:
+    """A request and its result, with their entries in the log."""
 
     request: Request
     result: Result
-    asked_s: float
-    answered_s: float
-    waits: bool
-    history: str | None
+    asked: Entry
+    answered: Entry
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from request to result, by the log."""
+        return (self.answered.stored - self.asked.stored).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sessions by name. `left_out` counts the requests that are not played again, by the reason."""
+    """Sessions by name, each with what can be played again. `left_out` counts the rest, by the reason."""
 
-    sessions: dict[str, tuple[Step, ...]]
+    sessions: dict[str, list[Exchange]]
     left_out: dict[str, int]
-    models: tuple[str, ...]
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[Exchange]:
         """All requests to be played."""
         return [step for steps in self.sessions.values() for step in steps]
 
     @property
-    def num_at_once(self) -> int:
-        """The most requests that were under way at one time."""
-        # An end before a start at the same time: those two did not overlap.
-        events = [(step.asked_s, 1) for step in self.steps] + [(step.answered_s, -1) for step in self.steps]
-        return max(1, *accumulate(change for _, change in sorted(events)))
+    def begin(self) -> datetime:
+        """When the first of them was sent."""
+        return min(step.asked.stored for step in self.steps)
 
     @property
     def digest(self) -> str:
@@ -78,67 +73,65 @@ class Record:
         return blake2b(b"\n\n".join(sorted(asked)), digest_size=8).hexdigest()
 
 
-def fold(entries: Sequence[Entry]) -> Record:
-    """Join the requests of a log with their results, session by session.
-
-    What changed nothing is left out: refused and repeated requests, those without a result, and generates
-    that were cancelled before their first token.
-    """
-    left_out: Counter[str] = Counter()
-    by_session: defaultdict[str, list[Entry]] = defaultdict(list)
+def exchanges(entries: Sequence[Entry]) -> Iterator[Exchange]:
+    """Join the requests of a log with their results."""
+    results: dict[int | None, tuple[Result, Entry]] = {}
     for entry in entries:
-        by_session[entry.key.session].append(entry)
-    found = {name: pairs for name, some in by_session.items() if (pairs := _pairs(some, left_out))}
-    start = min((pairs[0][0].stored for pairs in found.values()), default=None)
-    models = {answered.model for pairs in found.values() for _, answered, _, _ in pairs}
-
-    def at_s(entry: Entry) -> float:
-        return (entry.stored - start).total_seconds() if start is not None else 0.0
-
-    sessions = {
-        name: tuple(
-            Step(request, result, at_s(asked), at_s(answered), waits, answered.history)
-            for (asked, answered, request, result), waits in zip(pairs, _waits(pairs), strict=True)
-        )
-        for name, pairs in sorted(found.items(), key=lambda one: one[1][0][0].stored)
-    }
-    return Record(sessions, dict(left_out), tuple(sorted(filter(None, models))))
+        if entry.kind == "out" and (result := _decoded(decode_result, entry.body)) is not None:
+            results.setdefault(result.seq, (result, entry))
+    for entry in entries:
+        if entry.kind == "in" and entry.seq in results:
+            request = _decoded(decode_request, entry.body)
+            if request is not None:
+                result, answered = results[entry.seq]
+                yield Exchange(request, result, entry, answered)
 
 
-class Following:
-    """Follows one session: whether its replay still has the context of the record.
+def models(steps: Iterable[Exchange]) -> tuple[str, ...]:
+    """Name the models that have answered."""
+    return tuple(sorted({step.answered.model for step in steps if step.answered.model}))
 
-    A turn that differs leaves another history behind: from there on answers may differ for that reason alone,
-    until the session is rewound to a position before it.
+
+def fold(entries: Sequence[Entry]) -> Record:
+    """Take what can be played again: what changed nothing is left out."""
+    sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
+    joined = list(exchanges(entries))
+    left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
+    for one in joined:
+        if one.result.repeat_of is not None:
+            left_out["repeated"] += 1
+        elif isinstance(one.result, Failed):
+            left_out["refused"] += 1
+        elif isinstance(one.result, Generated) and not one.result.tokens:
+            left_out["cancelled before the first token"] += 1
+        else:
+            sessions[one.asked.key.session].append(replace(one, request=_playable(one)))
+    return Record(dict(sessions), {reason: times for reason, times in left_out.items() if times})
+
+
+def standings(
+    recorded: Sequence[Exchange], replayed: Mapping[str, Exchange]
+) -> Iterator[tuple[str | None, int | None]]:
+    """Yield, for each request of a session, how its answer stands to the record's, and its first difference.
+
+    `replayed` are by the ids of their requests; what is no answer has no standing. What differs or has failed
+    leaves another context behind: from there on answers may differ for that reason alone.
     """
-
-    def __init__(self) -> None:
-        self._position = 0
-        #: Where the first difference that is still in the session lies.
-        self._apart_from: int | None = None
-
-    def take(self, step: Step, result: Result | None, history: str | None) -> tuple[str | None, int | None]:
-        """Return the standing of an answer and the index of its first difference; None of what is none."""
-        before, recorded = self._position, step.result
-        self._position = recorded.position or 0
-        if isinstance(step.request, Rewind | Close):
-            self._position = self._position if isinstance(step.request, Rewind) else 0
-            if self._apart_from is not None and self._position <= self._apart_from:
-                self._apart_from = None
-        if result is None:
-            self._apart_from = before if self._apart_from is None else self._apart_from
-        if not isinstance(result, Generated) or not isinstance(recorded, Generated):
-            return None, None
-        if self._apart_from is not None:
-            return AFTER, None
-        standing, index = COMPARABLE, first_difference(recorded.tokens, result.tokens)
-        longer = result.usage.prompt_tokens != recorded.usage.prompt_tokens
-        # The same number of tokens, and other ones: the prompt was tokenised otherwise.
-        if longer or (index is None and history and step.history and history != step.history):
-            standing, index = OTHER, None
-        if standing == OTHER or index is not None:
-            self._apart_from = before
-        return standing, index
+    apart = False
+    for one in recorded:
+        other = replayed.get(one.request.id)
+        standing = index = None
+        if other is None or isinstance(other.result, Failed):
+            apart = True
+        elif isinstance(one.result, Generated) and isinstance(other.result, Generated):
+            index = first_difference(one.result.tokens, other.result.tokens)
+            longer = one.result.usage.prompt_tokens != other.result.usage.prompt_tokens
+            # The same number of tokens, and other ones: the prompt was tokenised otherwise.
+            otherwise = index is None and one.answered.history != other.answered.history
+            standing = AFTER if apart else OTHER if longer or otherwise else COMPARABLE
+            index = index if standing == COMPARABLE else None
+            apart = apart or standing == OTHER or index is not None
+        yield standing, index
 
 
 def first_difference(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int | None:
@@ -149,37 +142,9 @@ def first_difference(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> in
     return next((i for i, (one, other) in pairs if one != other), min(len(recorded), len(replayed)))
 
 
-_Pair = tuple["Entry", "Entry", "Request", "Result"]
-
-
-def _pairs(entries: Sequence[Entry], left_out: Counter[str]) -> list[_Pair]:
-    results: dict[int, tuple[Result, Entry]] = {}
-    for entry in entries:
-        result = _decoded(decode_result, entry.body) if entry.kind == "out" else None
-        if result is not None and result.seq:
-            results.setdefault(result.seq, (result, entry))
-    found: list[_Pair] = []
-    for entry in entries:
-        if entry.kind == "in":
-            request = _decoded(decode_request, entry.body)
-            result, answered = results.get(entry.seq, (None, None))
-            if request is None:
-                left_out["no valid request"] += 1
-            elif result is None or answered is None:
-                left_out["not answered"] += 1
-            elif result.repeat_of is not None:
-                left_out["repeated"] += 1
-            elif isinstance(result, Failed):
-                left_out["refused"] += 1
-            elif isinstance(result, Generated) and not result.tokens:
-                left_out["cancelled before the first token"] += 1
-            else:
-                found.append((entry, answered, _playable(request, result, entry), result))
-    return found
-
-
-def _playable(request: Request, result: Result, entry: Entry) -> Request:
+def _playable(one: Exchange) -> Request:
     """Make the request say what its place in the log said for it, and drop its guard."""
+    request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):
         changes["deadline_s"] = None
@@ -188,19 +153,13 @@ def _playable(request: Request, result: Result, entry: Entry) -> Request:
             changes["seed"] = derived_seed(entry.key, entry.seq)
         if result.finish_reason in ("cancelled", "expired"):  # it ended where somebody happened to stop it
             changes["max_tokens"] = len(result.tokens)
-    return replace(request, **changes)
-
-
-def _waits(pairs: Sequence[_Pair]) -> list[bool]:
-    return [False, *(later[0].seq > earlier[1].seq for earlier, later in pairwise(pairs))]
+    return structs.replace(request, **changes)
 
 
 def _asked(request: Request) -> bytes:
     """Return what a request wants, without what was drawn for it."""
-    drawn: dict[str, object] = {"id": "x"}
-    if isinstance(request, Generate):
-        drawn["seed"] = None
-    return encode(replace(request, **drawn))
+    drawn = {"id": "x"} | ({"seed": None} if isinstance(request, Generate) else {})
+    return encode(structs.replace(request, **drawn))
 
 
 def _decoded(decode: Callable[[bytes], T], body: bytes) -> T | None:

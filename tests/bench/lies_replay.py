@@ -62,8 +62,8 @@ def late(turn: Turn) -> Turn:
 
 def draw_again() -> None:
     """Draw otherwise every time, whatever the seed."""
-    key, drawn = sampling._key, iter(range(10**9))
-    sampling._key = lambda seed, index: key(seed + next(drawn), index)
+    key, drawn = sampling._key, random.SystemRandom()
+    sampling._key = lambda seed, index: key(seed + drawn.randrange(2**30), index)
 
 
 LIES = (
