@@ -42,11 +42,8 @@ MIN_TURNS: Final = 5
 DRIFT: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 2.0
 
-Seconds = click.FloatRange(min=0)
-Turns = Annotated[
-    int | None,
-    Option(f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]", smoke=12),
-]
+NOT_NEGATIVE: Final = click.FloatRange(min=0)
+LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +55,8 @@ class Plan:
     """
 
     duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None
-    every: Annotated[float, Option("From turn to turn, at least.", type=Seconds, metavar="SECONDS")] = 0.0
-    turns: Turns = None
+    every: Annotated[float, Option("From turn to turn.", type=NOT_NEGATIVE, metavar="SECONDS")] = 0.0
+    turns: Annotated[int | None, Option(LIMIT, smoke=12)] = None
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
@@ -123,10 +120,9 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Hold the session against what it is promised to cost."""
     answered = [turn for turn in found.turns if turn.error is None]
-    per_token = kv_bytes_per_token(answered)
-    broken = [turn for turn in answered if not _keeps_formula(turn, per_token)]
     several = answered if len(answered) > 1 else []  # one turn agrees with any formula
-    yield count("KV is not empty and follows its formula at every turn", broken if several else [], several)
+    name = "KV is not empty and follows its formula at every turn"
+    yield count(name, breaking_the_formula(several), several)
     much = [turn for turn in answered if turn.prefilled_tokens > _own_tokens(turn)]
     yield count("only a turn's own tokens are prefilled", much, answered)
     yield promises.held_tokens_are_cheap({"": found.turns})
@@ -138,25 +134,19 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield promises.keeps_its_size(found.of(BESIDE))
 
 
-def kv_bytes_per_token(turns: Sequence[Turn]) -> int | None:
-    """Return the bytes of KV of a token that most turns agree on; None where no two do.
+def breaking_the_formula(turns: Sequence[Turn]) -> list[Turn]:
+    """List the turns whose KV is not so many bytes a token as that of most.
 
     After a turn all of its tokens have KV, or all but the last one, which waits for its forward pass.
     """
-    votes = Counter(
-        turn.kv_live_bytes // cached
+    sizes = [
+        {turn.kv_live_bytes / tokens for tokens in (position, position - 1) if tokens > 0}
         for turn in turns
-        for cached in (turn.position or 0, (turn.position or 0) - 1)
-        if cached > 0 and turn.kv_live_bytes and turn.kv_live_bytes % cached == 0
-    )
-    value, times = votes.most_common(1)[0] if votes else (0, 0)
-    return value if times > 1 else None
-
-
-def _keeps_formula(turn: Turn, per_token: int | None) -> bool:
-    position = turn.position or 0
-    sizes = {(per_token or 0) * position, (per_token or 0) * (position - 1)}
-    return turn.kv_live_bytes > 0 and turn.kv_live_bytes in sizes
+        for position in (turn.position or 0,)
+    ]
+    votes = Counter(size for either in sizes for size in either if size)
+    right = max(votes, key=votes.__getitem__, default=None)
+    return [turn for turn, either in zip(turns, sizes, strict=True) if right not in either]
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -170,15 +160,23 @@ async def measure(run: Run[Plan]) -> None:
     """Hold the conversation to its end."""
     plan, texts = run.plan, run.corpus.texts()
     async with run.target() as client:
-        talk = _Talk(run, client.session(f"bench-{uuid4().hex[:12]}"))
-        began_s = run.elapsed_s
+        session = client.session(f"bench-{uuid4().hex[:12]}")
+        began_s, anew = run.elapsed_s, 0
+        held: int | None = 0  # after a fault nobody knows
         try:
             while not plan.over(len(run.turns), elapsed_s := run.elapsed_s - began_s):
-                number, due_s = len(run.turns), began_s + elapsed_s + plan.every
+                number, due_s, text = len(run.turns), began_s + elapsed_s + plan.every, next(texts)
                 done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
                 run.step(done, total, f"turn {number + 1}")
-                turn = await talk.turn(next(texts))
+                turn = await _ask(run, session, text, held)
+                if turn.error in FULL and held != 0:
+                    with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
+                        await session.rewind(0, timeout_s=plan.turn_timeout)
+                    anew += 1
+                    run.facts["began anew"] = f"{anew:,} times, last at {held} tokens: {turn.error}"
+                    turn = await _ask(run, session, text, 0)
                 run.take(replace(turn, block=plan.stretch(number, elapsed_s)))
+                held = turn.position
                 if turn.error is not None:
                     due_s = max(due_s, run.elapsed_s + FAULT_PAUSE_S)
                 if not plan.over(len(run.turns), run.elapsed_s - began_s):
@@ -186,52 +184,21 @@ async def measure(run: Run[Plan]) -> None:
                     await asyncio.sleep(max(0.0, end_s - run.elapsed_s))
         finally:
             with contextlib.suppress(TurnkeepError):
-                await talk.session.close(timeout_s=CLOSE_TIMEOUT_S)
+                await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
 
-class _Talk:
-    """The session, and where it stands."""
-
-    def __init__(self, run: Run[Plan], session: Session) -> None:
-        self.session = session
-        self._run = run
-        self._held: int | None = 0
-        self._cut = False
-
-    async def turn(self, text: str) -> Turn:
-        """Send one turn; where the session is full, begin it anew and send the turn again."""
-        if self._cut:
-            await self._begin_anew("an answer was cut")
-        turn = await self._try(text)
-        if turn.error in FULL and self._held:
-            await self._begin_anew(f"{turn.error}")
-            turn = await self._try(text)
-        return turn
-
-    async def _try(self, text: str) -> Turn:
-        most = self._run.plan.max_tokens
-        messages = [{"role": "user", "content": text}]
-        turn = await self._run.ask(self.session, messages=messages, max_tokens=most)
-        facts: dict[str, float | str | None] = {"held": self._held}
-        self._cut = turn.finish_reason == "length" and len(turn.tokens) < most
-        self._held = turn.position  # after a fault nobody knows, but the worker
-        with contextlib.suppress(TurnkeepError):
-            info = await self.session.info()
-            self._held, metrics = info.position, info.worker
-            self._run.metrics = self._run.metrics or metrics
-            facts["process_bytes"] = metrics.process_bytes
-            facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
-            facts["written_bytes"] = metrics.snapshots.written_bytes
-        return replace(turn, facts=facts)
-
-    async def _begin_anew(self, why: str) -> None:
-        self._cut = False
-        with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
-            await self.session.rewind(0, timeout_s=self._run.plan.turn_timeout)
-            facts, number = self._run.facts, len(self._run.turns) + 1
-            facts.setdefault("began anew first", f"before turn {number}, at {self._held} tokens: {why}")
-            facts["began anew"] = int(facts.get("began anew") or 0) + 1  # type: ignore[arg-type]
-            self._held = 0
+async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
+    """Send one turn to a session that holds so many tokens, and see what the worker then takes."""
+    messages = [{"role": "user", "content": text}]
+    turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)
+    facts: dict[str, float | str | None] = {"held": held}
+    with contextlib.suppress(TurnkeepError):
+        metrics = (await session.info()).worker
+        run.metrics = run.metrics or metrics
+        facts["process_bytes"] = metrics.process_bytes
+        facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
+        facts["written_bytes"] = metrics.snapshots.written_bytes
+    return replace(turn, facts=facts)
 
 
 BENCH = Bench(
