@@ -8,9 +8,11 @@ tokens.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -122,7 +124,7 @@ async def measure(run: Run[Plan]) -> None:
         options.append(f"--model={run.where.model}")
     module, *told = run.where.program
     program = run.where.program if told else (f"{module}.quality",)
-    counts = dict.fromkeys([(kind, bits) for kind in ("window", "answer") for bits in BITS], 0)
+    blocks: defaultdict[tuple[str, int | None], Iterator[int]] = defaultdict(itertools.count)
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         text = Path(folder) / "text"
         text.write_text(_text(run), "utf-8")
@@ -130,23 +132,23 @@ async def measure(run: Run[Plan]) -> None:
         said = lines(*program, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
         async with contextlib.aclosing(said):
             async for one in said:
-                _keep(run, msgspec.json.decode(one, type=Line), counts)
-                run.step(sum(counts.values()), None, f"{sum(counts.values())} windows and answers")
+                line = msgspec.json.decode(one, type=Line)
+                block = next(blocks[line.kind, line.kv_bits])
+                _keep(run, line, block)
+                run.step(block, None, f"{line.kind} {block + 1}, {BITS[line.kv_bits]}")
 
 
-def _keep(run: Run[Plan], line: Line, counts: dict[tuple[str, int | None], int]) -> None:
+def _keep(run: Run[Plan], line: Line, block: int) -> None:
     case = BITS[line.kv_bits]
     if line.kind == "kept":
         run.facts[f"caches, {case}"] = line.caches
-        run.sample(MEMORY, case, None, 0, line.kv_bytes_per_token)
-        run.sample(DISK, case, None, 0, line.disk_bytes_per_token)
+        run.sample(MEMORY, case, None, block, line.kv_bytes_per_token)
+        run.sample(DISK, case, None, block, line.disk_bytes_per_token)
         return
-    block = counts[line.kind, line.kv_bits]
-    counts[line.kind, line.kv_bits] += 1
+    share = line.same / line.tokens
     if line.kind == "window":
         run.sample(PERPLEXITY, case, block, block, math.exp(line.loss / line.tokens))
     if line.kv_bits is not None:
-        share = line.same / line.tokens
         values = {LIKELIEST: share} if line.kind == "window" else {EQUAL: share, WHOLE: float(share == 1)}
         for measure, value in values.items():
             run.sample(measure, case, block, block, value)
