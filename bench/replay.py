@@ -163,7 +163,7 @@ async def _read(run: Run[Plan], url: str) -> Record:
         raise BenchError(f"the record cannot be read: {error}") from None
     record = fold([one for one in entries if _wanted(plan, one.key.session)])
     if not record.sessions:
-        whose = f"the sessions {', '.join(plan.session)}" if plan.session else f"{plan.record_tenant}"
+        whose = ", ".join(plan.session) or f"the tenant {plan.record_tenant}"
         raise BenchError(f"there is nothing to replay: the log holds no answered request of {whose}")
     return record
 

