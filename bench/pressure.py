@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
 import click
-import psutil
 from msgspec.structs import replace
 
-from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import decode_result
 
 from .ask import error_class
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
     from turnkeep_client.session import Session
 
     from .run import Run
@@ -45,7 +44,7 @@ LONG_FROM, ALONE_FROM, MOST = 0.2, 0.8, 1.4
 WEIGHTS: Final = (60, 22, 10, 8)
 #: Of the turns that fit alone, and of those that never fit, so many are at the limit to the token.
 EDGE: Final = 0.25
-CANCELLED: Final = 0.12
+GENERATES, CANCELLED = 0.7, 0.12
 SHORT_ANSWER: Final = 32
 #: Ids that are neither special nor beyond the smallest vocabulary.
 FIRST_ID, LAST_ID = 32, 240
@@ -57,14 +56,10 @@ NEAR: Final = 0.75
 #: What a process may grow by besides what MLX has allocated: freed buffers that are kept for reuse, snapshots
 #: that are being written, Python's own.
 BESIDE_BYTES: Final = 192 * 2**20
-METRICS_S: Final = 0.1
-#: So often all answers are waited for, which makes a block; none is shorter than so many seconds.
-STRETCHES, MIN_STRETCH_S = 10, 2.0
-#: The sessions by which the bytes of a token are found out: two lengths give both parts of the formula.
-PROBES: Final = (40, 72)
+#: So often all answers are waited for, which makes a block.
+STRETCHES: Final = 10
 
 Tokens = tuple[int, ...]
-Duration = Annotated[float, Option("How long requests are sent.", smoke=4.0, metavar="SECONDS")]
 Room = Annotated[
     int, Option("Tokens of KV that fit; a context must hold twice as many.", 640, click.IntRange(min=256))
 ]
@@ -78,7 +73,7 @@ class Plan:
     are cancelled. Afterwards some of the sessions are held again alone: they must get the same answers.
     """
 
-    duration: Duration = 600.0
+    duration: Annotated[float, Option("How long requests are sent.", smoke=4.0, metavar="SECONDS")] = 600.0
     room: Room = 1024
     clients: Annotated[int, Option("Requests at a time.")] = 12
     rows: Annotated[int, Option("Answers at a time: the worker's max_batch.")] = 4
@@ -92,31 +87,27 @@ DEVICE = Measure("memory of the device", "bytes", log=False)
 KV = Measure("KV", "bytes", log=False)
 PROCESS = Measure("the worker's process", "bytes", log=False)
 RESULTS = Measure("results in the log", "", log=False)
-ALLOCATED, PEAK, HELD, LIMIT = "allocated", "peak so far", "reserved and held", "limit"
-MEASURES = (REQUEST, DEVICE, KV, PROCESS)
+ALLOCATED, PEAK = "allocated", "peak so far"
 
 PLOTS = (
     Plot("over time", "Memory of the device", (DEVICE,), "What MLX has allocated, and the most so far."),
     Plot("over time", "KV", (KV,), "Reserved by requests that run, and held by idle sessions."),
-    Plot("over time", "The process", (PROCESS,), "Resident memory of the worker's process."),
+    Plot("over time", "The process", (PROCESS,), "Resident memory of the worker."),
     Plot("cdf", "Time of a request", (REQUEST,), "Those that were carried out and not cancelled.", log=True),
 )
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Hold the worker against what it is promised to do around its memory limit."""
-    facts: dict[str, Any] = found.facts
-    device, kv, idle = (facts.get(name, 0) for name in ("device_memory", "max_memory", "without sessions"))
-    peaks, held = found.of(DEVICE, PEAK), found.of(KV, HELD)
-    yield _within("what MLX allocates stays within device_memory", peaks, device)
+    limits = ("device_memory", "max_memory", "without sessions")
+    device, kv, idle = (found.facts.get(name, 0) for name in limits)
+    active, held, process = found.of(DEVICE, ALLOCATED), found.of(KV), found.of(PROCESS)
+    yield _within("what MLX allocates stays within device_memory", found.of(DEVICE, PEAK), device)
     yield _within("KV stays within max_memory", held, kv)
-    limits = [(found.of(DEVICE, LIMIT), device), (found.of(KV, LIMIT), kv)]
-    other = [one for some, limit in limits for one in some if one.value != limit]
-    yield count("the limits are those that the worker was given", other, limits[0][0], "readings")
     sent = [turn for turn in found.turns if turn.case != AGAIN]
     fits, never = [t for t in sent if t.case != NEVER], [t for t in sent if t.case == NEVER]
     yield count("no request that fits was refused", [t for t in fits if t.error == REFUSED], fits, "requests")
-    taken = [turn for turn in never if turn.error is None and not turn.facts.get("cancelled")]
+    taken = [turn for turn in never if turn.error is None and not turn.facts["cancelled"]]
     yield count("no request was carried out that can never fit", taken, never, "requests")
     results = found.of(RESULTS)
     odd = [one for one in results if one.value != 1]
@@ -127,14 +118,14 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     again = [turn for turn in found.turns if turn.case == AGAIN and turn.error is None]
     wrong = [turn for turn in again if turn.facts["same"] != "yes"]
     yield count("answers are those of the same sessions alone", wrong, again, "answers")
-    if held and (active := found.of(DEVICE, ALLOCATED)):
+    if held and active:
         near = min(_most(active) - idle, _most(held)) / kv
         name = f"the load came near the limit: at least {NEAR:.0%} of it were used"
-        yield _one(name, near, "share", at_least=NEAR)
-    if process := found.of(PROCESS):
+        yield judged(name, _exactly(near), unit="share", at_least=NEAR)
+    if process:
         beyond = _most(process) - process[0].value - (device - idle)
         name = f"the process grows by at most {number(BESIDE_BYTES, 'bytes')} more than the device's memory"
-        yield _one(name, beyond, "bytes", at_most=BESIDE_BYTES)
+        yield judged(name, _exactly(beyond), unit="bytes", at_most=BESIDE_BYTES)
 
 
 def _within(name: str, readings: Sequence[Sample], limit: int) -> Check:
@@ -143,9 +134,8 @@ def _within(name: str, readings: Sequence[Sample], limit: int) -> Check:
     return replace(found, detail=f"{most}, in {len(readings):,} readings") if readings else found
 
 
-def _one(name: str, value: float, unit: Any, **bound: float) -> Check:
-    """Hold a single value, such as the most of all readings, against a bound."""
-    return judged(name, {"": Estimate(value, value, value, 1)}, unit=unit, **bound)
+def _exactly(value: float) -> dict[str, Estimate]:
+    return {"": Estimate(value, value, value, 1)}
 
 
 def _most(readings: Sequence[Sample]) -> float:
@@ -160,74 +150,44 @@ def planned(turn: Turn) -> bool:
 async def measure(run: Run[Plan]) -> None:
     """Find out what sessions take, set the limits, load the worker, and hold some sessions again."""
     plan = run.plan
-    options = ["--metrics-interval-s", f"{METRICS_S}s", "--max-batch", f"{plan.rows}"]
+    options = ["--metrics-interval-s", "0.1s", "--max-batch", f"{plan.rows}"]
     options += ["--spare-memory", "0"]  # it would hide what the process grows by
     async with run.worker(*options, "--max-context", f"{plan.room}") as (_, client):
         await _size(run, client)
-    # Of which the worker has to leave for KV what the room takes, to the byte: a check holds it to that.
+    # Of which the worker has to leave for KV what the room takes, to the byte: some requests need just that.
     # The context must not be what refuses a request.
     options += ["--device-memory", f"{run.facts['device_memory']}", "--max-context", f"{2 * plan.room}"]
     async with run.worker(*options) as (worker, client):
-        process = psutil.Process(worker.pid)
-        run.sample(PROCESS, "process", 0.0, 0, process.memory_info().rss)
         load = _Load(run, client)
-        async with beside(_watch(run, client, process, load)):
-            stretch_s = max(MIN_STRETCH_S, plan.duration / STRETCHES)
-            for block in range(max(1, round(plan.duration / stretch_s))):
-                run.step(block * stretch_s, plan.duration, f"request {len(run.turns):,}")
-                await load.stretch(block, stretch_s)
+        async with run.watching(client, load.watch):
+            for load.block in range(STRETCHES):
+                done_s = load.block * plan.duration / STRETCHES
+                run.step(done_s, plan.duration, f"request {len(run.turns):,}")
+                await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
             async with run.connect(worker, "alone") as other:  # finds nothing that was cached for the first
                 await load.again(other)
-    for kind in CASES[:-1]:
-        outcomes = Counter(turn.error or "ok" for turn in run.turns if turn.case == kind)
-        run.facts[f"requests, {kind}"] = ", ".join(f"{times:,} {name}" for name, times in outcomes.items())
 
 
 async def _size(run: Run[Plan], client: Client) -> None:
-    """Find out what a token takes, and what a worker keeps free beside KV: its weights and largest step."""
-    found: list[tuple[int, int]] = []
-    timeout_s = run.plan.turn_timeout
-    for length in PROBES:
-        session = client.session(f"probe-{length}")
-        done = await session.append(tokens=[length] * length, timeout_s=timeout_s)
-        found.append((done.tokens, done.kv_live_bytes))
-        await session.close(timeout_s=timeout_s)
+    """Find out what the room takes, and what a worker keeps free beside KV: its weights and largest step."""
+    timeout_s, probe, last = run.plan.turn_timeout, client.session("probe"), client.session("last")
+    full = await probe.append(tokens=(FIRST_ID,) * run.plan.room, timeout_s=timeout_s)
+    kv = full.kv_live_bytes + full.kv_live_bytes // full.tokens  # the last token waits for its pass
+    await probe.close(timeout_s=timeout_s)
     # What is allocated is told after a step: this one's session is next to nothing.
-    last = client.session("probe-last")
-    await last.append(tokens=[1, 1], timeout_s=timeout_s)
+    await last.append(tokens=(FIRST_ID, FIRST_ID), timeout_s=timeout_s)
     worker = await run.settle(last)
-    (first, small), (second, large) = found
-    per_token = (large - small) // (second - first)
-    kv = small - first * per_token + run.plan.room * per_token
     beside_kv = worker.device_memory_bytes - worker.max_memory_bytes
-    run.facts |= {"KV of a token": per_token, "max_memory": kv, "device_memory": kv + beside_kv}
+    run.facts |= {"max_memory": kv, "device_memory": kv + beside_kv}
     run.facts |= {"without sessions": worker.mlx_active_bytes}
-
-
-async def _watch(run: Run[Plan], client: Client, process: psutil.Process, load: _Load) -> None:
-    """Keep what the worker publishes of its memory, and the system of its process."""
-    async for metrics in client.metrics():
-        at_s = time.monotonic() - run.began_s
-        with contextlib.suppress(psutil.Error):  # it has died, which ends the run
-            run.sample(PROCESS, "process", at_s, load.block, process.memory_info().rss)
-        if metrics.mlx_active_bytes:  # 0 before the first step
-            for measure, case, size_bytes in (
-                (DEVICE, ALLOCATED, metrics.mlx_active_bytes),
-                (DEVICE, PEAK, metrics.mlx_peak_bytes),
-                (DEVICE, LIMIT, metrics.device_memory_bytes),
-                (KV, HELD, metrics.resident_kv_bytes),
-                (KV, LIMIT, metrics.max_memory_bytes),
-            ):
-                run.sample(measure, case, at_s, load.block, size_bytes)
-        run.facts["restored from SSD"] = metrics.snapshots.restored_bytes
 
 
 @dataclass(slots=True)
 class _Member:
     """A session: its position, by its last result, and what changed it, to get there again."""
 
-    number: int
+    name: str
     held: int = 0
     done: list[tuple[str, dict[str, Any], Tokens]] = field(default_factory=list)
 
@@ -237,66 +197,67 @@ class _Load:
 
     def __init__(self, run: Run[Plan], client: Client) -> None:
         self.block = 0
-        self._run, self._client = run, client
+        self._run, self._client, self._plan = run, client, run.plan
         self._members: list[_Member] = []
         self._idle: list[_Member] = []
         self._dice = [random.Random(f"{run.plan.seed}-{i}") for i in range(run.plan.clients)]  # noqa: S311
 
-    async def stretch(self, block: int, seconds: float) -> None:
+    def watch(self, at_s: float, metrics: Metrics) -> None:
+        """Keep what the worker publishes of its memory."""
+        sizes = [(PROCESS, "", metrics.process_bytes)]
+        if metrics.mlx_active_bytes:  # 0 before the first step
+            sizes += [(DEVICE, ALLOCATED, metrics.mlx_active_bytes), (DEVICE, PEAK, metrics.mlx_peak_bytes)]
+            sizes += [(KV, "", metrics.resident_kv_bytes)]
+        for measure, case, size_bytes in sizes:
+            self._run.sample(measure, case, at_s, self.block, size_bytes)
+
+    async def stretch(self, seconds: float) -> None:
         """Send requests for so long, and wait for the answers to the last of them."""
-        self.block, end_s = block, time.monotonic() + seconds
+        end_s = self._run.elapsed_s + seconds
         await together(*(self._ask(dice, end_s) for dice in self._dice))
 
     async def read_log(self) -> None:
         """Count in the log what every request got."""
-        for member in self._members:
-            asked, results = [], Counter[int]()
-            for entry in await self._client.log(f"s{member.number}"):
-                if entry.kind == "in":
-                    asked.append(entry.seq)
-                else:
-                    with contextlib.suppress(InvalidMessageError):
-                        results[decode_result(entry.body).seq or 0] += 1
-            for seq in asked:
-                self._run.sample(RESULTS, "", None, member.number, results[seq])
+        for block, member in enumerate(self._members):
+            log = await self._client.log(member.name)
+            results = Counter(decode_result(entry.body).seq for entry in log if entry.kind == "out")
+            for seq in [entry.seq for entry in log if entry.kind == "in"]:
+                self._run.sample(RESULTS, "", None, block, results[seq])
 
     async def again(self, client: Client) -> None:
         """Hold some of the sessions again, one after another, and compare their answers."""
         answered = [member for member in self._members if any(answer for *_, answer in member.done)]
-        step = max(1, len(answered) // self._run.plan.sample)
-        for member in answered[::step][: self._run.plan.sample]:
-            session = client.session(f"s{member.number}")
+        step = max(1, len(answered) // self._plan.sample)
+        for block, member in enumerate(answered[::step][: self._plan.sample]):
+            session = client.session(member.name)
             for verb, request, answer in member.done:
                 turn = await self._send(session, verb, request)
                 if verb == "generate":
-                    same = "yes" if turn.tokens == answer else "no"
-                    facts = turn.facts | {"same": same}
-                    self._run.take(replace(turn, case=AGAIN, block=member.number, facts=facts))
-                    if same == "no":
-                        break
-            await session.close(timeout_s=self._run.plan.turn_timeout)
+                    facts = turn.facts | {"same": "yes" if turn.tokens == answer else "no"}
+                    self._run.take(replace(turn, case=AGAIN, block=block, facts=facts))
+                    if turn.tokens != answer:
+                        break  # what follows has another context
+            await session.close(timeout_s=self._plan.turn_timeout)
 
     async def _ask(self, dice: random.Random, end_s: float) -> None:
-        clients, room = self._run.plan.clients, self._run.plan.room
-        while time.monotonic() < end_s:
-            if not self._idle or dice.random() < (0.6 if len(self._idle) < 2 * clients else 0.15):
-                self._members.append(member := _Member(len(self._members)))
+        while self._run.elapsed_s < end_s:
+            few = len(self._idle) < 2 * self._plan.clients
+            if not self._idle or dice.random() < (0.6 if few else 0.15):
+                self._members.append(member := _Member(f"s{len(self._members)}"))
             else:
                 member = self._idle.pop(dice.randrange(len(self._idle)))
-            verb, request, cancel_after_s = draw(dice, room, member.held)
-            session = self._client.session(f"s{member.number}")
-            turn = await self._send(session, verb, request, cancel_after_s)
-            own = len(request.get("tokens", ()))
-            size = member.held + own + min(request.get("max_tokens", 0), 1)
-            if verb in {"append", "generate"}:
+            verb, request, cancel_after_s = draw(dice, self._plan.room, member.held)
+            turn = await self._send(self._client.session(member.name), verb, request, cancel_after_s)
+            if "tokens" in request:
+                own = len(request["tokens"])
+                case = kind_of(member.held + own + min(request.get("max_tokens", 0), 1), self._plan.room)
                 facts = {"verb": verb, "held": member.held, "cancelled": "yes" if cancel_after_s else None}
-                case = kind_of(size, room)
                 self._run.take(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
-            if turn.error is None and verb != "close":
+            if turn.error is None:
                 member.held = turn.position or 0
                 if turn.finish_reason == "cancelled":  # asked for again by its length
                     request = request | {"max_tokens": len(turn.tokens)}
-                if turn.tokens or verb != "generate":
+                if turn.tokens or verb in {"append", "rewind"}:
                     member.done.append((verb, request, turn.tokens))
             if verb != "close" and turn.error in {None, REFUSED, "expired"}:
                 self._idle.append(member)
@@ -305,8 +266,7 @@ class _Load:
         self, session: Session, verb: str, request: dict[str, Any], cancel_after_s: float | None = None
     ) -> Turn:
         """Send a request; what went wrong is an outcome."""
-        run, name, at_s = self._run, uuid4().hex, time.monotonic()
-        timeout_s = run.plan.turn_timeout
+        run, name, at_s = self._run, uuid4().hex, self._run.elapsed_s
 
         async def cancel() -> None:
             if cancel_after_s is not None:
@@ -317,16 +277,15 @@ class _Load:
         async with beside(cancel()):
             if verb == "generate":
                 return await run.ask(session, request_id=name, **request)
-            error = message = position = None
+            found: dict[str, Any]
             with run.timing():
                 try:
                     call = getattr(session, verb)
-                    position = (await call(request_id=name, timeout_s=timeout_s, **request)).position
+                    result = await call(request_id=name, timeout_s=self._plan.turn_timeout, **request)
+                    found = {"position": result.position}
                 except TurnkeepError as fault:
-                    error, message = error_class(fault), str(fault)
-            seconds = time.monotonic() - at_s
-            at_s -= run.began_s
-            return Turn(at_s=at_s, total_s=seconds, error=error, message=message, position=position)
+                    found = {"error": error_class(fault), "message": str(fault)}
+            return Turn(at_s=at_s, total_s=run.elapsed_s - at_s, **found)
 
 
 def kind_of(size: int, room: int) -> str:
@@ -352,21 +311,20 @@ def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any]
         ALONE: (round(ALONE_FROM * room) + 1, room),
         NEVER: (room + 1, round(MOST * room)),
     }[kind]
-    edge = {ALONE: room, NEVER: room + 1}.get(kind)
-    size = edge if edge is not None and dice.random() < EDGE else dice.randint(low, high)
-    added = max(size, held + 2) - held
-    generate, answer = dice.random() >= 0.3, 0
+    if dice.random() < EDGE:
+        low, high = {ALONE: (room, room), NEVER: (room + 1, room + 1)}.get(kind, (low, high))
+    added, answer = max(dice.randint(low, high), held + 2) - held, 0
     cancel_after_s = dice.uniform(0, 3) if dice.random() < CANCELLED else None
-    if generate:
+    if dice.random() < GENERATES:
         answer = dice.randint(1, min(SHORT_ANSWER, added - 1))
         if added > SHORT_ANSWER and dice.random() < 0.15:
             # A long answer instead of a long prompt: it takes its room as it grows.
             answer = added - dice.randint(1, SHORT_ANSWER)
             cancel_after_s = dice.uniform(0.2, 3)
-    tokens = tuple(dice.randint(FIRST_ID, LAST_ID) for _ in range(added - answer))
-    if not generate:
-        return "append", {"tokens": tokens}, cancel_after_s
-    return "generate", {"tokens": tokens, "max_tokens": answer}, cancel_after_s
+    request = {"tokens": tuple(dice.randint(FIRST_ID, LAST_ID) for _ in range(added - answer))}
+    if not answer:
+        return "append", request, cancel_after_s
+    return "generate", request | {"max_tokens": answer}, cancel_after_s
 
 
 BENCH = Bench(
@@ -374,7 +332,7 @@ BENCH = Bench(
     title="At the memory limit",
     plan=Plan,
     cases=CASES,
-    measures=MEASURES,
+    measures=(REQUEST, DEVICE, KV, PROCESS),
     against=(),
     plots=PLOTS,
     checks=checks,
