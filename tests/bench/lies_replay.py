@@ -25,39 +25,27 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
     for case in CASES:
         for block in range(PLAN.record_sessions):
             for x in range(1, PLAN.record_turns + 1):
-                facts: dict[str, Any] = {"sampled": float(block % 2), "turnaround_s": 1.0}
+                facts: dict[str, Any] = {"turnaround_s": 1.0}
                 if case == REPLAYED:
                     facts |= {"late_s": noise.expovariate(200), "standing": COMPARABLE, "equal": 1.0}
+                first_s, total_s = 0.1 * noise.lognormvariate(0, 0.3), noise.lognormvariate(0, 0.3)
+                counts = {"prompt_tokens": 40 * x, "cached_tokens": 40 * x - 21, "prefilled_tokens": 21}
+                answer = {"position": 40 * x + 20, "tokens": (1, 2, 3), "facts": facts}
                 turns.append(
-                    Turn(
-                        case=case,
-                        x=x,
-                        block=block,
-                        first_s=0.1 * noise.lognormvariate(0, 0.3),
-                        total_s=noise.lognormvariate(0, 0.3),
-                        position=40 * x,
-                        prompt_tokens=40 * x - 20,
-                        cached_tokens=40 * x - 41,
-                        prefilled_tokens=21,
-                        tokens=(1, 2, 3),
-                        facts=facts,
-                    )
+                    Turn(case=case, x=x, block=block, first_s=first_s, total_s=total_s, **counts, **answer)
                 )
     return turns, []
 
 
-def told(**facts: float | str | None) -> Callable[[Turn], Turn]:
-    """Bend what one answer of the replay came to."""
-
-    def bend(turn: Turn) -> Turn:
-        mine = (turn.case, turn.x, turn.block) == (REPLAYED, 3, 2)
-        return replace(turn, facts=turn.facts | facts) if mine else turn
-
-    return bend
+def told(mine: Callable[[Turn], bool], **facts: float | str | None) -> Callable[[Turn], Turn]:
+    """Bend what answers of the replay came to."""
+    return lambda turn: (
+        replace(turn, facts=turn.facts | facts) if turn.case == REPLAYED and mine(turn) else turn
+    )
 
 
-def late(turn: Turn) -> Turn:
-    return replace(turn, facts=turn.facts | {"late_s": 0.2}) if turn.case == REPLAYED else turn
+def one(turn: Turn) -> bool:
+    return turn.place == (3, 2)
 
 
 def draw_again() -> None:
@@ -66,15 +54,11 @@ def draw_again() -> None:
     sampling._key = lambda seed, index: key(seed + drawn.randrange(2**30), index)
 
 
+SAME = "the same model gives the same tokens"
 LIES = (
-    Lie(
-        "draws other tokens",
-        "the same model gives the same tokens",
-        told(equal=0.5, first_difference=1),
-        serve=draw_again,
-    ),
-    Lie("forgets a token", "the same model gives", told(equal=None, standing=OTHER)),
-    Lie("is asked too late", "requests are sent at most", late),
+    Lie("draws other tokens", SAME, told(one, equal=0.5, first_difference=1), serve=draw_again),
+    Lie("forgets a token", SAME, told(one, equal=None, standing=OTHER)),
+    Lie("is asked too late", "requests are sent at most", told(lambda _: True, late_s=0.2)),
 )
 LONG = ("--corpus", "built-in", "--record-sessions", "2", "--record-turns", "3", "--pace", "0.02")
 SUITE = Suite(BENCH, PLAN, honest, LIES, LONG, facts={f"{case} by": ("tiny",) for case in CASES})
