@@ -241,7 +241,7 @@ def forged_length() -> bytes:
     ("content", "complaint"),
     [
         (b"", "is empty; it must be a GGUF file with a model's weights$"),
-        (b"GG", "truncated or no GGUF"),
+        (b"GG", "truncated or not a GGUF"),
         (b"PK\x03\x04 a zip file, say", "does not start with GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 is not one of"),
         (forged_length(), "ends at byte .*, inside a value"),
@@ -268,7 +268,7 @@ TINY = TinyLlama()
 ODD = {
     "architecture": (TinyLlama(architecture="qwen2"), "architecture 'qwen2'; GGUF files of the llama"),
     "tokenizer": (TINY.but(tokenizer__ggml__model="t5"), "a 't5' tokenizer; gpt2 and llama"),
-    "pre": (TINY.but(tokenizer__ggml__pre="gpt-9"), "pre-tokenizer 'gpt-9' is not known"),
+    "pre": (TINY.but(tokenizer__ggml__pre="gpt-9"), "pre-tokenizer 'gpt-9' is unknown"),
     "merges": (TINY.but(tokenizer__ggml__merges=["no such"]), "merges do not fit its tokens"),
     "eos": (TINY.but(tokenizer__ggml__eos_token_id=999), "eos token id is 999; it must be below 320"),
     "heads": (TINY.but(llama__attention__head_count=None), r"no single value for llama\.attention\.head_c"),

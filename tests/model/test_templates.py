@@ -345,7 +345,7 @@ def test_roles_that_the_template_refuses_are_an_error_in_its_words(tokenizers: d
 def test_messages_that_the_template_cannot_take_are_an_error(
     chat: Chat, messages: list[dict[str, Any]]
 ) -> None:
-    with pytest.raises(TemplateError, match="does not take these messages"):
+    with pytest.raises(TemplateError, match="refuses these messages"):
         chat.conversation.add_messages([], messages)
 
 

@@ -1,7 +1,7 @@
 """Loads OpenBLAS into the process before MLX, so that MLX's CPU back end multiplies with it.
 
-The `mlx-cpu` wheel carries the reference BLAS. A library loaded earlier with global symbols takes its place,
-for float32 about 15 times faster in prefill. Must not import MLX itself: it has to run first.
+The `mlx-cpu` wheel contains the reference BLAS. A library loaded earlier with global symbols replaces it, and
+makes float32 prefill about 15 times faster. Must not import MLX: this module has to run first.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Final
 
-#: Fedora names the threaded build with a p; Debian's alternatives put it behind the plain name.
+#: Fedora's threaded build has a p in its name; Debian's alternatives use the plain name.
 SONAMES: Final = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
 
-_MEND: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install openblas-threads)"
+_INSTALL: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install openblas-threads)"
 
 
 @dataclass(frozen=True, slots=True)
 class BlasStatus:
-    """What `preload` found. `advice` is one line for the operator, empty where nothing is to be done."""
+    """What `preload` found. `advice` is one line for the operator, empty if there is nothing to do."""
 
     library: str | None
     needed: bool
@@ -28,9 +28,9 @@ class BlasStatus:
 
 
 def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
-    """Load OpenBLAS with global symbols where MLX will compute on a Linux CPU.
+    """Load OpenBLAS with global symbols if MLX will compute on a Linux CPU.
 
-    Call it before `mlx.core` is imported, from any thread; later calls change nothing.
+    Call it before importing `mlx.core`, from any thread; later calls change nothing.
     """
     if not computes_on_linux_cpu():
         return BlasStatus(None, needed=False, advice="")
@@ -50,12 +50,12 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     return BlasStatus(
         None,
         needed=True,
-        advice=f"OpenBLAS is not installed: prefill is about 15 times slower; mend it: {_MEND}",
+        advice=f"OpenBLAS is not installed: prefill is about 15 times slower; install it: {_INSTALL}",
     )
 
 
 def computes_on_linux_cpu() -> bool:
-    """Tell whether MLX's back end here is the Linux CPU one: macOS has Accelerate, CUDA its own BLAS."""
+    """Say whether MLX uses its Linux CPU back end: macOS has Accelerate, CUDA its own BLAS."""
     return sys.platform == "linux" and not any(map(_is_installed, ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")))
 
 
@@ -68,5 +68,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _is_global() -> bool:
-    """Tell whether OpenBLAS's symbols are visible to libraries that are loaded from now on."""
+    """Say whether libraries that are loaded from now on see OpenBLAS's symbols."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")

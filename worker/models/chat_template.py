@@ -1,8 +1,8 @@
-"""Renders a model's chat template, within bounds: a template is foreign code, and may loop for ever.
+"""Renders a model's chat template within limits: a template is foreign code, and may loop forever.
 
-Every round of a loop and every call of a macro is a step, and steps are counted: the same messages pass or
-fail on every machine, so a session's log folds alike everywhere. The time is a last resort for steps that
-take long. Sandboxed by transformers, whose environment this is.
+Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or
+fail on every machine, and every worker folds a session's log alike. A time limit is the last resort.
+The sandbox is transformers' Jinja environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-#: A second or two of Python. A conversation of 10,000 messages takes some 50,000.
+#: One or two seconds of Python. A conversation of 10,000 messages takes about 50,000.
 _MAX_STEPS: Final = 5_000_000
 _MAX_SECONDS: Final = 60.0
 _MAX_CHARS: Final = 2**26
@@ -33,14 +33,14 @@ class ChatTemplate:
     """One template, compiled. Thread-safe."""
 
     def __init__(self, source: str, constants: Mapping[str, Any]) -> None:
-        """`constants` are what every rendering may use, the names of special tokens among them.
+        """`constants` are variables of every rendering, such as the names of special tokens.
 
-        Raises what Jinja raises for a template that it cannot read.
+        Raises Jinja's errors for a template that Jinja cannot parse.
         """
         self._formats = frozenset(_DATE_FORMAT.findall(source))
         if self._formats:
-            # The clock would render the same conversation differently tomorrow. A template is passed no
-            # functions, but a macro of its own hides the library's.
+            # With the clock the same conversation would render differently tomorrow. A template cannot be
+            # given functions, but a macro in its source hides the library's function of that name.
             macro = "{%- macro strftime_now(format) -%}{{ session_dates[format] }}{%- endmacro +%}"
             source = macro + source
         self._constants = dict(constants)
@@ -49,9 +49,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, started: datetime
     ) -> str:
-        """Give the text of a conversation that began on the day `started`.
+        """Return the text of a conversation that started on the day `started`.
 
-        Raises `UnboundedError`, and whatever the template raises.
+        Raises `UnboundedError`, and any error that the template raises.
         """
         pieces: list[str] = []
         num_chars = 0
@@ -74,9 +74,9 @@ class ChatTemplate:
 
 
 class _Steps:
-    """Counts the steps of one rendering: one each time that it is asked whether it is true, which it is.
+    """Counts the steps of one rendering: testing its truth counts one step and is always true.
 
-    A call would be the plainer way, but the sandbox looks at each.
+    A plain call would be slower: the sandbox checks every call.
     """
 
     def __init__(self) -> None:
@@ -87,17 +87,17 @@ class _Steps:
         self._num_left -= 1
         if self._num_left < 0:
             raise UnboundedError(
-                f"it takes more than {_MAX_STEPS} steps; send fewer messages, or take another template"
+                f"it takes more than {_MAX_STEPS} steps; send fewer messages, or use another template"
             )
         if monotonic() > self._end_s:
             raise UnboundedError(
-                f"it takes more than {_MAX_SECONDS:g} s; send fewer messages, or take another template"
+                f"it takes more than {_MAX_SECONDS:g} s; send fewer messages, or use another template"
             )
         return True
 
 
 def _compile(source: str) -> Any:
-    """Compile a template with the count of its steps built in."""
+    """Compile a template and insert a step into every loop and macro."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template(source).environment
@@ -105,7 +105,7 @@ def _compile(source: str) -> Any:
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         step = nodes.Name(_STEP, "load")
         if isinstance(loop, nodes.For) and loop.test is not None:
-            loop.test = nodes.And(step, loop.test)  # also where it leaves out every round
+            loop.test = nodes.And(step, loop.test)  # also counts iterations that the filter skips
         else:
             loop.body.insert(0, nodes.ExprStmt(nodes.Not(step)))
     for node in tree.find_all(nodes.Node):

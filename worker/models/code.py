@@ -1,4 +1,4 @@
-"""Names the code that computes a model's KV: part of what a snapshot must match. Must not import MLX."""
+"""Digests of the code that computes a model's KV, for a snapshot's identity. Must not import MLX."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def code_digest(model: Any) -> str:
-    """Name the sources of the module that defines a model, of the caches, and of all that they build on.
+    """Digest the sources of the module that defines a model, of its caches, and of all modules that they use.
 
-    A release of mlx-lm that leaves this model as it was keeps its KV, and a patched copy, or one installed
-    from a branch, has another name under the same version. How MLX rounds is no part of it. Reads some files.
+    So a release of mlx-lm that does not change this model keeps its KV valid, and a patched copy of the same
+    version does not. MLX's rounding is no part of the digest. Reads some files.
     """
     module = type(model).__module__
-    caches = module.rpartition(".")[0] + ".cache"  # a model without a choice of its own gets mlx-lm's
+    caches = module.rpartition(".")[0] + ".cache"  # models without `make_cache` use mlx-lm's caches
     whole = hashlib.sha256()
     for name, used in sorted(_modules(module, caches).items()):
         source = Path(used.__file__).read_bytes() if used.__file__ else b""
@@ -25,7 +25,7 @@ def code_digest(model: Any) -> str:
 
 
 def package_digest(name: str) -> str:
-    """Name the sources of a package of ours. Reads some files."""
+    """Digest the sources of one of Turnkeep's packages. Reads some files."""
     whole = hashlib.sha256()
     for place in sys.modules[name].__path__:
         for path in sorted(Path(place).glob("*.py")):
@@ -34,7 +34,7 @@ def package_digest(name: str) -> str:
 
 
 def _modules(*first: str) -> dict[str, ModuleType]:
-    """Find these modules and those of their package whose names they use, directly or not."""
+    """Find these modules and the modules of their package that they use, directly or indirectly."""
     package = first[0].partition(".")[0] + "."
     found: dict[str, ModuleType] = {}
     todo = list(first)

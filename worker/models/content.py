@@ -1,10 +1,10 @@
-"""Keeps what people say apart from what the chat template says: content never becomes a control token.
+"""Keeps messages from injecting control tokens: text in a message never becomes a control token.
 
-A template splices content between its own control tokens into one text, which is tokenised as a whole. So
-content that could form such a token is marked: behind each of its characters stands half of a surrogate
-pair, which no message and no template can contain. Marks stay with their characters, whatever the template
-cuts off; where a control token would cover one, the text is tokenised in pieces instead. Marks change no
-other token, and content that cannot form one is not marked.
+A template puts content between its own control tokens into one text, which is tokenised as a whole. Content
+that could form a control token is therefore marked: a lone surrogate, which no message and no template can
+contain, follows each of its characters. The template may cut the content; the marks stay with their
+characters. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
+other token, and content that cannot form a control token is not marked.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 _MARK: Final = "\ud800"
-#: White space at the ends is left alone, since templates trim it.
+#: White space gets no marks, since templates trim it.
 _MARKED: Final = re.compile(r"\S")
-#: What of a message is the worker's own, or one of a few words that the protocol knows.
+#: Fields of a message whose values the protocol restricts to a few words.
 _NO_CONTENT: Final = frozenset({"role", "type"})
 
 
 class ControlTokens:
-    """The tokens of a vocabulary that only the chat template may use. Thread-safe: it does not change.
+    """The tokens of a vocabulary that only the chat template may use. Immutable, so thread-safe.
 
-    These are the special tokens, those that end an answer, and what else the template writes (`<tool_call>`)
-    of the tokens that are cut out of a text before it is tokenised. An assistant's messages may have the
-    latter: they are what the model itself puts into its answers.
+    These are the special tokens, the tokens that end an answer, and the other added tokens that the template
+    writes (`<tool_call>`). An assistant's messages may contain the last group: models sample these tokens in
+    their answers.
     """
 
     def __init__(self, rust: Any, end_ids: Collection[int], template: str) -> None:
-        """`rust` is a tokenizer of the library `tokenizers`; `template` is the chat template's source."""
+        """`rust` is a `tokenizers.Tokenizer`; `template` is the chat template's source."""
         self._rust = rust
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special or i in end_ids)
@@ -46,13 +46,13 @@ class ControlTokens:
         self._beginnings = frozenset(name[:i] for name in names for i in range(1, len(name)))
         self._ends = frozenset(name[i:] for name in names for i in range(1, len(name)))
         self._longest = max(map(len, names), default=0)
-        # A normalizer may make one of other characters, or only behind a space that the template writes.
+        # A normalizer may turn other characters into one, some only after a space that the template writes.
         self._normalized = [token.content for token in tokens if token.normalized and rust.normalizer]
         first = "".join(re.escape(name[0]) for name in names)
         self._first = re.compile("" if self._normalized else f"[{first}]" if first else r"(?!)")
 
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Mark what a message says, so that none of it is taken for a control token."""
+        """Mark the content of a message, so that none of it becomes a control token."""
         forbidden = self._special if message.get("role") == "assistant" else self._all
 
         def marked(value: Any) -> Any:
@@ -60,33 +60,33 @@ class ControlTokens:
                 case str():
                     return self._mark(value, forbidden)
                 case dict():
-                    return {name: own(name, each) for name, each in value.items()}
+                    return {name: marked_field(name, each) for name, each in value.items()}
                 case list() | tuple():
                     return [marked(each) for each in value]
             return value
 
-        def own(name: str, value: Any) -> Any:
+        def marked_field(name: str, value: Any) -> Any:
             return value if name in _NO_CONTENT else marked(value)
 
-        return {name: own(name, value) for name, value in message.items()}
+        return {name: marked_field(name, value) for name, value in message.items()}
 
     def mark_text(self, text: str) -> str:
-        """Mark a text, so that none of it is taken for a control token."""
+        """Mark a text, so that none of it becomes a control token."""
         return self._mark(text, self._all)
 
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Give the text of sampled tokens; what they spell out is marked, a control token is not."""
+        """Return the text of sampled tokens; spelled-out control tokens are marked, sampled ones are not."""
         runs = groupby(tokens, self._all.__contains__)
         return "".join(
             decode(list(run)) if control else self._mark(decode(list(run)), self._special)
             for control, run in runs
         )
 
-    def encode(self, text: str, go_on: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a text with marks. `go_on` does it for a piece that others stand before."""
+    def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
+        """Tokenise a text with marks. `encode_later` tokenises a piece that follows another."""
         parts = text.split(_MARK)
         plain = "".join(parts)
-        marks = _places(parts)
+        marks = _mark_positions(parts)
         found = self._rust.encode(plain, add_special_tokens=False)
         cuts = [
             start + 1
@@ -101,7 +101,7 @@ class ControlTokens:
         ids = []
         places = [0, *(cut + bisect_right(marks, cut) for cut in cuts), len(text)]
         for start, end in pairwise(places):
-            ids += go_on(text[start:end]) if start else self.encode(text[:end], go_on)
+            ids += encode_later(text[start:end]) if start else self.encode(text[:end], encode_later)
         return ids
 
     def _mark(self, text: str, forbidden: frozenset[int]) -> str:
@@ -112,7 +112,7 @@ class ControlTokens:
         return self._mark_ends(text)
 
     def _mark_ends(self, text: str) -> str:
-        """Mark the ends of a text that could form a control token together with what stands beside it."""
+        """Mark the ends of a text that could form a control token together with its neighbours."""
         bare = text.strip()
         sizes = range(min(len(bare), self._longest), 0, -1)
         head = next((size for size in sizes if bare[:size] in self._ends), 0)
@@ -135,15 +135,15 @@ def is_marked(text: str) -> bool:
 
 
 def unmarked(text: str) -> str:
-    """Take the marks out of a text."""
+    """Remove the marks from a text."""
     return text.replace(_MARK, "")
 
 
-def place(text: str, num_chars: int) -> int:
-    """Find the place in a text with marks that is behind so many of its characters, and their marks."""
-    return num_chars + bisect_right(_places(text.split(_MARK)), num_chars)
+def index_after(text: str, num_chars: int) -> int:
+    """Return the index in a marked text after its first `num_chars` characters and their marks."""
+    return num_chars + bisect_right(_mark_positions(text.split(_MARK)), num_chars)
 
 
-def _places(parts: Sequence[str]) -> list[int]:
-    """List behind how many characters each mark stands."""
+def _mark_positions(parts: Sequence[str]) -> list[int]:
+    """List for each mark the number of characters before it."""
     return list(accumulate(map(len, parts[:-1])))

@@ -1,8 +1,7 @@
-"""Reads GGUF files: their fields, where their tensors lie, and the tensors' values.
+"""Reads GGUF files: fields, tensor offsets and tensor values.
 
-Strict about bounds: every length is checked against the file, so a truncated or forged file is refused at
-once (the `gguf` package's reader follows an array length of 2**60 for hours). The block formats are the
-package's.
+Checks every length against the file, so a truncated or forged file is refused at once (the `gguf` package's
+reader follows an array length of 2**60 for hours). Uses the package for the block formats only.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Must not import MLX.
 """
 
@@ -58,7 +57,7 @@ class GgufFile:
     tensors: dict[str, Tensor]
 
     def rows(self, tensor: Tensor) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the tensor's values as float32, some rows at a time, so that memory stays small."""
+        """Yield the tensor's values as float32, some rows at a time to bound memory."""
         row_values = tensor.shape[-1]
         num_rows = tensor.num_values // row_values
         raw = np.memmap(self.path, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))
@@ -78,13 +77,13 @@ def read(path: Path) -> GgufFile:
     try:
         fields, tensors = _parse(data.data)
     except (struct.error, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is truncated or no GGUF file: {one_line(error)}") from None
+        raise ModelError(f"{path} is truncated or not a GGUF file: {one_line(error)}") from None
     return GgufFile(path, fields, tensors)
 
 
 def _values(tensor: Tensor, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     try:
-        # The copy is aligned, which a file's offset need not be for a view as float32.
+        # The copy is aligned; a float32 view at the file's offset may not be.
         values: npt.NDArray[np.float32] = dequantize(np.array(rows), tensor.kind)
     except NotImplementedError:
         raise ModelError(
@@ -99,11 +98,11 @@ class _Cursor:
         self.offset = 0
 
     def number(self, code: str) -> Any:
-        (value,) = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
+        (value,) = struct.unpack("<" + code, self._read(struct.calcsize("<" + code)))
         return value
 
     def string(self) -> str:
-        return bytes(self._take(self.number("Q"))).decode("utf-8")
+        return bytes(self._read(self.number("Q"))).decode("utf-8")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -114,9 +113,9 @@ class _Cursor:
         if kind == _STRING:
             return [self.string() for _ in range(length)]
         code = _scalar(kind)
-        return list(struct.unpack(f"<{length}{code}", self._take(length * struct.calcsize("<" + code))))
+        return list(struct.unpack(f"<{length}{code}", self._read(length * struct.calcsize("<" + code))))
 
-    def _take(self, size: int) -> memoryview:
+    def _read(self, size: int) -> memoryview:
         start, end = self.offset, self.offset + size
         if end > len(self._data):
             raise ValueError(f"it ends at byte {len(self._data)}, inside a value that ends at {end}")

@@ -1,7 +1,7 @@
 """Converts a GGUF file of the llama family to a model folder that MLX reads.
 
-Weights are dequantised some rows at a time into one safetensors file, so memory stays far below the model's
-size. A folder appears under its final name only when it is complete. Must not import MLX.
+Dequantises the weights some rows at a time into one safetensors file, so memory stays far below the model's
+size. A folder gets its final name only when it is complete. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
 
-#: Hashed into a folder's name: a converter that writes something else counts up, so that old folders rest.
+#: Part of a folder's name. Count up when the converter's output changes: old folders are then not used.
 _CONVERTER: Final = 1
 _UNFINISHED: Final = ".unfinished-"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -56,23 +56,23 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 
 
 def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder made of a GGUF file, converting it unless that was done before.
+    """Return the model folder made from a GGUF file; converts the file unless that was done before.
 
-    `dtype` is float32, float16, bfloat16, or keep: the nearest to what the file holds. Raises `ModelError`.
+    `dtype` is float32, float16, bfloat16, or keep: the nearest to the file's own. Raises `ModelError`.
     """
     try:
         digest = _digest(source)
         file = gguf_file.read(source)
         if not file.tensors:
-            raise ModelError(f"{source} holds no tensors; it must be a whole model")
+            raise ModelError(f"{source} has no tensors; it must be a whole model")
         weight_dtype = _weight_dtype(dtype, file)
         folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
         if folder.is_dir():
             return folder
         plan = _plan(file, weight_dtype)
         models_dir.mkdir(parents=True, exist_ok=True)
-        with _alone(models_dir):
-            if not folder.is_dir():  # else another process has just made it
+        with _locked(models_dir):
+            if not folder.is_dir():  # else another process has just written it
                 _write(plan, folder, progress or _silent)
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
@@ -107,7 +107,7 @@ def _plan(file: GgufFile, dtype: WeightDtype) -> _Plan:
         tokenizer = gguf_tokenizer.build(file.fields)
         config = _config(file, names, tokenizer, dtype)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"{file.path} has fields that make no llama model: {one_line(error)}") from None
+        raise ModelError(f"{file.path} does not describe a llama model: {one_line(error)}") from None
     return _Plan(file, dtype, config, tokenizer, names)
 
 
@@ -142,7 +142,7 @@ def _config(
     rope_dim = _number(file, "rope.dimension_count", head_dim)
     if rope_dim != head_dim:
         raise ModelError(
-            f"{file.path} rotates {rope_dim} of {head_dim} dimensions of a head; all of them is supported"
+            f"{file.path} rotates {rope_dim} of {head_dim} dimensions of a head; it must rotate all"
         )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -186,9 +186,9 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's rope settings: the file holds only the factor that each frequency is divided by.
+    """Recover Llama 3's rope settings: the file has only the divisor of each frequency.
 
-    All published Llama 3 models share the three other constants. The formula is that of transformers'
+    All published Llama 3 models share the three other constants. The formula comes from transformers'
     `_compute_llama3_parameters`.
     """
     factors = np.concatenate([rows.ravel() for rows in file.rows(file.tensors[_ROPE_FACTORS])])
@@ -283,7 +283,7 @@ def _write_weights(path: Path, plan: _Plan, progress: Progress) -> None:
 def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt.NDArray[Any]:
     if dtype == "float32":
         return np.ascontiguousarray(values)
-    if dtype == "bfloat16":  # which numpy lacks: the upper half of a float32, rounded to even
+    if dtype == "bfloat16":  # not in numpy: the upper half of a float32, rounded to even
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     try:
@@ -298,7 +298,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Hash converter and content, so that a file replaced under its name is converted again."""
+    """Hash the converter's number and the content, so that a replaced file is converted again."""
     hasher = xxhash.xxh3_64(bytes([_CONVERTER]))
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -307,8 +307,8 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _alone(models_dir: Path) -> Iterator[None]:
-    """Hold the models folder against other processes; what an earlier one left unfinished is removed."""
+def _locked(models_dir: Path) -> Iterator[None]:
+    """Lock the models folder against other processes, and remove unfinished folders of earlier ones."""
     with (models_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for unfinished in models_dir.glob(_UNFINISHED + "*"):
@@ -317,4 +317,4 @@ def _alone(models_dir: Path) -> Iterator[None]:
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
-    """Report to nobody."""
+    """Report nothing."""

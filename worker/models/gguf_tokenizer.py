@@ -1,6 +1,6 @@
 """Builds a Hugging Face tokenizer from the tokenizer fields of a GGUF file.
 
-Byte-level BPE (`gpt2`) with the pre-tokenizers named below, and SentencePiece BPE (`llama`) with byte
+Supports byte-level BPE (`gpt2`) with the pre-tokenizers below, and SentencePiece BPE (`llama`) with byte
 fallback. Must not import MLX.
 """
 
@@ -28,21 +28,21 @@ _CL100K_WORDS: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: The values of `tokenizer.ggml.pre`, by the way in which text is split before the merges.
+#: The values of `tokenizer.ggml.pre`, grouped by how text is split before the merges.
 _SINGLE_DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _GPT2: Final = ("gpt-2", "mpt", "olmo", "jais", "default")
 _LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _QWEN2: Final = ("qwen2", "stablelm2", "deepseek-r1-qwen")
 
-#: Control tokens that end a turn in some family, whether the file names them as its end or not.
-_TURN_ENDS: Final = frozenset(
+#: Control tokens that end an answer in some model family, even if the file does not name them as its end.
+_ANSWER_ENDS: Final = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A tokenizer with what stands beside it in a model folder."""
+    """A tokenizer and its config for a model folder."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]
@@ -56,7 +56,7 @@ class GgufTokenizer:
 
 
 def build(fields: Mapping[str, Any]) -> GgufTokenizer:
-    """Build the tokenizer that a file's fields describe; raises `ModelError` where that is not possible."""
+    """Build the tokenizer that a file's fields describe; raises `ModelError` if they cannot be used."""
     model = fields.get("tokenizer.ggml.model")
     tokens: Sequence[str] = fields.get("tokenizer.ggml.tokens") or ()
     if model not in {"gpt2", "llama"} or not tokens:
@@ -79,7 +79,7 @@ def build(fields: Mapping[str, Any]) -> GgufTokenizer:
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)]
         )
     ends = [i for i in (named["eos"], named["eot"], named["eom"]) if i is not None]
-    ends += [i for i, token in enumerate(tokens) if kinds[i] == _CONTROL and token in _TURN_ENDS]
+    ends += [i for i, token in enumerate(tokens) if kinds[i] == _CONTROL and token in _ANSWER_ENDS]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -99,7 +99,7 @@ def build(fields: Mapping[str, Any]) -> GgufTokenizer:
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     pre = fields.get("tokenizer.ggml.pre", "default")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges") or ()]
-    # Llama 3 takes a word that is a token as it is, even where no merges lead to it.
+    # Llama 3 uses a word that is itself a token, even if no merges produce it.
     ignore_merges = pre in _LLAMA3
     try:
         tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=ignore_merges))
@@ -121,7 +121,7 @@ def _splitters(pre: str) -> list[Any]:
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return [pre_tokenizers.Split(words, "isolated"), as_bytes]
     known = ", ".join(_SINGLE_DIGITS + _GPT2 + _LLAMA3 + _QWEN2)
-    raise ModelError(f"the GGUF file's pre-tokenizer {pre!r} is not known; known are {known}")
+    raise ModelError(f"the GGUF file's pre-tokenizer {pre!r} is unknown; known are {known}")
 
 
 def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
@@ -137,7 +137,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequ
         )
     )
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-    # Only the session's start gets the prefix: text that is appended later goes on where the earlier ended.
+    # Only the session's start gets the prefix: text that is appended later continues the earlier text.
     scheme = "first" if prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -182,5 +182,5 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
-    """Tell the families' own habit, for files that do not say."""
+    """Return the default of the model family, for files without `add_bos_token`."""
     return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3

@@ -10,7 +10,7 @@ from .model_files import ModelError, one_line
 if TYPE_CHECKING:
     from .model_files import Progress
 
-#: What mlx-lm fetches of a repository.
+#: The files of a repository that mlx-lm fetches.
 _PATTERNS: Final = (
     "*.json",
     "model*.safetensors",
@@ -23,21 +23,21 @@ _PATTERNS: Final = (
 
 
 def is_id(spec: str) -> bool:
-    """Tell whether this could name a model of the hub: org/name."""
+    """Say whether `spec` can be the id of a model on the hub: org/name."""
     return spec.count("/") == 1 and not spec.startswith(("/", ".", "~")) and not spec.endswith(".gguf")
 
 
 def cache_folder() -> Path:
-    """Name the hub's cache."""
+    """Return the folder of the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def fetch(hub_id: str, progress: Progress | None) -> Path:
-    """Return the folder of a model of the hub, fetching what the cache lacks. Raises `ModelError`.
+    """Return the folder of a model on the hub; fetches files that the cache lacks. Raises `ModelError`.
 
-    Where the hub cannot be reached, what was fetched before is taken. `progress` counts bytes.
+    If the hub cannot be reached, uses the files fetched before. `progress` counts bytes.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -47,23 +47,23 @@ def fetch(hub_id: str, progress: Progress | None) -> Path:
             hub_id, allow_patterns=list(_PATTERNS), tqdm_class=_bar(f"downloading {hub_id}", progress)
         )
     except HFValidationError as error:
-        raise ModelError(f"{hub_id!r} is no hub id: {one_line(error)}") from None
+        raise ModelError(f"{hub_id!r} is not a hub id: {one_line(error)}") from None
     except LocalEntryNotFoundError:
         raise ModelError(
             f"{hub_id} is not in the hub's cache and the hub cannot be reached; "
             "go online once, or give a model folder or a .gguf file"
         ) from None
     except HfHubHTTPError as error:
-        raise ModelError(f"the hub does not give {hub_id}: {one_line(error)}") from None
-    except Exception as error:  # noqa: BLE001  the HTTP library's errors have no root in common with these
+        raise ModelError(f"the hub refused {hub_id}: {one_line(error)}") from None
+    except Exception as error:  # noqa: BLE001  # the HTTP library's errors share no base class with these
         raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
     return Path(folder)
 
 
 def _bar(what: str, progress: Progress | None) -> Any:
-    """Make the class of bars that the library counts with: they draw nothing, and report bytes.
+    """Make the class of the library's progress bars: they draw nothing, and report bytes.
 
-    It has two such bars, of what came over the wire and of what is on disk; either may stand still.
+    The library has two such bars, for bytes received and for bytes on disk; either may stand still.
     """
     from huggingface_hub import utils
 

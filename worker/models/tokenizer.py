@@ -1,9 +1,8 @@
-"""Text to tokens and back, and the chat template's rendering: a thin wrapper over a Hugging Face tokenizer.
+"""Tokenises, decodes and renders chat templates: a thin wrapper around a Hugging Face tokenizer.
 
-Special tokens in text are parsed, since chat templates contain them; in what people say they are text
-(`content`). Decoding works on each token's bytes, so
-it is right in the middle of a session too, where a tokenizer's own decoder would cut a leading space. Every
-method may be called from any thread. Must not import MLX.
+Special tokens in raw text are parsed, since chat templates contain them; in messages they stay text
+(`content`). Decoding joins each token's bytes, so it is also right in the middle of a session, where a
+tokenizer's own decoder would cut a leading space. All methods are thread-safe. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .chat_template import ChatTemplate
-from .content import ControlTokens, is_marked, place, unmarked
+from .content import ControlTokens, index_after, is_marked, unmarked
 from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _REPLACEMENT: Final = "\ufffd"
-#: A byte that is no part of any longer token.
+#: A byte that is part of no longer token.
 _SHIELD: Final = "\x01"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TemplateError(Exception):
-    """The chat template does not take these messages; carries the template's own message."""
+    """The chat template refuses these messages; carries the template's own message."""
 
 
 class _HfTokenizer(Protocol):
@@ -44,7 +43,7 @@ class _HfTokenizer(Protocol):
 class Tokenizer:
     """Encode, decode and render with one model's tokenizer.
 
-    `eos_ids` end an answer. `added_ids` are cut out of a text before the rest of it is tokenised.
+    `eos_ids` end an answer. `added_ids` are split off a text before the rest is tokenised.
     """
 
     def __init__(self, hf: _HfTokenizer, eos_ids: Iterable[int] = ()) -> None:
@@ -57,7 +56,7 @@ class Tokenizer:
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(hf.chat_template)
-        #: The chat template's source; None where there is none, or more than one.
+        #: The chat template's source; None if there is none, or more than one.
         self.template: str | None = hf.chat_template if isinstance(hf.chat_template, str) else None
         self._chat: ChatTemplate | None = None
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
@@ -79,10 +78,10 @@ class Tokenizer:
         return cls(_load(folder), frozenset().union(*ends))
 
     def encode(self, text: str, *, at_start: bool) -> list[int]:
-        """Give the tokens of `text`.
+        """Return the tokens of `text`.
 
-        At the start of a session the tokenizer's own beginning-of-sequence token is put before it, unless the
-        text brings it along; further on nothing is added, not even the space that some put before all text.
+        At the start of a session the tokenizer's beginning-of-sequence token comes first, unless the text
+        already has it. Later nothing is added, not even the space that some tokenizers put before all text.
         """
         if not text:
             return []
@@ -92,28 +91,28 @@ class Tokenizer:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Give the text of tokens, special ones included; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens, special ones included; bytes that are not UTF-8 become U+FFFD."""
         return self._join(ids).decode("utf-8", "replace")
 
     def as_content(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Give a message for `render` whose content is data: no special token can come of it."""
+        """Return a message for `render` whose content cannot become a special token."""
         return self._controls.mark(message)
 
     def as_text(self, text: str) -> str:
-        """Give a text for `encode` of which no special token can come."""
+        """Return a text for `encode` that cannot become a special token."""
         return self._controls.mark_text(text)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Give the `answer_lead` that an answer begins with, and its content for `render`.
+        """Split an answer into the `answer_lead` that it begins with and its content for `render`.
 
-        Special tokens are what was sampled as such; what was spelled out is text.
+        Sampled special tokens stay special; spelled-out ones are text.
         """
         text = self._controls.mark_answer(tokens, self.decode)
         lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
-        return lead, text[place(text, len(lead)) :]
+        return lead, text[index_after(text, len(lead)) :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Give the bytes that a token stands for inside a text; none for an id beyond the vocabulary."""
+        """Return the bytes of a token inside a text; none for an id beyond the vocabulary."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._find_bytes(token)
@@ -122,10 +121,10 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, started: datetime
     ) -> str:
-        """Give the text of a whole conversation; raises `TemplateError`.
+        """Return the text of a whole conversation; raises `TemplateError`.
 
-        `started` is what a template learns that asks for the date: the day when the session began, since the
-        clock would render the same conversation differently tomorrow.
+        A template that asks for the date gets `started`, the day when the session began: with the clock the
+        same conversation would render differently tomorrow.
         """
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
@@ -133,14 +132,12 @@ class Tokenizer:
             if self._chat is None:
                 self._chat = ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
             return self._chat.render(messages, add_generation_prompt=add_generation_prompt, started=started)
-        except Exception as error:  # noqa: BLE001  a template is foreign code that can raise anything
-            raise TemplateError(
-                f"the chat template does not take these messages: {one_line(error)}"
-            ) from None
+        except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
+            raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 
     @property
     def fingerprint(self) -> bytes:
-        """Name everything that decides which tokens a conversation has; the first time takes a moment."""
+        """Digest of everything that decides a conversation's tokens; computed on first use."""
         if self._fingerprint is None:
             named = blake2b(self._rust.to_str().encode(), digest_size=16)
             named.update(repr((self._hf.chat_template, sorted(self.eos_ids))).encode())
@@ -149,10 +146,10 @@ class Tokenizer:
 
     @property
     def answer_lead(self) -> str:
-        """What the chat template writes between the assistant header and an answer's content.
+        """The text that the chat template writes between the assistant header and an answer's content.
 
-        Some templates write a space that the model samples as part of its answer; the message's content is
-        the answer without it.
+        Some templates write a space there. The model samples that space as part of its answer; the message's
+        content is the answer without the space.
         """
         if self._lead is None:
             self._lead = self._find_lead()
@@ -178,14 +175,14 @@ class Tokenizer:
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode behind a character that takes the added space, and cut both off."""
+        """Encode after a character that takes the added space, then cut off both."""
         ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):
             head += self.token_bytes(token)
             if head == b" " + _SHIELD.encode():
                 return ids[i + 1 :]
-        return self._ids(text)  # a vocabulary without this byte: rather a space too many
+        return self._ids(text)  # a vocabulary without this byte: an added space is the lesser fault
 
     def _join(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
@@ -194,7 +191,7 @@ class Tokenizer:
         name = self._rust.id_to_token(token)
         if name is None:
             return b""
-        # Behind another token, because decoders cut a space at the beginning.
+        # After another token, because decoders cut a space at the beginning.
         text: str = self._rust.decode([self._guard, token], skip_special_tokens=False)[
             len(self._guard_text) :
         ]
@@ -207,7 +204,7 @@ class Tokenizer:
         return text.encode()
 
     def _find_bos(self) -> list[int]:
-        """Find what the tokenizer itself puts before a text."""
+        """Find the tokens that the tokenizer itself puts before a text."""
         plain = self._ids("a")
         ids: list[int] = self._rust.encode("a", add_special_tokens=True).ids
         for i in range(len(ids) - len(plain) + 1):
@@ -217,7 +214,7 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Give the byte of each character of byte-level BPE (the table of GPT-2's encoder)."""
+    """Map each character of byte-level BPE to its byte (the table of GPT-2's encoder)."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -239,7 +236,7 @@ def _load(folder: Path) -> _HfTokenizer:
     hf_class = _import_transformers().AutoTokenizer
     try:
         hf: _HfTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  the library raises whatever its parsers raise
+    except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
         raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
     if not hasattr(hf, "backend_tokenizer"):
         raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")

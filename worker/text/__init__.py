@@ -1,1 +1,1 @@
-"""Messages to tokens, and tokens to text."""
+"""Turns messages into tokens, and tokens into text."""

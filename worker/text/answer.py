@@ -1,7 +1,7 @@
-"""One answer as it grows: its tokens, its text, and when it is over. Pure.
+"""One growing answer: its tokens, its text, and when it ends. Pure.
 
-The state after k tokens depends on those tokens alone. So after a crash the tokens that were published are
-pushed again, and the answer stands where it stood.
+The state after k tokens depends on these tokens alone. So after a crash, pushing the published tokens again
+restores the answer's state.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class TextSink(Protocol):
-    """Turns tokens into text that is safe to show; `worker.text.TextStream` is the real one."""
+    """Turns tokens into text that is safe to publish; implemented by `worker.text.text.TextStream`."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was seen."""
 
     def push(self, token: int) -> str:
-        """Take a token, return the text that has become certain."""
+        """Add a token, return the text that is now certain."""
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
 
 
 class Answer:
@@ -34,7 +34,7 @@ class Answer:
     def __init__(
         self, stream: TextSink, *, max_tokens: int, max_bytes: int, end_tokens: frozenset[int]
     ) -> None:
-        """`max_bytes` bounds tokens and text as JSON; the text that is held back comes on top."""
+        """`max_bytes` limits tokens and text as JSON, without the text that is held back."""
         self._stream = stream
         self.max_tokens = max_tokens
         self._left_bytes = max_bytes
@@ -49,7 +49,7 @@ class Answer:
         return "".join(self.texts)
 
     def push(self, token: int) -> str:
-        """Add the next token; returns its new text. Sets `finish_reason` when this token is the last."""
+        """Add the next token; returns its new text. Sets `finish_reason` if this token is the last."""
         self.tokens.append(token)
         if token in self._end_tokens:
             self.finish_reason = "stop"
@@ -67,7 +67,7 @@ class Answer:
         return text
 
     def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> str:
-        """End the answer where it is; returns the text that was held back."""
+        """End the answer here; returns the text that was held back."""
         self.finish_reason = reason
         self.texts.append(self._stream.finish())
         return self.texts[-1]

@@ -1,7 +1,8 @@
-"""Which chat templates give a message a text of its own, whatever is said later. Pure.
+"""Finds the chat templates in which later messages never change a message's text. Pure.
 
-Such a template renders the end of a conversation as it stands behind all the rest, also where most of the
-rest is left out. That is proven from the template's source: what is not known to be harmless looks back.
+Such a local template renders the end of a conversation to the same text if most earlier messages are left
+out. The proof is from the template's source: a construct that is not known to be harmless counts as one that
+looks back.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from jinja2 import Environment, TemplateError, nodes
 
 _Place: TypeAlias = Literal["before", "inside", "after"]
 
-#: Of the loop over the messages: what is the same for a message wherever the conversation ends, or begins an
-#: even number of messages earlier.
+#: Attributes of the loop over the messages that do not depend on where the conversation ends, nor change when
+#: an even number of earlier messages is left out.
 _NEAR: Final = {"first", "last", "previtem", "nextitem"}
 _INDICES: Final = {"index", "index0"}
-#: What ends the loop for later messages, works on the text of all of them, or leads to other templates.
+#: Nodes that end the loop early, work on the text of all messages, or lead to other templates.
 _REFUSED: Final = (
     *(nodes.Break, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock, nodes.Block),
     *(nodes.Extends, nodes.Import, nodes.FromImport, nodes.Include),
 )
-#: What one message could leave something in for another, or is another each time.
+#: Functions that carry state from one message to another, or are random.
 _STATEFUL: Final = {"cycler", "joiner", "random"}
 
 
 class _LooksBackError(Exception):
-    """The text of a message may depend on any other."""
+    """The text of a message may depend on any other message."""
 
 
 @lru_cache(maxsize=16)
 def num_first(template: str | None) -> int | None:
-    """Count the first messages on which the text of all may depend; None where it may depend on any.
+    """Count the first messages on which every text may depend; None if texts may depend on any message.
 
-    Beyond those a message's text depends on the messages next to it, and on whether its number is odd. Text
-    before the messages depends on the first ones, text behind them on the last ones.
+    Otherwise a message's text depends on its neighbours, and on whether its index is odd. Text before the
+    messages depends on the first ones, text after them on the last ones.
     """
     if template is None:
         return None
@@ -47,7 +48,7 @@ def num_first(template: str | None) -> int | None:
 
 
 class _Proof:
-    """Walks over a template; raises `_LooksBackError` where the proof fails."""
+    """Walks over a template; raises `_LooksBackError` if the proof fails."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._lists = {"messages"}
@@ -60,13 +61,13 @@ class _Proof:
             raise _LooksBackError
 
     def _find_lists(self, tree: nodes.Template) -> None:
-        """Find the names of the list of messages, and how many of the first ones they leave out together."""
+        """Find the variables that hold the messages, and how many first messages their slices skip in all."""
         assigned = [
             (node.target.name, node.node)
             for node in tree.find_all(nodes.Assign)
             if isinstance(node.target, nodes.Name)
         ]
-        for _ in assigned:  # the name of a name, and so on
+        for _ in assigned:  # a variable may be assigned from a variable, and so on
             self._lists |= {name for name, value in assigned if self._is_list(value)}
         self.num_first += sum(self._is_rest(node) for node in tree.find_all(nodes.Getitem))
 
@@ -74,7 +75,7 @@ class _Proof:
         return (isinstance(node, nodes.Name) and node.name in self._lists) or self._is_rest(node)
 
     def _is_rest(self, node: nodes.Node | None) -> bool:
-        """Say whether it is `messages[1:]`."""
+        """Say whether `node` is `messages[1:]`."""
         if not isinstance(node, nodes.Getitem) or not isinstance(node.arg, nodes.Slice):
             return False
         cut = node.arg
@@ -96,7 +97,7 @@ class _Proof:
         elif isinstance(node, nodes.Name):
             self._check_name(node.name)
         elif isinstance(node, nodes.NSRef) and self._place == "inside":
-            raise _LooksBackError  # what one message leaves there, a later one finds
+            raise _LooksBackError  # a later message could read what this one stores
         elif not self._is_harmless(node):
             for child in node.iter_child_nodes():
                 self._visit(child)
@@ -118,7 +119,7 @@ class _Proof:
         self._place = "after"
 
     def _visit_macro(self, node: nodes.Macro) -> None:
-        """Take a macro as if its body stood in the loop: it may be called there."""
+        """Check a macro like the body of the loop: it may be called there."""
         place, self._place = self._place, "inside"
         nested, self._nested = self._nested, True
         for child in node.iter_child_nodes():
@@ -132,7 +133,7 @@ class _Proof:
             raise _LooksBackError
 
     def _is_harmless(self, node: nodes.Node) -> bool:
-        """Say whether the whole of an expression has been looked at, and is as good for a shorter list."""
+        """Say whether an expression is fully checked here, and gives the same for a shorter list."""
         match node:
             case nodes.Assign(target=nodes.Name(), node=value) if self._is_list(value):
                 return self._place != "inside"
@@ -163,7 +164,7 @@ class _Proof:
         return isinstance(node, nodes.Getattr) and node.attr in _INDICES and self._is_loop(node)
 
     def _is_loop(self, node: nodes.Getattr) -> bool:
-        """Say whether it belongs to the loop over the messages, and not to one in its body."""
+        """Say whether `node` refers to the loop over the messages, not to a loop in its body."""
         ours = self._place == "inside" and not self._nested
         return ours and isinstance(node.node, nodes.Name) and node.node.name == "loop"
 

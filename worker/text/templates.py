@@ -1,16 +1,16 @@
 """A session as a conversation: which tokens each turn adds, rendered with the model's chat template.
 
-The tokens added are those that the full render of the whole conversation adds. Where a template changes
-what it rendered before (it trims an answer, drops its thoughts), the addition says from which position on
-the history is replaced. Pure: no device, no broker, no clock.
+A turn adds the tokens that a full render of the whole conversation would add. If the template changes text
+that it rendered before (trims an answer, drops its thoughts), the addition says from which position on the
+history is replaced. Pure: no device, no broker, no clock.
 
-The history is cut into steps (prompts, answers, raw content). Answers stay as they were sampled, since
-sampled tokens need not be those that the tokenizer would choose. Prompts between two answers are tokenised
-as one text, so that a seam between turns is no seam between tokens.
+The history is a sequence of steps: prompts, answers, raw content. Answers keep their sampled tokens, since
+the tokenizer might choose others for the same text. Prompts between two answers are tokenised as one text:
+a token may span two turns.
 
-A turn costs what it adds: where the template allows it (`locality`), the last messages are rendered without
-most of those before them, once as they were and once with what is new. What the two share is at the end of
-the session's text, so the rest is what the full render would add.
+With a local template (`locality`) the cost of a turn depends on its size only: the last messages are rendered
+without most earlier ones, once without and once with the new messages. The first render must match the end
+of the session's text; what the second adds is what a full render would add.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Struct, structs
 
-from worker.models.content import place, unmarked
+from worker.models.content import index_after, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .locality import num_first
@@ -36,23 +36,23 @@ Message: TypeAlias = dict[str, Any]
 
 __all__ = ["Addition", "Conversation", "CutOffError", "TemplateError", "Tokenizer"]
 
-#: What templates that name today's date are told, where nobody says when the session started.
+#: The date for templates that ask for it, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
-#: Prompts without an answer between them, of which so many are rendered again.
+#: Of a series of prompts without an answer, the last so many are rendered again.
 _LAST_PROMPTS: Final = 4
-#: Messages that are rendered before those whose text is needed, beside the conversation's first ones.
+#: Messages rendered before those whose text is needed, besides the conversation's first ones.
 _LEAD: Final = 4
-#: Messages beside the first ones that a shortened conversation has, at least.
+#: Minimum of messages in a shortened conversation, besides the first ones.
 _KEPT: Final = 24
 
 
 class CutOffError(Exception):
-    """A part of the conversation is needed that it was shortened by: it must be had whole."""
+    """The change needs a part that `shortened` left out: fold the whole conversation again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """`history[:keep] + tokens` is the new history; `keep` is below its length where a part is replaced."""
+    """`history[:keep] + tokens` is the new history; `keep < len(history)` replaces a part."""
 
     keep: int
     tokens: list[int]
@@ -61,9 +61,9 @@ class Addition:
 class Step(Struct, frozen=True, array_like=True):
     """The tokens `[start, end)` of a session and their text.
 
-    A prompt holds the messages that it renders; it may end with the header of an answer. An answer is closed
-    by an end-of-turn token. Messages after raw content start a conversation of their own, in which
-    `num_before` are rendered by the steps before this one.
+    A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
+    answer. Messages after raw content start a new conversation; `num_before` counts its messages before this
+    step.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -78,14 +78,14 @@ class Step(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The text that the conversation is to have from the step at index `start` on."""
+    """The wanted text of the conversation from the step at index `start` on."""
 
     start: int
     text: str
 
 
 class Changes(NamedTuple):
-    """What became of a conversation: how many steps and tokens at its beginning stayed, and the rest."""
+    """A changed conversation: the number of unchanged first steps and tokens, and the steps after them."""
 
     kept_steps: int
     kept_tokens: int
@@ -94,17 +94,17 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a session keeps beside its tokens. Immutable: every change returns a new one.
+    """What a session keeps besides its tokens. Immutable: every change returns a new object.
 
     `history` is always the session's tokens before the change. `started` is the date that the template may
-    put into its prompt: one for the whole session, so that a replay of its log comes to the same tokens.
+    write: one date per session, so replaying its log gives the same tokens.
     """
 
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
     _steps: tuple[Step, ...] = ()
-    _first: int = 0  # the first step of the conversation that messages go on with
-    # What `shortened` has left out: so many steps, up to a position; and the first messages, if among them.
+    _first: int = 0  # the first step of the conversation that messages continue
+    # What `shortened` left out: number of steps, position of their end, the first messages if among them.
     _num_cut: int = 0
     _base: int = 0
     _head: tuple[Message, ...] = ()
@@ -116,7 +116,7 @@ class Conversation:
 
     @property
     def has_messages(self) -> bool:
-        """Whether what comes next is rendered with messages from before."""
+        """Whether the next messages are rendered together with earlier ones."""
         return self._first < len(self._steps)
 
     def add_messages(
@@ -124,8 +124,7 @@ class Conversation:
     ) -> tuple[Conversation, Addition]:
         """Add messages, after closing an answer that ended without its end-of-turn token.
 
-        Raises `TemplateError` where the template refuses them; nothing has changed then.
-        Raises `CutOffError`.
+        Raises `TemplateError` if the template refuses them, and `CutOffError`.
         """
         if not messages:
             return self, Addition(len(history), [])
@@ -134,8 +133,8 @@ class Conversation:
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs.
 
-        Nothing is added with `raw`, in a session without messages, after raw content, and where the last
-        answer has not ended its turn: the generate goes on with it. Raises `TemplateError`.
+        Adds nothing with `raw`, without messages, after raw content, and after an answer without its
+        end-of-turn token, which the generate continues. Raises `TemplateError` and `CutOffError`.
         """
         steps = self._steps[self._first :]
         if (
@@ -150,8 +149,8 @@ class Conversation:
     def add_answer(self, history: Sequence[int], tokens: Sequence[int]) -> Conversation:
         """Add generated tokens; the last one may be an end-of-turn token.
 
-        They belong to the assistant where its header or its unfinished answer stands before them; elsewhere
-        they are raw content.
+        After an assistant header or an unfinished answer they belong to the assistant; elsewhere they are raw
+        content.
         """
         last = self._steps[-1] if self._steps else None
         if (
@@ -161,12 +160,12 @@ class Conversation:
         ):
             return self.add_raw(history, tokens)[0]
         if last.kind == "prompt":
-            return self._with(self._answer(len(history), tokens, _num_behind(last) - 1))
+            return self._with(self._answer(len(history), tokens, _num_up_to(last) - 1))
         answer = self._answer(last.start, [*history[last.start :], *tokens], last.num_before)
         return replace(self, _steps=(*self._steps[:-1], answer))
 
     def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
-        """Add text or tokens that came as they are; later messages start a conversation behind them."""
+        """Add text or tokens without the template; later messages start a new conversation after them."""
         if not tokens:
             return self, Addition(len(history), [])
         addition = Addition(len(history), list(tokens))
@@ -174,9 +173,9 @@ class Conversation:
         return replace(self, _steps=steps, _first=len(steps), _head=()), addition
 
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
-        """Forget what lies behind `position`.
+        """Drop everything from `position` on.
 
-        The rest of an answer is an unfinished answer, the rest of a prompt is raw content. Raises
+        The remaining part of an answer is an unfinished answer, that of a prompt is raw content. Raises
         `CutOffError`.
         """
         if not position:
@@ -192,18 +191,18 @@ class Conversation:
                 steps.append(Step("raw", cut.start, position))
         first = _first(steps)
         if self._first and self._num_cut and not first:
-            raise CutOffError  # it is back in a conversation whose beginning was left out
+            raise CutOffError  # back in a conversation whose beginning was left out
         return replace(self, _steps=tuple(steps), _first=first)
 
     @property
     def looks_back(self) -> bool:
-        """Whether the template may render any message otherwise for what is said later."""
+        """Whether a later message may change the text of any earlier one."""
         return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Conversation:
-        """Leave out what is needed only to rewind, or where the template looks back: it takes no more memory.
+        """Leave out the steps that only a rewind needs, to save memory. No effect if the template looks back.
 
-        Every change comes to the same as without, or raises `CutOffError`.
+        Every change then gives the same result as before, or raises `CutOffError`.
         """
         num_head, steps = num_first(self.tokenizer.template), self._steps
         if num_head is None or not steps:
@@ -214,7 +213,7 @@ class Conversation:
         ):
             start -= 1
         if start <= self._first:
-            start = max(self._first - 1, 0)  # with the raw content that messages do not go on with
+            start = max(self._first - 1, 0)  # keep the raw content before the conversation
         if not start:
             return self
         head = self._head or tuple(self._first_messages(num_head)) if start > self._first else ()
@@ -228,9 +227,9 @@ class Conversation:
         )
 
     def changes(self, since: Conversation) -> Changes:
-        """Tell what was changed since an earlier state, which was shortened as this one was."""
+        """Return the changes since an earlier state, if both were shortened at the same step."""
         if self._num_cut != since._num_cut:
-            return Changes(0, 0, list(self._steps))  # it was begun anew
+            return Changes(0, 0, list(self._steps))  # shortened since: all steps count as changed
         kept = 0
         for mine, earlier in zip(self._steps, since._steps, strict=False):
             if mine is not earlier:
@@ -240,19 +239,19 @@ class Conversation:
         return Changes(self._num_cut + kept, end, list(self._steps[kept:]))
 
     def pack(self) -> bytes:
-        """Write what `unpack` needs to go on."""
+        """Encode for `unpack`."""
         started, first = self.started.isoformat(), self._first
         return pack_steps((started, first, self._num_cut, self._base, self._head, self._steps))
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Conversation:
-        """Read what `pack` wrote. Raises `ValueError` and `MsgspecError`."""
+        """Decode what `pack` returned. Raises `ValueError` and `MsgspecError`."""
         started, first, num_cut, base, head, steps = msgspec.convert(json.loads(packed), _Packed)
         return cls(tokenizer, datetime.fromisoformat(started), steps, first, num_cut, base, head)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, started: datetime, steps: Sequence[Step]) -> Conversation:
-        """Make the conversation of these steps."""
+        """Build the conversation of these steps."""
         return cls(tokenizer, started, tuple(steps), _first(steps))
 
     def _with(self, step: Step) -> Conversation:
@@ -272,7 +271,7 @@ class Conversation:
         )
 
     def _messages(self, steps: Sequence[Step]) -> list[Message]:
-        """List the messages that the steps stand for; a header without an answer is an empty one."""
+        """List the messages of the steps; a header without an answer counts as an empty message."""
         messages: list[Message] = []
         for step in steps:
             if step.kind == "answer":
@@ -288,9 +287,9 @@ class Conversation:
     def _extend(
         self, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
     ) -> tuple[Conversation, Addition]:
-        """Bring the conversation's text to what the template makes of it and more messages.
+        """Extend the conversation by messages as the template renders it.
 
-        As many tokens as can be kept are kept.
+        Keeps as many tokens as possible.
         """
         near = self._near_target(messages, header=opens_answer)
         extended = near and self._reach(near, history, messages, opens_answer=opens_answer)
@@ -302,17 +301,17 @@ class Conversation:
         whole = _Target(self._first, self._render(every, header=opens_answer))
         extended = self._reach(whole, history, messages, opens_answer=opens_answer)
         if extended is None:
-            raise AssertionError("there is nothing before the first step")
+            raise AssertionError("a render from the first step cannot fail")
         return extended
 
     def _near_target(self, messages: Sequence[Message], *, header: bool) -> _Target | None:
-        """Find the text that comes behind the last answer but one, without rendering what is before it.
+        """Find the text after the last answer but one, without rendering the text before it.
 
-        None where the conversation is short, the template looks back, or its text is not what it rendered.
+        None if the conversation is short, the template looks back, or its text is not what it rendered.
         """
         num_head = num_first(self.tokenizer.template)
         first, steps = self._first, self._steps
-        # What was rendered last ends with a prompt; an answer behind it may still be changed by the template.
+        # The last render ended with a prompt; the template may still change an answer after it.
         end = len(steps) - (bool(steps) and steps[-1].kind == "answer")
         if num_head is None or end <= first or steps[end - 1].kind != "prompt":
             return None
@@ -323,7 +322,7 @@ class Conversation:
             and (end - start < _LAST_PROMPTS or steps[start - 1].opens_answer)
         ):
             start -= 1
-        # A message's text may depend on the one before it, counted from the start of a list without the head.
+        # Render messages before those needed: a text may depend on its neighbours.
         lead, num_lead = start, num_head + _LEAD
         while lead > first and (
             steps[lead].kind == "answer" or steps[start].num_before - steps[lead].num_before < num_lead
@@ -331,7 +330,7 @@ class Conversation:
             lead -= 1
         if steps[lead].num_before <= num_head or steps[start].num_before - steps[lead].num_before < num_lead:
             return None
-        odd = (steps[lead].num_before - num_head) % 2  # left out are so many that the others stay odd or even
+        odd = (steps[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
         head = self._head or self._first_messages(num_head)
         before = self._messages(steps[lead:end])[odd:]
         opened = steps[end - 1].opens_answer
@@ -353,20 +352,20 @@ class Conversation:
         first = self._first
         for end in range(first + 1, len(self._steps)):
             head = self._messages(self._steps[first:end])
-            if len(head) > num_messages:  # the last one may be an answer's header
+            if len(head) > num_messages:  # the last message may be an answer's header
                 break
         return head[:num_messages]
 
     def _reach(
         self, target: _Target, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
     ) -> tuple[Conversation, Addition] | None:
-        """Change the steps from the target's on to its text; None where that may change those before it."""
+        """Change the steps from the target's start on to its text; None if earlier steps might change too."""
         before, steps = self._steps[: target.start], self._steps[target.start :]
         base = before[-1].end if before else self._base
         agreeing, agreed_chars = _agreement(steps, target.text)
         seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target.text, base, history)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
-            return None  # its last token and the first one here may become one
+            return None  # its last token and the first one here may merge
         wanted = self._encode(target.text[seam_chars:], seam, history)
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
@@ -402,9 +401,9 @@ class Conversation:
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
-        That is at the last added token where `target` only goes on, so that a session of many appends costs
-        the same at each; else behind the last answer before the point where `target` departs from the steps'
-        text, or inside of the answer in which it does.
+        If `target` only extends the steps' text, that is the last added token, so the cost of an append does
+        not grow with the session. Else it is the end of the last answer before the first difference, or a
+        position inside the answer that differs.
         """
         if agreeing < len(steps) and steps[agreeing].kind == "answer":
             answer = steps[agreeing]
@@ -423,14 +422,14 @@ class Conversation:
         return steps[agreeing - 1].end if agreeing else base, agreed_chars
 
     def _last_border(self, steps: Sequence[Step], history: Sequence[int]) -> int | None:
-        """Find the last added token of a prompt at the end; no text behind it changes what is before it."""
+        """Find the last added token of a final prompt; later text cannot change the tokens before it."""
         if not steps or steps[-1].kind != "prompt":
             return None
         backwards = range(steps[-1].end - 1, steps[-1].start, -1)
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
-        """Count the tokens that `text` starts with, and their characters; only whole characters count."""
+        """Count the tokens that `text` starts with, and their characters, up to a whole character."""
         target = unmarked(text).encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):
@@ -440,12 +439,12 @@ class Conversation:
             num_bytes += len(piece)
             if target[num_bytes : num_bytes + 1] < b"\x80" or target[num_bytes] >= 0xC0:
                 best_tokens, best_bytes = count, num_bytes
-        return best_tokens, place(text, len(target[:best_bytes].decode()))
+        return best_tokens, index_after(text, len(target[:best_bytes].decode()))
 
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
-        """Tokenise what stands behind `position`, which is the session's start or the end of an answer."""
+        """Tokenise `text`, which starts at `position`."""
         if position and history[position - 1] in self.tokenizer.eos_ids:
-            # Together with it, because an end-of-turn token may swallow the white space behind it.
+            # Together with the end-of-turn token, which may absorb the white space after it.
             end = history[position - 1]
             ids = self.tokenizer.encode(self.tokenizer.decode([end]) + text, at_start=False)
             if ids[:1] == [end]:
@@ -457,22 +456,22 @@ _Packed: TypeAlias = tuple[str, int, int, int, tuple[Message, ...], tuple[Step, 
 
 
 def pack_steps(what: Any) -> bytes:
-    """Write steps, or something with steps in it, as JSON: marked text is no UTF-8, which msgspec wants."""
+    """Encode a value with steps as JSON. Not with msgspec, since marked text is not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(what), separators=(",", ":")).encode()
 
 
 def unpack_steps(packed: bytes) -> list[Step]:
-    """Read a list of steps. Raises `ValueError` and `MsgspecError`."""
+    """Decode a list of steps. Raises `ValueError` and `MsgspecError`."""
     return msgspec.convert(json.loads(packed), list[Step])
 
 
 def _first(steps: Sequence[Step]) -> int:
-    """Find the first step of the conversation that messages go on with: that behind the last raw content."""
+    """Find the first step of the conversation that messages continue: after the last raw content."""
     return next((index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw"), 0)
 
 
-def _num_behind(step: Step) -> int:
-    """Count the messages up to the end of a prompt; a header without an answer is an empty one."""
+def _num_up_to(step: Step) -> int:
+    """Count the messages up to the end of a prompt; a header counts as an empty message."""
     return step.num_before + len(step.messages) + step.opens_answer
 
 

@@ -1,8 +1,8 @@
-"""An answer's text as its tokens arrive: whole characters, held back where a stop string may begin.
+"""Streams an answer's text: whole characters, held back while a stop string may have begun.
 
-A function of the token sequence alone: the same tokens give the same pieces of text, so that an answer can
-be taken up again after a crash. Works on the tokens' bytes and Python's incremental UTF-8 decoder, which
-costs the same for every token and gives what decoding the whole would give. Must not import MLX.
+The same tokens always give the same pieces of text, so an answer can be resumed after a crash. Uses Python's
+incremental UTF-8 decoder on the tokens' bytes: constant cost per token, and the same text as decoding all
+tokens at once. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Turn tokens into text that is safe to show, up to the first stop string.
+    """Turns tokens into text that is safe to publish, up to the first stop string.
 
-    The stop string that ends first counts; of several that end together, the longest. `stopped` tells that
-    one was seen: text before it has been returned, it and what follows never will be.
+    The stop string that ends first wins; of several that end together, the longest. Once `stopped` is true,
+    the stop string and the text after it are never returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -31,24 +31,24 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take the next token; returns the text that has become certain. End-of-turn tokens have none."""
+        """Add the next token; returns the text that is now certain. End-of-turn tokens have none."""
         if token in self._tokenizer.eos_ids:
             return ""
-        return self._take(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def finish(self) -> str:
-        """Return what was held back; the beginning of a character that never ended is U+FFFD."""
-        text = self._take(self._decoder.decode(b"", final=True))
+        """Return the text that was held back; an incomplete character becomes U+FFFD."""
+        text = self._release(self._decoder.decode(b"", final=True))
         if self.stopped:
             return text
         text, self._held = text + self._held, ""
         return text
 
-    def _take(self, text: str) -> str:
+    def _release(self, text: str) -> str:
         if self.stopped:
             return ""
         for count, char in enumerate(text, 1) if self._matchers else ():
-            # Every matcher sees every character: no short cut at the first hit.
+            # Every matcher must see every character: do not stop at the first hit.
             hits = [matcher.length for matcher in self._matchers if matcher.push(char)]
             if hits:
                 self.stopped = True
@@ -60,7 +60,7 @@ class TextStream:
 
 
 class _Matcher:
-    """Finds one string in a stream of characters (Knuth, Morris and Pratt): constant cost for each."""
+    """Finds one string in a stream of characters (Knuth-Morris-Pratt), at constant cost per character."""
 
     def __init__(self, string: str) -> None:
         self._string = string
@@ -71,7 +71,7 @@ class _Matcher:
             self._fallback[i] = self._advance(self._fallback[i - 1], string[i])
 
     def push(self, char: str) -> bool:
-        """Take a character; tells whether the string ends with it."""
+        """Add a character; returns whether the string ends with it."""
         self.matched = self._advance(self.matched, char)
         return self.matched == self.length
 
