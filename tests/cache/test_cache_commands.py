@@ -224,7 +224,7 @@ async def test_a_chain_is_carried_to_another_cache_and_serves_there(
     assert {await restored(there, TOKENS), await restored(there, OTHER)} == {10, 8}
     await there.close()
     again = turnkeep("import", tmp_path / "one.tar", directory=tmp_path / "there")
-    assert "took 0 files, 0 B; skipped 3" in again.stdout
+    assert "added 0 files, 0 B; skipped 3" in again.stdout
     assert again.stderr.count("there already") == 3
 
 
@@ -318,8 +318,8 @@ def test_a_directory_that_is_no_cache_is_named(turnkeep, tmp_path, command) -> N
 
 
 def test_prune_wants_to_be_told_what_goes(turnkeep) -> None:
-    assert "say what is to go" in turnkeep("prune", code=2).stderr
-    assert "say what is to go" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
+    assert "say what to remove" in turnkeep("prune", code=2).stderr
+    assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr
 
 

@@ -66,7 +66,7 @@ async def test_what_is_piped_in_is_a_part_of_the_question(
 
 @pytest.mark.parametrize(
     ("piped", "says"),
-    [(b"", "there is no question"), (b" \n", "there is no question"), (b"ab\xff", "no UTF-8 text at byte 2")],
+    [(b"", "there is no question"), (b" \n", "there is no question"), (b"ab\xff", "not UTF-8 at byte 2")],
 )
 def test_a_pipe_without_a_text_is_wrong_usage(piped: bytes, says: str) -> None:
     done = turnkeep("ask", text=piped)

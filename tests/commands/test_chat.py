@@ -91,8 +91,8 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
     def script(terminal: Terminal) -> None:
         for line, says in (
             ("/help", "/rewind"),
-            ("/system Be brief.", "told so from here on"),
-            ("/system", "wants a text"),
+            ("/system Be brief.", "The system message is added"),
+            ("/system", "needs a text"),
             ("/set", "max_tokens   5"),
             ("/set max_tokens 3", PROMPT),
             ("/set max_tokens 0", "max_tokens must be"),
@@ -105,7 +105,7 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
             ("/set max_tokens", PROMPT),
             ("once more", PROMPT),
             ("/info", "requests answered"),
-            ("/rewind", "Taken back: once more"),
+            ("/rewind", "Removed: once more"),
             ("/rewind 2", "the session has 1 exchanges, not 2"),
             ("/rewind no", "must be a number of exchanges"),
         ):
@@ -197,7 +197,7 @@ async def test_options_and_system_of_the_command_line_hold_for_the_chat(
     for lines in ("one\n", "two\n"):
         done = await asyncio.to_thread(turnkeep, "chat", *options, *where(worker), text=lines)
         assert done.returncode == 0, done.stderr
-    assert "goes on with the system message" in done.stderr
+    assert "keeps its system message" in done.stderr
     sent = await requests(worker.client)
     assert said(sent) == [("system", "Be brief."), ("user", "one"), ("user", "two")]
     for request in sent:

@@ -355,7 +355,7 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
     assert len(done.stdout.splitlines()) >= 2
     again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
     assert again.returncode == 0
-    assert again.stderr == f"Going on with session 'chat' at position {info.position}.\n"
+    assert again.stderr == f"Continuing session 'chat' at position {info.position}.\n"
     nothing = await asyncio.to_thread(turnkeep, "chat", *options)
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (await worker.client.session("chat").info()).requests == 4

@@ -1,1 +1,1 @@
-"""The command line: what a user types, and what is printed."""
+"""The command line: commands, options and output."""

@@ -1,4 +1,4 @@
-"""`turnkeep ask`: one question, from the command line and from what is piped in, and its answer."""
+"""`turnkeep ask`: answers one question from the command line and standard input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
-#: How long to wait for the end of a session that was made for one question.
+#: How long to wait for the close of a session that was opened for one question.
 _CLOSE_S: Final = 2.0
 
 
 def question(argument: str | None) -> str:
-    """Return what is asked: the argument, what standard input holds behind it, or that alone (`-`).
+    """Return the question: the argument, then standard input; or only standard input (`-`).
 
-    A terminal is read only for `-`. Raises `UsageError` where nothing is asked.
+    Reads a terminal only for `-`. Raises `UsageError` if there is no question.
     """
     text = ""
     if argument == "-" or not (sys.stdin is None or sys.stdin.isatty()):
@@ -36,17 +36,17 @@ def question(argument: str | None) -> str:
 
 
 def decoded(body: bytes) -> str:
-    """Read what was piped in. Raises `UsageError` where it is no text."""
+    """Decode piped input. Raises `UsageError` if it is not UTF-8."""
     try:
         return body.decode()
     except UnicodeDecodeError as error:
         raise click.UsageError(
-            f"standard input is no UTF-8 text at byte {error.start}; convert it first"
+            f"standard input is not UTF-8 at byte {error.start}; convert it first"
         ) from None
 
 
 async def ask(client: Client, name: str | None, text: str, system: str | None, sampling: Sampling) -> bool:
-    """Stream the answer; a session made for it is closed again. False where Ctrl-C ended it."""
+    """Stream the answer, then close a session opened for it. Returns False if Ctrl-C ended it."""
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     messages = [{"role": "user", "content": text}]
     if system:
@@ -56,5 +56,5 @@ async def ask(client: Client, name: str | None, text: str, system: str | None, s
         return await stream(session, generation)
     finally:
         if name is None:
-            with contextlib.suppress(TurnkeepError):  # it is in the log, for whenever there is a worker
+            with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
                 await session.close(timeout_s=_CLOSE_S)

@@ -1,7 +1,7 @@
-"""`turnkeep cache`: look into the snapshots on disk, check them, clear them out, carry them elsewhere.
+"""`turnkeep cache`: list, verify, remove, export and import the snapshots on disk.
 
-What only reads (`ls`, `du`, `verify`, `export`) works beside a running worker; what writes needs the cache's
-lock, and says who has it.
+Commands that only read (`ls`, `du`, `verify`, `export`) work beside a running worker. Commands that write
+need the cache's lock; if another process has it, the error names that process.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class CacheCommandError(TurnkeepError):
 
 
 class _Group(click.Group):
-    """Turns the faults of cache and disk into one line each."""
+    """Turns each error of cache and disk into one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Standard output is for what was asked for, which may be JSON.
+        # Standard output is for the result, which may be JSON.
         structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
         try:
             return super().invoke(ctx)
@@ -70,7 +70,7 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
 
 
 def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options that name the directory, and those of the settings in `names`."""
+    """Add the options that name the directory, and those of the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         command = with_settings("data_dir", *names)(command)
@@ -85,7 +85,7 @@ def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _place(directory: Path | None, config: Path | None, flags: dict[str, Any]) -> tuple[Path, Settings]:
-    """Find the cache. Raises `CacheCommandError` where no worker has made one yet."""
+    """Find the cache. Raises `CacheCommandError` if no worker has made one yet."""
     place, settings, is_fresh = _look_for(directory, config, flags)
     if is_fresh:
         raise CacheCommandError(f"{_nothing(place)}; a worker with this data directory makes a cache there")
@@ -95,9 +95,9 @@ def _place(directory: Path | None, config: Path | None, flags: dict[str, Any]) -
 def _look_for(
     directory: Path | None, config: Path | None, flags: dict[str, Any]
 ) -> tuple[Path, Settings, bool]:
-    """Find the cache, and say whether a worker has yet to make one in its data directory.
+    """Find the cache, and say whether its data directory has none yet.
 
-    A directory that is named as the cache itself, and is none, is a mistake of whoever named it.
+    An empty data directory is normal; a wrong `--dir` is the user's error.
     """
     settings = read(config, flags)
     place = directory or settings.data_dir / "snapshots"
@@ -111,7 +111,7 @@ def _nothing(place: Path) -> str:
 
 @click.group(cls=_Group)
 def cache() -> None:
-    """Snapshots on disk: look, check, clear out, carry elsewhere."""
+    """Snapshots on disk: list, verify, remove, export and import."""
 
 
 @cache.command("ls")
@@ -120,7 +120,7 @@ def cache() -> None:
 def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """List the stored chains of tokens, the last used first, and the pins.
 
-    Whose they are cannot be told: the names are salted digests of tenant and tokens.
+    The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
     place, _, is_fresh = _look_for(directory, config, flags)
     found = survey.Survey() if is_fresh else survey.look(place)
@@ -161,14 +161,14 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
         click.echo(_nothing(place))
     for pin in pins:
         click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
-    _print_odd(found)
+    _print_unreadable(found)
 
 
 @cache.command()
 @as_json
 @_on_a_cache("max_disk", "min_free_disk")
 def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Add up what the snapshots of each model take, and what the limits leave."""
+    """Show the disk space of each model's snapshots, and the space that the limits leave."""
     place, settings, is_fresh = _look_for(directory, config, flags)
     found = survey.Survey() if is_fresh else survey.look(place)
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
@@ -203,7 +203,7 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
         table(["model", "chains", "files", "size"], rows)
     else:
         click.echo(_nothing(place))
-    click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), among it")
+    click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), including")
     click.echo(
         f"  other format versions {size(found.foreign_bytes)}, quarantine {size(found.quarantined_bytes)}"
     )
@@ -211,13 +211,13 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 
 
 @cache.command()
-@click.option("--quarantine", is_flag=True, help="Move what is doubtful out of the way; needs the lock.")
+@click.option("--quarantine", is_flag=True, help="Move doubtful files to quarantine; needs the lock.")
 @as_json
 @_on_a_cache()
 def verify(
     directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
 ) -> None:
-    """Read every file and check its length, checksum, name and layout. Exit code 1 if any is doubtful."""
+    """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful."""
     place, _ = _place(directory, config, flags)
     with terminal_progress() as show:
         found = survey.verify(
@@ -242,16 +242,16 @@ def verify(
     "older_than_s",
     metavar="TIME",
     callback=_parsed(parse_duration, "a duration such as 12h or 7d"),
-    help="What was last used so long ago.",
+    help="Remove snapshots not used for so long.",
 )
 @click.option(
     "--to-bytes",
     metavar="SIZE",
     callback=_parsed(parse_size, "a size such as 5GiB"),
-    help="The least recently used, until so much is left.",
+    help="Remove the least recently used, until this size is left.",
 )
-@click.option("--model", metavar="IDENTITY", help="Of this model only: the beginning of its identity.")
-@click.option("--all", "everything", is_flag=True, help="Everything, with quarantine and pins.")
+@click.option("--model", metavar="IDENTITY", help="Only of this model: the beginning of its identity.")
+@click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine and pins.")
 @as_json
 @_on_a_cache()
 def prune(
@@ -267,7 +267,7 @@ def prune(
     """Remove snapshots that meet every condition given. Needs the lock; pinned prefixes stay."""
     conditions = [older_than_s, to_bytes, model]
     if everything == any(condition is not None for condition in conditions):
-        raise click.UsageError("say what is to go: --all, or conditions (--older-than, --to-bytes, --model)")
+        raise click.UsageError("say what to remove: --all, or conditions (--older-than, --to-bytes, --model)")
     place, _ = _place(directory, config, flags)
     if everything:
         pruned = pruning.prune_all(place)
@@ -294,7 +294,7 @@ def prune(
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_on_a_cache()
 def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], **flags: Any) -> None:
-    """Let go of pins by their names in `ls`, where no session leads to them any more. Needs the lock."""
+    """Remove pins by their names in `ls`, for pins whose session is gone. Needs the lock."""
     place, _ = _place(directory, config, flags)
     for pin in pruning.unpin(place, list(names)):
         click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
@@ -303,7 +303,7 @@ def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], *
 @cache.command("export")
 @click.argument("digests", nargs=-1, metavar="[DIGEST]...")
 @click.argument("target", type=click.Path(path_type=Path), metavar="FILE.tar")
-@click.option("--all", "everything", is_flag=True, help="All chains.")
+@click.option("--all", "everything", is_flag=True, help="Export all chains.")
 @_on_a_cache()
 def export(
     directory: Path | None,
@@ -313,7 +313,7 @@ def export(
     everything: bool,
     **flags: Any,
 ) -> None:
-    """Write chains, as `ls` names them, to a tar file that another cache can import."""
+    """Write chains, named as in `ls`, to a tar file that another cache can import."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
     place, _ = _place(directory, config, flags)
@@ -326,13 +326,13 @@ def export(
 @as_json
 @_on_a_cache("max_disk", "min_free_disk")
 def import_(directory: Path | None, config: Path | None, source: Path, as_json: bool, **flags: Any) -> None:
-    """Take the snapshots of a tar file into the cache, each once it is proved. Needs the lock.
+    """Import the snapshots of a tar file into the cache, after checking each. Needs the lock.
 
-    They serve the same model and the same tenant names as where they were made.
+    They serve the same model and the same tenant names as in the cache they came from.
 
-    An archive is trusted content: take none from people whom you would not let change the model. What is
-    proved is that each file is whole and is what it says. That a model has computed it cannot be proved, and
-    a session that goes on from made-up KV answers as if something else had been said to it.
+    An archive is trusted content: import only from people whom you would let change the model. The checks
+    prove that a file is complete and matches its name. They cannot prove that a model computed it: a session
+    that continues from forged KV answers as if it had another history.
     """
     place, settings = _place(directory, config, flags)
     carried = archive.restore(
@@ -345,14 +345,14 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
         return
     for name, reason in carried.skipped:
         click.echo(f"skipped {name!r}: {reason}", err=True)
-    click.echo(f"took {carried.num_files} files, {size(carried.size_bytes)}; skipped {len(carried.skipped)}")
+    click.echo(f"added {carried.num_files} files, {size(carried.size_bytes)}; skipped {len(carried.skipped)}")
 
 
 def _model(model: survey.Model) -> str:
     return " ".join(filter(None, [model.name, model.identity[:12]]))
 
 
-def _print_odd(found: survey.Survey) -> None:
+def _print_unreadable(found: survey.Survey) -> None:
     for name, reason in found.doubtful:
         click.echo(f"{name}: {reason}", err=True)
     if found.num_foreign:

@@ -1,4 +1,4 @@
-"""`turnkeep chat`: a conversation at a terminal, or line by line from a pipe."""
+"""`turnkeep chat`: a conversation in a terminal, or one question per line from a pipe."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from .exchanges import Exchange
 
 _KEYS: Final = (
-    "Enter sends. Ctrl-C stops an answer, or clears the line; a second one leaves. /help lists more."
+    "Enter sends. Ctrl-C stops an answer, or clears the line; Ctrl-C again leaves. /help lists more."
 )
 _HELP: Final = """\
-/system TEXT      say who the model is, from here on
-/set              show the options of answers
-/set NAME VALUE   change one; without VALUE it has its default again
-/rewind [N]       take back the last exchange, or the last N
+/system TEXT      add a system message, valid from here on
+/set              show the sampling options
+/set NAME VALUE   change an option; without VALUE reset it to its default
+/rewind [N]       remove the last exchange, or the last N
 /info             position, KV, queue, and the worker's metrics
-/bye              leave; the session stays (so does Ctrl-D)"""
+/bye              leave and keep the session (like Ctrl-D)"""
 _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
     "max_tokens": int,
     "temperature": float,
@@ -46,13 +46,13 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
 }
 #: How long a command waits for the worker.
 _PATIENCE_S: Final = 30.0
-#: Characters of the last question and answer that are shown again.
+#: Maximum characters of the last question and answer to show at the start.
 _SHOWN: Final = 2000
 
 
 async def chat(client: Client, name: str, system: str | None, sampling: Sampling) -> None:
-    """Read lines and stream answers until the input ends. Raises `TurnkeepError` where it cannot begin."""
-    build(Generate, **sampling)  # what is wrong with an option is said before a question is typed
+    """Read lines and stream answers until the input ends. Raises `TurnkeepError` if it cannot start."""
+    build(Generate, **sampling)  # report a wrong option before the first question
     await _Chat(client, name, sampling).run(system)
 
 
@@ -61,7 +61,7 @@ class _Chat:
         self._client = client
         self._session = client.session(name)
         self._name = name
-        #: What is not given is left to the worker.
+        #: For options that are not given, the worker's defaults apply.
         self._defaults: dict[str, Any] = {
             option: value for option, value in sampling.items() if value not in (None, ())
         }
@@ -80,9 +80,9 @@ class _Chat:
         if sys.stdin.isatty():
             self._greet(info, past)
         elif info.position:
-            _say(f"Going on with session {self._name!r} at position {info.position}.")
+            _say(f"Continuing session {self._name!r} at position {info.position}.")
         if system and info.position:
-            _say("The session goes on with the system message that it has; /system changes it from here on.")
+            _say("The session keeps its system message; /system adds another from here on.")
         elif system:
             await self._system(system)
         async for line in _lines([one.question for one in past]):
@@ -93,7 +93,7 @@ class _Chat:
                 if word in self._commands:
                     await self._commands[word](rest.strip())
                 elif word.startswith("/") and word[1:].isalpha():
-                    _say(f"There is no command {word}; /help lists them, and a space before it sends it.")
+                    _say(f"There is no command {word}; /help lists them. To send it, begin with a space.")
                 else:
                     await self._answer(line)
             except TurnkeepError as error:
@@ -105,7 +105,7 @@ class _Chat:
         except RequestFailedError as error:
             if error.code != "unknown_session":
                 raise
-        await self._session.open()  # only that can use the name of a closed session again
+        await self._session.open()  # needed to use the name of a closed session again
         return await self._session.info()
 
     def _greet(self, info: SessionInfo, past: Sequence[Exchange]) -> None:
@@ -114,7 +114,7 @@ class _Chat:
         if past:
             _say(f"> {_end_of(past[-1].question)}\n{_end_of(past[-1].answer)}\n")
         if waiting := len(info.waiting) + (info.active is not None):
-            _say(f"Requests of the session not answered yet: {waiting}. Yours waits for them.\n")
+            _say(f"Unanswered requests of the session: {waiting}. Your question waits for them.\n")
 
     async def _answer(self, question: str) -> None:
         generation = self._session.generate(
@@ -123,17 +123,17 @@ class _Chat:
         answered = await stream(self._session, generation)
         if sys.stdin.isatty():
             is_cut = answered and generation.result.finish_reason == "length"
-            _say("Ended at max_tokens, or where the context is full.\n" if is_cut else "")
+            _say("Ended at max_tokens, or at the end of the context.\n" if is_cut else "")
 
     async def _help(self, _: str) -> None:
         _say(_HELP)
 
     async def _system(self, text: str) -> None:
         if not text:
-            _say("/system wants a text, such as: /system Answer in one sentence.")
+            _say("/system needs a text, such as: /system Answer in one sentence.")
             return
         await self._session.append(messages=[{"role": "system", "content": text}], timeout_s=_PATIENCE_S)
-        _say("The model is told so from here on.")
+        _say("The system message is added.")
 
     async def _set(self, words: str) -> None:
         name, _, value = words.partition(" ")
@@ -163,16 +163,16 @@ class _Chat:
             raise InvalidMessageError(f"the session has {len(past)} exchanges, not {count}")
         start = past[-count].start
         if start is None:
-            raise InvalidMessageError("the chat template has rewritten what was before; take back more of it")
+            raise InvalidMessageError("the chat template rewrote the text before it; rewind further")
         await self._session.rewind(start, timeout_s=_PATIENCE_S)
-        _say(f"Taken back: {_end_of(past[-count].question)}")
+        _say(f"Removed: {_end_of(past[-count].question)}")
 
     async def _info(self, _: str) -> None:
         await control.info(self._client, self._name, as_json=False)
 
 
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
-    """Yield what the user types, without empty lines; a line that begins with a space keeps it."""
+    """Yield the lines that the user types, without empty ones; a leading space is kept."""
     if not sys.stdin.isatty():
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             if text := decoded(line).rstrip():
@@ -184,7 +184,7 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
 
     prompt: PromptSession[str] = PromptSession(
         history=InMemoryHistory([text for text in past if text]),
-        output=create_output(always_prefer_tty=True),  # where the answers go into a pipe
+        output=create_output(always_prefer_tty=True),  # also when standard output is a pipe
     )
     is_leaving = False
     while True:
@@ -204,7 +204,7 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
 
 
 def _say(text: str) -> None:
-    """Print what is no answer: aside, and paler on a terminal."""
+    """Print a text that is not part of an answer: on standard error, dimmed on a terminal."""
     if sys.stderr.isatty():
         click.secho(wrapped(printable(text)), dim=True, err=True)
     else:

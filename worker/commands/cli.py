@@ -1,8 +1,7 @@
-"""The command line. Every fault that a user can cause or mend is one line on standard error.
+"""The command line. Every error that a user can cause or fix is one line on standard error.
 
-Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted, 143
-terminated. Commands that talk to
-a worker are clients like any other; only `serve`, `model`, `cache` and `doctor` touch this machine.
+Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted, 143 terminated. Commands
+that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `doctor` use this machine.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class _Group(click.Group):
-    """Turns the faults of a user into one line and an exit code."""
+    """Turns each error of a user into one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -68,15 +67,15 @@ def _fail(message: str, code: int) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
 def main() -> None:
-    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive it."""
+    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive restarts."""
 
 
 @main.command()
 @with_settings()
 def serve(config: Path | None, **flags: Any) -> None:
-    """Run a worker, with a NATS server of its own unless --nats names one. Ctrl-C stops it.
+    """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
-    SIGHUP has it read the settings again, and hold to max_disk and min_free_disk as they are then.
+    On SIGHUP the worker reads the settings again and applies max_disk and min_free_disk.
     """
     from .serve import serve as run
 
@@ -92,7 +91,7 @@ def model() -> None:
 @as_json
 @with_settings("data_dir")
 def model_list(config: Path | None, as_json: bool, **flags: Any) -> None:
-    """List the models that are here: packaged, converted, downloaded."""
+    """List the models on this machine: packaged, converted, downloaded."""
     from worker.models.model import list_models
 
     found = list_models(read(config, flags).data_dir)
@@ -108,7 +107,7 @@ def model_list(config: Path | None, as_json: bool, **flags: Any) -> None:
 @model.command("path")
 @with_settings("data_dir", "model", "dtype")
 def model_path(config: Path | None, **flags: Any) -> None:
-    """Print the MLX folder that a worker with these settings loads, converting or downloading it first."""
+    """Print the MLX folder that a worker with these settings loads; convert or download it first."""
     from worker.models.model import default_dtype, resolve
 
     from .progress import terminal_progress
@@ -124,7 +123,7 @@ def model_path(config: Path | None, **flags: Any) -> None:
 @as_json
 @with_settings()
 def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Check this machine: what is there, what is missing, and the command that mends it."""
+    """Check this machine: what was found, what is missing, and how to fix it."""
     from .doctor import checks, exit_code, show
 
     found = checks(read(config, flags))
@@ -137,7 +136,7 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
 
 @main.command()
 @click.option(
-    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to go on with."
+    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
 )
 @tenant_option
 @with_sampling(max_tokens=512)
@@ -145,10 +144,10 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
 def chat(
     config: Path | None, name: str, tenant: str, system: str | None, sampling: Sampling, **flags: Any
 ) -> None:
-    """Talk with the model. Start it again with the same session and the conversation is still there.
+    """Talk with the model. A later chat with the same session continues the conversation.
 
-    Lines that begin with a slash are commands; /help lists them. Without a terminal on standard input each
-    line of that is a question.
+    Lines that begin with a slash are commands; /help lists them. If standard input is not a terminal, each of
+    its lines is a question.
     """
     from .chat import chat as run
 
@@ -158,7 +157,7 @@ def chat(
 @main.command()
 @click.argument("question", required=False)
 @click.option(
-    "--session", "name", metavar="NAME", help="Session to ask in; without it a new one, closed afterwards."
+    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, closed afterwards]"
 )
 @tenant_option
 @with_sampling(max_tokens=256)
@@ -172,10 +171,10 @@ def ask(
     sampling: Sampling,
     **flags: Any,
 ) -> None:
-    """Ask one question and print the answer as it comes.
+    """Ask one question and print the answer as it arrives.
 
-    What is piped in is added to QUESTION, and is the question where there is none: git diff | turnkeep ask
-    "What changed?" With - for QUESTION it is typed, up to Ctrl-D.
+    Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
+    changed?" With - for QUESTION, type the question and end it with Ctrl-D.
     """
     from .ask import ask as run
     from .ask import question as whole
@@ -191,7 +190,7 @@ def ask(
 @as_json
 @with_settings(*_CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
-    """Show a session and its worker; without SESSION, the next metrics message."""
+    """Show a session and its worker; without SESSION, show the next metrics message."""
     from .control import info as run
 
     _talk(read(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
@@ -203,7 +202,7 @@ def info(config: Path | None, session: str | None, tenant: str, as_json: bool, *
 @tenant_option
 @with_settings(*_CLIENT_SETTINGS)
 def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
-    """Stop request ID of SESSION; what it has said stays in the session."""
+    """Stop request ID of SESSION; the tokens of its answer so far stay in the session."""
 
     async def run(client: Client) -> None:
         cancelled = await client.session(session).cancel(request_id)
@@ -215,12 +214,13 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
 @main.command()
 @click.argument("session")
 @tenant_option
-@click.option("--position", type=click.IntRange(1), help="Pin the first so many tokens. [default: all]")
+@click.option("--position", type=click.IntRange(1), help="Number of first tokens to pin. [default: all]")
 @with_settings(*_CLIENT_SETTINGS)
 def pin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
-    """Keep SESSION's tokens on disk, whatever else needs the room, until they are unpinned.
+    """Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.
 
-    A pin is the tenant's and outlives the session: every session that begins with these tokens finds them.
+    A pin belongs to the tenant and outlives the session: it serves every session that begins with these
+    tokens.
     """
     from .control import pin as run
 
@@ -230,10 +230,10 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
 @main.command()
 @click.argument("session")
 @tenant_option
-@click.option("--position", type=click.IntRange(1), help="Only the pin of so many tokens. [default: all]")
+@click.option("--position", type=click.IntRange(1), help="Only the pin with N tokens. [default: all]")
 @with_settings(*_CLIENT_SETTINGS)
 def unpin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
-    """Let go of what is pinned of SESSION; it leaves the disk when others need the room."""
+    """Remove the pins of SESSION's tokens; their KV may then be evicted."""
     from .control import unpin as run
 
     _talk(read(config, flags), tenant, lambda client: run(client, session, position))
@@ -244,7 +244,7 @@ main.add_command(cache)
 
 
 def _show_whole_sentences(group: click.Group) -> None:
-    """List commands with their first sentences: click cuts these to the terminal's width."""
+    """List commands with their whole first sentences; click would cut them at the terminal's width."""
     for command in group.commands.values():
         command.short_help = command.get_short_help_str(limit=sys.maxsize)
         if isinstance(command, click.Group):
@@ -258,9 +258,9 @@ def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[An
     from turnkeep_client.client import connect
 
     async def run() -> _T:
-        # What a terminal was set to is set back on the way out.
+        # SIGTERM cancels the task, so that changed terminal settings are restored.
         task = asyncio.current_task()
-        if task and threading.current_thread() is threading.main_thread():  # no other one hears of signals
+        if task and threading.current_thread() is threading.main_thread():  # others cannot
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"
         async with await connect(url, tenant=tenant, prefix=settings.prefix) as client:

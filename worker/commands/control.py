@@ -1,4 +1,4 @@
-"""What is asked of a worker beside its conversations: how it is (`info`), and what it shall keep (`pin`)."""
+"""The commands `info`, `pin` and `unpin`: control requests to a worker."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
 
 
 def _waiting(session: SessionInfo) -> str:
-    """Name the requests that wait, and count those that the answer leaves out."""
+    """Name the waiting requests, and count those that the reply leaves out."""
     num_more = session.num_waiting - len(session.waiting)
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
 
 async def pin(client: Client, name: str, position: int | None) -> None:
-    """Pin what a session holds, and say what that takes."""
+    """Pin a session's tokens, and print the size of their KV."""
     pinned = await client.session(name).pin(position)
     stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
     click.echo(
@@ -59,11 +59,11 @@ async def pin(client: Client, name: str, position: int | None) -> None:
         f" all pins together take {size(pinned.pinned_bytes)}"
     )
     if not pinned.noted:
-        click.echo("turnkeep: the disk did not confirm it in time: pin again after a restart", err=True)
+        click.echo("turnkeep: the disk did not confirm the pin in time; pin again after a restart", err=True)
 
 
 async def unpin(client: Client, name: str, position: int | None) -> None:
-    """Unpin what is pinned of a session."""
+    """Remove the pins of a session's tokens."""
     unpinned = await client.session(name).unpin(position)
     lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
     click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")

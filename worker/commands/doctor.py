@@ -1,6 +1,6 @@
-"""Says whether a worker could run here: what was found, what is missing, and how to mend it.
+"""Checks whether a worker could run here: what was found, what is missing, and how to fix it.
 
-Looks from outside: it starts no worker, and everything heavy is imported where it is looked at.
+Starts no worker; each check imports its heavy modules itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MIN_PYTHON: Final = (3, 11)
 _MIN_FREE_BYTES: Final = 256 * 2**20
 _STYLES: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-#: Runs in a process of its own: a broken installation may end the process that imports it.
+#: Runs in its own process: a broken installation may crash the process that imports it.
 _ASK_MLX: Final = """
 import json
 import mlx.core as mx
@@ -49,7 +49,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `missing` and `mend` are empty where all is well."""
+    """One finding. `missing` and `mend` are empty if all is well."""
 
     name: str
     state: State
@@ -59,14 +59,14 @@ class Check:
 
 
 def checks(settings: Settings) -> list[Check]:
-    """Look at everything that a worker with these settings needs. Takes some seconds; starts no worker."""
+    """Check everything that a worker with these settings needs. Takes some seconds."""
     found = [_python(), _mlx(), _blas(), *_disk(settings)]
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
     return [*found, _model(settings)]
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """Return 1 if a check failed, else 0: warnings let a worker start."""
+    """Return 1 if a check failed, else 0: a worker starts despite warnings."""
     return int(any(check.state == "fail" for check in found))
 
 
@@ -217,6 +217,6 @@ def _failure(name: str, found: str, error: Exception) -> Check:
 
 
 def _split(error: Exception) -> tuple[str, str]:
-    """Take an error's one line apart: what is wrong; what would help."""
+    """Split an error's one line into what is wrong and what would help."""
     wrong, _, help_ = str(error).partition("; ")
     return wrong, help_

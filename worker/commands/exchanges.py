@@ -1,4 +1,4 @@
-"""What was last said in a session, as its log tells it: questions, answers, and where each began."""
+"""Reads the last exchanges of a session from its log: questions, answers, and their start positions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Exchange:
     """One question and its answer: the session's tokens from `start` to `end`.
 
-    `start` is None where it cannot be told: the exchange begins the piece of the log that was read, or the
-    chat template has rewritten what was before it.
+    `start` is None if unknown: the exchange is the first one in the piece of the log that was read, or the
+    chat template rewrote the text before it.
     """
 
     question: str
@@ -41,28 +41,28 @@ class Exchange:
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
-    """Return the last exchanges of a session, the newest last, of `at_least` as many as there are.
+    """Return the last exchanges of a session, the newest last: `at_least` so many, or all.
 
-    Reads the log from its end, so that a long session costs no more than a short one.
+    Reads the log from its end, so a long session costs no more than a short one.
     """
     entries: list[Entry] = []
     async for piece in client.log_backwards(session):
         entries = piece + entries
         found = exchanges(entries)
-        if len(found) > at_least:  # one more: the first one's start is not known
+        if len(found) > at_least:  # one more: the first one's start is unknown
             return found
     return exchanges(entries, 0)
 
 
 def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exchange]:
-    """Return the exchanges that a piece of a session's log leaves standing, in order.
+    """Return the exchanges in a piece of a session's log that no rewind or close removed, in order.
 
-    `position` is the session's at the beginning of the piece, where that is known.
+    `position` is the session's position before the piece, or None if unknown.
     """
     found: list[Exchange] = []
     asked: dict[int, Request] = {}
     for entry in entries:
-        with contextlib.suppress(InvalidMessageError):  # of another version, or nobody's
+        with contextlib.suppress(InvalidMessageError):  # of another version, or not a worker's
             if entry.kind == "in":
                 asked[entry.seq] = decode_request(entry.body)
                 continue
@@ -70,7 +70,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
             request = asked.pop(result.seq or 0, None)
             match result:
                 case _ if isinstance(result, Failed) or result.repeat_of is not None:
-                    continue  # it changed nothing
+                    continue  # changed nothing
                 case Generated() if isinstance(request, Generate) and result.tokens:
                     start = position if result.rewritten_from is None else None
                     found.append(Exchange(_question(request), result.text, start, result.position))

@@ -1,4 +1,4 @@
-"""Options that several commands have: settings under the names they have everywhere, and those of answers."""
+"""Options that several commands share: the settings, and the sampling options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from worker.settings import Settings
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 tenant_option = click.option(
     "--tenant",
     metavar="NAME",
@@ -27,7 +27,7 @@ tenant_option = click.option(
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of the named settings (none: all), and `--config`."""
+    """Add the options of the named settings (no names: all), and `--config`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings_module.describe()):
@@ -44,7 +44,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of its answers, as `sampling`, and `system`."""
+    """Add the sampling options, passed as `sampling`, and `--system`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -54,31 +54,31 @@ def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..
 
         for option in reversed(
             (
-                click.option("--system", metavar="TEXT", help="Who the model is to be, or how to answer."),
+                click.option("--system", metavar="TEXT", help="System message, sent first."),
                 click.option(
                     "--max-tokens",
                     metavar="N",
                     type=int,
                     default=max_tokens,
                     show_default=True,
-                    help="Most tokens of one answer.",
+                    help="Maximum tokens of one answer.",
                 ),
                 click.option(
                     "--temperature",
                     type=float,
                     default=0.0,
                     show_default=True,
-                    help="0 always takes the likeliest token.",
+                    help="0 always takes the most likely token.",
                 ),
                 click.option(
                     "--top-p",
                     type=float,
                     default=1.0,
                     show_default=True,
-                    help="Draw from the likeliest tokens that have this probability together.",
+                    help="Sample from the most likely tokens with this total probability.",
                 ),
                 click.option(
-                    "--seed", metavar="N", type=int, help="Draw alike each time. [default: another each time]"
+                    "--seed", metavar="N", type=int, help="Seed of the sampling. [default: a new one]"
                 ),
                 click.option(
                     "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
@@ -92,5 +92,5 @@ def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def read(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Collect the settings of a command that was called with these options. Raises `SettingsError`."""
+    """Load the settings of a command with these options. Raises `SettingsError`."""
     return settings_module.load(flags, os.environ, config)

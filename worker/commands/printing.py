@@ -1,4 +1,4 @@
-"""How commands print tables: folded to a terminal's width, and whole in a pipe."""
+"""Prints tables: folded to a terminal's width, unfolded in a pipe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table: folded to a terminal's width, elsewhere one whole line for each row.
+    """Print a table: folded to a terminal's width, elsewhere one line per row.
 
-    Cells are printed as they are: what they hold is no markup.
+    Cells are printed literally, never as markup.
     """
     from rich.text import Text
 

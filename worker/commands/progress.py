@@ -1,4 +1,4 @@
-"""What long steps show: a line as they begin, and a bar on a terminal while they last."""
+"""Shows the progress of long steps: a line at the start of each, and on a terminal a bar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def terminal_progress(begins: Callable[[str], object] = lambda _: None) -> Iterator[Progress]:
-    """Give a callback for progress, to be called from any thread.
+    """Yield a callback for progress; any thread may call it.
 
-    `begins(what)` is called once for each step. A bar is on the screen only while its step lasts: a live
-    display that stays redraws its line for ever, and wipes out what others print there.
+    Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
+    would keep redrawing its line and erase what others print there.
     """
     begun: set[str] = set()
 

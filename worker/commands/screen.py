@@ -1,6 +1,6 @@
-"""A terminal while an answer streams: words that wrap, a passing note below them, keys that do not show.
+"""Shows a streaming answer on a terminal: wraps words, shows a temporary note below, hides typed keys.
 
-In a pipe the text comes out as it is, and nothing else does.
+In a pipe it prints the text unchanged, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _TAB = "    "
 
 
 def width() -> int:
-    """Return how many cells of a line may be used: in the last one a terminal's cursor has no clear place."""
+    """Return the usable cells of a line: after the last cell the cursor's position is undefined."""
     return max(shutil.get_terminal_size().columns - 1, 8)
 
 
 def printable(text: str) -> str:
-    """Leave out control characters: a model must not be able to drive the terminal."""
+    """Remove control characters: a model must not control the terminal."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cs"})
 
 
 def wrapped(text: str) -> str:
-    """Break a whole text's lines between words, for the terminal as it is now."""
+    """Wrap a whole text at the terminal's current width."""
     words = WordWrap()
     return words.feed(text) + words.rest()
 
 
 class WordWrap:
-    """Breaks lines between words as their text comes in pieces; holds a word back until it is whole."""
+    """Wraps text that arrives in pieces; holds a word back until it is complete."""
 
     def __init__(self) -> None:
-        #: Cells of the last line that are taken.
+        #: Used cells of the last line.
         self.column = 0
         self._gap = ""
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Return what can be printed now."""
+        """Add text; return the text that can be printed now."""
         out = ""
         for char in text:
             if char == "\n":
@@ -59,7 +59,7 @@ class WordWrap:
             elif char in " \t":
                 out += self._place()
                 self._gap += _TAB if char == "\t" else char
-            elif _is_ideograph(char):  # such text has no spaces, and breaks anywhere
+            elif _is_ideograph(char):  # a line may break between any two of these
                 out += self._place()
                 self._word = char
                 out += self._place()
@@ -70,7 +70,7 @@ class WordWrap:
         return out
 
     def rest(self) -> str:
-        """Return what is held back; spaces at a line's end are not needed."""
+        """Return the text that was held back, without spaces at the line's end."""
         out = self._place()
         self._gap = ""
         return out
@@ -90,14 +90,14 @@ class WordWrap:
 
 
 class Screen:
-    """Where one answer appears: its text, and for as long as nothing comes, a note below it."""
+    """The output of one answer: its text, and a note below it while no text arrives."""
 
     def __init__(self) -> None:
         self._words = WordWrap() if sys.stdout.isatty() else None
-        #: Whether notes are seen at all.
-        self.takes_notes = sys.stderr.isatty()
+        #: Whether notes are visible.
+        self.shows_notes = sys.stderr.isatty()
         self._noted = ""
-        #: Cells of the last line that the terminal shows; a note stands below it.
+        #: Used cells of the answer's last line on the terminal; the note is on the next line.
         self._column = 0
 
     def write(self, text: str) -> None:
@@ -113,8 +113,8 @@ class Screen:
         self._print(self._words.feed("\n") if self._words else "\n")
 
     def note(self, text: str) -> None:
-        """Say something below the text until more of it comes; an empty note takes the last one away."""
-        if not self.takes_notes or text == self._noted:
+        """Show a note below the text until more text arrives; an empty note removes it."""
+        if not self.shows_notes or text == self._noted:
             return
         self._clear()
         if text:
@@ -137,15 +137,15 @@ class Screen:
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """Keep what is typed from showing up in an answer; it is there at the next prompt."""
+    """Turn echo off while an answer streams; typed keys go to the next prompt."""
     terminal = next(
         (stream.fileno() for stream in (sys.stdin, sys.stdout) if stream and stream.isatty()), None
     )
-    if terminal is None or not _is_ours(terminal):
+    if terminal is None or not _in_foreground(terminal):
         yield
         return
     before = termios.tcgetattr(terminal)
-    # By the character, so that a Ctrl-D or a backspace reaches the prompt as the key that it is.
+    # Character by character, so that the prompt receives Ctrl-D and backspace as keys.
     tty.setcbreak(terminal, termios.TCSADRAIN)
     try:
         yield
@@ -153,8 +153,8 @@ def unechoed() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def _is_ours(terminal: int) -> bool:
-    """Say whether this process is in the terminal's foreground: elsewhere a change of it would stop it."""
+def _in_foreground(terminal: int) -> bool:
+    """Say whether this process is in the foreground: changing the terminal stops a background one."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # another session's terminal

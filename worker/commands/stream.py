@@ -1,4 +1,4 @@
-"""An answer on its way to whoever asked: its text as it comes, what it waits for meanwhile, Ctrl-C."""
+"""Streams an answer to the terminal: its text, what it waits for, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
 _POLL_S: Final = 0.3
-#: Silence in the middle of an answer that is looked into, and at its beginning a worker that is missed.
+#: Silence in an answer after which its state is asked for; before it, a worker counts as missing.
 _SILENCE_S: Final = 1.5
 
 
 async def stream(session: Session, generation: Generation) -> bool:
-    """Print an answer as it comes; False where Ctrl-C ended it, or the wait for it.
+    """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
 
-    Ctrl-C stops the answer. Where no worker hears of that, and at a second time, the request is left to
-    itself: it stays in the log. Raises what the generation raises.
+    Ctrl-C cancels the answer. If no worker is there, or at a second Ctrl-C, only the wait ends: the request
+    stays in the log. Raises what the generation raises.
     """
     return await _Stream(session, generation).run()
 
@@ -43,7 +43,7 @@ class _Stream:
 
     async def run(self) -> bool:
         self._reading = asyncio.create_task(self._read())
-        telling = asyncio.create_task(self._tell())
+        showing = asyncio.create_task(self._show_state())
         self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
             with unechoed():
@@ -58,13 +58,13 @@ class _Stream:
             if self._has_begun:
                 self._screen.end()
             raise
-        except OSError:  # nobody reads what is printed
+        except OSError:  # the reader of the output is gone
             with contextlib.suppress(TurnkeepError):
                 await self._generation.cancel()
             raise
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
-            asides = [task for task in (self._reading, telling, self._stopping) if task]
+            asides = [task for task in (self._reading, showing, self._stopping) if task]
             for task in asides:
                 task.cancel()
             await asyncio.gather(*asides, return_exceptions=True)
@@ -85,37 +85,37 @@ class _Stream:
             self._reading.cancel()
 
     async def _stop(self) -> None:
-        """Cancel the answer; give up the wait where there is no worker to do it."""
+        """Cancel the answer; end the wait if there is no worker."""
         while not self._reading.done():
             try:
                 await self._generation.cancel()
-            except RequestFailedError:  # the worker does not have it yet, or no more
+            except RequestFailedError:  # the worker does not have the request yet, or has answered it
                 await asyncio.sleep(_POLL_S)
             except NoWorkerError:
                 self._reading.cancel()
             else:
                 return
 
-    async def _tell(self) -> None:
-        """Say what the answer waits for, wherever that takes time."""
-        told = False
+    async def _show_state(self) -> None:
+        """Show what the answer waits for, once it is silent for some time."""
+        warned = False
         while True:
             await asyncio.sleep(_POLL_S)
             heard_at = self._heard_at
             if self._loop.time() - heard_at < (_SILENCE_S if self._has_begun else _POLL_S):
                 continue
-            why = await self._why()
+            state = await self._ask_state()
             if heard_at != self._heard_at or self._stopping is not None:
                 continue
-            if why is None and self._loop.time() - heard_at < _SILENCE_S:
+            if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            self._screen.note(why or "waiting for the worker; Ctrl-C leaves")
-            if why is None and not told and not self._screen.takes_notes:
+            self._screen.note(state or "waiting for the worker; Ctrl-C leaves")
+            if state is None and not warned and not self._screen.shows_notes:
                 click.echo("turnkeep: waiting for the worker", err=True)
-            told = why is None
+            warned = state is None
 
-    async def _why(self) -> str | None:
-        """Ask what the request is doing; None where no worker can tell."""
+    async def _ask_state(self) -> str | None:
+        """Ask for the request's state; None if no worker answers."""
         try:
             info = await self._session.info()
         except RequestFailedError:
