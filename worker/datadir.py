@@ -1,6 +1,6 @@
-"""A worker's data directory: its layout, and the lock that makes it one worker's.
+"""A worker's data directory: its layout, and the lock that gives it to one worker.
 
-Knows nothing of what lies in its folders.
+Knows nothing of the contents of its folders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADVICE: Final = {
 
 
 class DataDirError(TurnkeepError):
-    """The data directory cannot be used; the message is one line that says why and what would help."""
+    """The data directory cannot be used; the message is one line: why, and what would help."""
 
 
 class DataDirInUseError(DataDirError):
@@ -46,33 +46,33 @@ class DataDir:
 
     def __init__(self, path: Path, lock_fd: int, name: str) -> None:
         self.path = path
-        #: Its own among all data directories, for as long as it exists.
+        #: Unique among all data directories, and constant while the directory exists.
         self.name = name
         self._lock_fd = lock_fd
 
     @classmethod
     def open(cls, path: Path, worker: str = "") -> DataDir:
-        """Create the directory where needed, prove that it can be written, and take its lock.
+        """Create the directory if needed, check that it is writable, and lock it.
 
         `worker` is the name that another worker reads from the lock file. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
         try:
-            # What users say to a model is theirs alone: no access for others.
+            # Conversations are private: no access for other users.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            name = _noted(fd).get("directory") or uuid4().hex
+            name = _read_note(fd).get("directory") or uuid4().hex
             os.ftruncate(fd, 0)
             note = {"pid": os.getpid(), "worker": worker, "directory": name}
             os.pwrite(fd, json.dumps(note).encode(), 0)
-            os.fsync(fd)  # a full disk shows here and not in the middle of a turn
+            os.fsync(fd)  # a full disk fails here, not in the middle of a turn
             opened = cls(path, fd, name)
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                if folder != opened.models:  # a copy, say, may have made the others for all to read
+                if folder != opened.models:  # a copied directory may be readable for all
                     folder.chmod(0o700)
         except BlockingIOError:
             owner = _owner(fd)
@@ -108,7 +108,7 @@ class DataDir:
         return self.path / "logs"
 
     def close(self) -> None:
-        """Give the lock back. Calling it again does nothing."""
+        """Release the lock. Later calls do nothing."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -123,17 +123,17 @@ class DataDir:
 
 
 def _owner(lock_fd: int) -> str:
-    owner = _noted(lock_fd)
-    if "pid" not in owner:  # between its lock and its first write
+    owner = _read_note(lock_fd)
+    if "pid" not in owner:  # locked, but nothing written yet
         return "another worker that is just starting"
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
     return f"{name}(pid {owner['pid']})"
 
 
-def _noted(lock_fd: int) -> dict[str, Any]:
-    """Read what the last owner has written into the lock file."""
+def _read_note(lock_fd: int) -> dict[str, Any]:
+    """Read the note of the last owner from the lock file."""
     try:
-        noted = json.loads(os.pread(lock_fd, 1024, 0))
+        note = json.loads(os.pread(lock_fd, 1024, 0))
     except (OSError, ValueError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return note if isinstance(note, dict) else {}

@@ -1,4 +1,4 @@
-"""How the worker logs: structlog to standard error, for people or as JSON lines."""
+"""Configures logging: structlog to standard error, for people or as JSON lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(log_format: str, log_level: str) -> None:
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
     ]
     rendered: list[Processor] = (
-        # No rich tracebacks: they show what is in the variables.
+        # No rich tracebacks: they show the values of variables.
         [structlog.dev.ConsoleRenderer(pad_event_to=36, exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -39,5 +39,5 @@ def configure(log_format: str, log_level: str) -> None:
 
 
 def _redacted(_logger: object, _method: str, line: Any) -> str:
-    """Take credentials out of a line: an exception's text, say, is not ours."""
+    """Remove credentials from a line: texts of exceptions may contain them."""
     return redact(line)

@@ -1,8 +1,8 @@
-"""A program that measures what quantised KV costs: `python -m worker.quality TEXT --data-dir FOLDER ...`.
+"""A program that measures the cost of quantised KV: `python -m worker.quality TEXT --data-dir FOLDER ...`.
 
-`turnkeep bench quality` runs it and makes a report of what it prints: a JSON object per line, the moment that
-it is known. It loads the model as a worker does, once for each precision, and runs it on the worker's own
-attention; NATS, sessions and the scheduler have no part in it.
+`turnkeep bench quality` runs it and makes a report of its output: one JSON object per line, printed as soon
+as it is measured. Loads the model as a worker does, once per precision, and runs it with the worker's
+attention, without NATS, sessions or the scheduler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is run: windows of so many tokens, and answers of up to so many after half a window."""
+    """The amount of work: sizes in tokens and counts of windows; answers start after half a window."""
 
     window: int
     windows: int
@@ -51,21 +51,21 @@ class Plan:
 
 
 class Side:
-    """A model that keeps KV in one precision, and what it says."""
+    """A model with KV in one precision, and its outputs."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model
         self._per_token = loaded.kv.bytes_per_token
         self._plan = plan
         self._bits = kv_bits
-        Forward(loaded.model)  # so that it attends as in a worker
+        Forward(loaded.model)  # installs the worker's attention
 
     def score(self, tokens: Sequence[int]) -> tuple[float, list[int]]:
-        """Run a window; return the sum of -log p of its second half, and the likeliest token at each of it.
+        """Run a window; return the sum of -log p over its second half, and its most likely tokens.
 
-        Each of those tokens has at least half a window before it. Perplexity is exp of the mean over all of
-        them (Jelinek, Mercer, Bahl and Baker, 1977); scoring the second halves of windows that follow one
-        another is how llama.cpp's `perplexity` does it.
+        Each scored token has at least half a window before it. Perplexity is exp of the mean over all of them
+        (Jelinek, Mercer, Bahl and Baker, 1977). llama.cpp's `perplexity` also scores the second halves of
+        consecutive windows.
         """
         half = self._plan.window // 2
         loss, best = 0.0, []
@@ -83,25 +83,25 @@ class Side:
         return loss, best
 
     def answer(self, tokens: Sequence[int]) -> list[int]:
-        """Take the likeliest tokens after these, one by one."""
+        """Decode greedily after these tokens."""
         caches = make_prompt_cache(self._model)
         *_, (_, logits) = self._run(caches, tokens)
-        said = [_likeliest(logits[-1])]
-        while len(said) < self._plan.answer:
-            logits = self._model(mx.array([said[-1:]]), cache=caches)[0, -1]
-            said.append(_likeliest(logits))
-        return said
+        answer = [_most_likely(logits[-1])]
+        while len(answer) < self._plan.answer:
+            logits = self._model(mx.array([answer[-1:]]), cache=caches)[0, -1]
+            answer.append(_most_likely(logits))
+        return answer
 
     def sizes(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Say what a token's KV takes on the device, and in the file of a block."""
+        """Return the size of a token's KV on the device, and in the file of a block."""
         block = self._plan.block
         caches = make_prompt_cache(self._model)
         list(self._run(caches, tokens[:block]))
         cut = layers.cut(caches, 0, block, at_end=True)
         if cut is None:
-            raise AssertionError("there is room for everything")
+            raise AssertionError("a cut without a size limit cannot fail")
         described = layers.describe(caches)
-        digest = "0" * 64  # as long as a real one: what is wanted is the file's size
+        digest = "0" * 64  # as long as a real one: only the file's size is wanted
         identity = Identity(
             weights=digest,
             config=digest,
@@ -118,7 +118,7 @@ class Side:
         }
 
     def _run(self, caches: list[Any], tokens: Sequence[int]) -> Iterator[tuple[int, mx.array]]:
-        """Read tokens by whole blocks, as a worker does; yield where each begins, and its logits."""
+        """Prefill by whole blocks, as a worker does; yield the start of each block and its logits."""
         for start in range(0, len(tokens), self._plan.block):
             piece = mx.array([list(tokens[start : start + self._plan.block])])
             logits = self._model(piece, cache=caches)[0].astype(mx.float32)
@@ -127,7 +127,7 @@ class Side:
 
 
 class Comparison:
-    """Tells of one precision after the other, each beside the first one, which is the full one."""
+    """Compares each precision with the first one, which is full precision."""
 
     def __init__(self, text: str, plan: Plan) -> None:
         self._text = text
@@ -136,7 +136,7 @@ class Comparison:
         self._answers: list[list[int]] = []
 
     def add(self, loaded: LoadedModel, kv_bits: int | None) -> None:
-        """Measure a precision. Ends the program where the text is too short."""
+        """Measure a precision and print it. Ends the program if the text is too short."""
         plan = self._plan
         tokens = loaded.tokenizer.encode(self._text, at_start=True)
         found = [tokens[at : at + plan.window] for at in range(0, len(tokens), plan.window)]
@@ -144,28 +144,28 @@ class Comparison:
         if not windows:
             raise SystemExit(f"the text has {len(tokens)} tokens, fewer than a window of {plan.window}")
         side = Side(loaded, plan, kv_bits)
-        _tell("kept", kv_bits, **side.sizes(windows[0]))
+        _print("kept", kv_bits, **side.sizes(windows[0]))
         for i, window in enumerate(windows):
             loss, best = side.score(window)
             if kv_bits is None:
                 self._best.append(best)
             same = sum(a == b for a, b in zip(best, self._best[i], strict=True))
-            _tell("window", kv_bits, tokens=len(best), loss=loss, same=same)
+            _print("window", kv_bits, tokens=len(best), loss=loss, same=same)
         for i, window in enumerate(windows[: plan.answers]):
-            said = side.answer(window[: plan.window // 2])
+            answer = side.answer(window[: plan.window // 2])
             if kv_bits is None:
-                self._answers.append(said)
-            pairs = zip(said, self._answers[i], strict=True)
+                self._answers.append(answer)
+            pairs = zip(answer, self._answers[i], strict=True)
             same = next((at for at, (a, b) in enumerate(pairs) if a != b), plan.answer)
-            _tell("answer", kv_bits, tokens=len(said), same=same)
+            _print("answer", kv_bits, tokens=len(answer), same=same)
 
 
-def _likeliest(logits: mx.array) -> int:
+def _most_likely(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits)))
 
 
-def _tell(kind: str, kv_bits: int | None, **fields: Any) -> None:
-    print(json.dumps({"kind": kind, "kv_bits": kv_bits, **fields}), flush=True)  # noqa: T201  # what it is for
+def _print(kind: str, kv_bits: int | None, **fields: Any) -> None:
+    print(json.dumps({"kind": kind, "kv_bits": kv_bits, **fields}), flush=True)  # noqa: T201  # the program's output
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

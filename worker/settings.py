@@ -1,7 +1,8 @@
-"""Every setting of a worker: its default, its range, and where its value comes from.
+"""Every setting of a worker: its default, its range, and the source of its value.
 
-Command line over `TURNKEEP_*` environment over `turnkeep.toml` over defaults; a setting has one name in all
-four (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). Knows nothing of what a setting is used for.
+The command line overrides the `TURNKEEP_*` environment, which overrides `turnkeep.toml`, which overrides the
+defaults. A setting has one name in all of them (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). Knows nothing
+of what a setting is used for.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _TIB: Final = 2**40
 
 
 class SettingsError(TurnkeepError):
-    """A setting is unknown or wrong; the message names it, its source, and what would be right."""
+    """A setting is unknown or invalid; the message names it, its source, and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a setting's value is read and shown. `wants` completes the sentence "it must be ...".
+    """Parses and shows a setting's value. `wants` completes the sentence "it must be ...".
 
-    `shape` stands for the value in the command line's help: the choices, or what kind of thing it is.
+    `shape` stands for the value in the command line's help: the choices, or a word such as SIZE.
     """
 
     wants: str
@@ -63,7 +64,7 @@ _DURATION_UNITS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0
 
 
 def parse_size(value: object) -> int:
-    """Read bytes from a whole number or from `8GiB`, `500MB`, `64k` (KiB) and the like. Raises ValueError."""
+    """Parse bytes from a number or from `8GiB`, `500MB`, `64k` (KiB) and the like. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(_text(value))
@@ -74,7 +75,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Read seconds from a number or from `5s`, `250ms`, `2m`, `1h`, `7d`. Raises ValueError."""
+    """Parse seconds from a number or from `5s`, `250ms`, `2m`, `1h`, `7d`. Raises ValueError."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = _DURATION.fullmatch(_text(value))
@@ -91,7 +92,7 @@ def _text(value: object) -> str:
 
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(value)  # noqa: TRY004  # one kind of error for one kind of fault
+        raise ValueError(value)  # noqa: TRY004  # one error type for all invalid values
     return int(value)
 
 
@@ -136,7 +137,7 @@ def _choice(*words: str) -> Kind:
 
 
 def _or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Let `word` stand for `meaning`, so that a nearer source can take back what a farther one set."""
+    """Let `word` stand for `meaning`, so that a source can undo what a source below it set."""
     return Kind(
         f"{word!r} or {kind.wants}",
         f"{word}|{kind.shape}",
@@ -164,14 +165,14 @@ def _nats_url(value: object) -> str:
         parts = urlsplit(url)
         if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
             raise ValueError(url)
-        # A password with one of these has to be percent-encoded: what is behind it would not be sent.
+        # Such characters in a password must be percent-encoded: the rest of it would not be sent.
         if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme in {"nats", "tls"}):
             raise ValueError(url)
     return ",".join(urls)
 
 
 def size_text(size_bytes: int) -> str:
-    """Write a size with the largest binary unit that leaves it whole: `8GiB`, `1536MiB`, `1000B`."""
+    """Format a size in the largest binary unit that keeps it whole: `8GiB`, `1536MiB`, `1000B`."""
     for unit, name in ((_TIB, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
@@ -179,13 +180,13 @@ def size_text(size_bytes: int) -> str:
 
 
 def default_worker() -> str:
-    """Make a worker name of the host's name: what breaks the id rule becomes `-`."""
+    """Build a worker name from the host's name; characters that break the id rule become `-`."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])
     return re.sub(r"^[^A-Za-z0-9]+", "", name)[:64] or "worker"
 
 
 def default_data_dir() -> Path:
-    """Name the place where this platform keeps a user's application data."""
+    """Return the platform's folder for a user's application data."""
     return Path(platformdirs.user_data_dir("turnkeep"))
 
 
@@ -194,7 +195,7 @@ def _setting(kind: Kind, default: object, purpose: str) -> Any:
 
 
 def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> Any:
-    """Declare a setting whose default is found at the start; `found` says where."""
+    """Declare a setting whose default is computed at the start; `found` describes it."""
     return dataclasses.field(
         default_factory=find, metadata={"kind": kind, "purpose": purpose, "found": found}
     )
@@ -214,17 +215,17 @@ _NATS_URLS = _or(
 class Settings:
     """All settings of one worker. Sizes are bytes; names ending in `_s` are seconds.
 
-    Built directly it takes values as they are; `load` is what checks them.
+    The constructor does not check values; `load` does.
     """
 
-    data_dir: Path = _found(  # noqa: RUF009  # a dataclass field behind a shorter name
+    data_dir: Path = _found(  # noqa: RUF009  # returns a dataclass field
         _PATH,
         default_data_dir,
         "the user's data directory",
         "where the worker keeps log, snapshots and models",
     )
     nats: str | None = _setting(
-        _NATS_URLS, None, "the NATS servers to use; without it the worker runs its own"
+        _NATS_URLS, None, "the NATS servers to use; by default the worker runs its own"
     )
     nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
     prefix: str = _setting(
@@ -235,7 +236,7 @@ class Settings:
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
         None,
-        "an MLX folder, a GGUF file or a hub id; without it SmolLM2-135M-Instruct, packaged or from the hub",
+        "an MLX folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct, packaged or from the hub",
     )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),
@@ -246,22 +247,22 @@ class Settings:
     dtype: str = _setting(
         _choice("auto", "keep", "float32", "float16", "bfloat16"),
         "auto",
-        "type of weights and KV; auto suits the device, keep leaves the weights as they are",
+        "type of weights and KV; auto depends on the device, keep is the stored type",
     )
     kv_bits: int | None = _setting(
         _or("full", None, Kind("4 or 8", "8|4", _bits)),
         None,
-        "bits of each number of KV, in memory and on disk; full keeps the type of the weights",
+        "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
     device_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)),
         None,
-        "memory for all that is on the device: weights, KV, what a step needs; auto suits the machine",
+        "memory for weights, KV and the temporaries of a step; auto depends on the machine",
     )
     max_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)),
         None,
-        "memory for KV among that; auto takes what the rest leaves",
+        "memory for KV, part of device_memory; auto is what weights and temporaries leave",
     )
     wired_memory: int | None = _setting(
         _or("off", None, _size(_MIB)),
@@ -271,22 +272,24 @@ class Settings:
     spare_memory: int = _setting(
         _size(0, _GIB),
         256 * _MIB,
-        "freed memory that the process keeps for reuse, and gets ready at its start; Linux CPU only",
+        "freed memory that the process keeps for reuse, and prepares at its start; Linux CPU only",
     )
     snapshots: str = _setting(
         _choice("on", "off", "temporary"),
         "on",
-        "whether KV is kept on disk; off writes nothing, temporary removes it all as the worker stops",
+        "whether to keep KV on disk; off writes nothing, temporary removes it when the worker stops",
     )
-    max_disk: int = _setting(_size(_MIB), 20 * _GIB, "disk space for snapshots; the least useful leave first")
-    min_free_disk: int = _setting(_size(0), _GIB, "disk space that snapshots leave free")
+    max_disk: int = _setting(
+        _size(_MIB), 20 * _GIB, "disk space for snapshots; least recently used ones are evicted"
+    )
+    min_free_disk: int = _setting(_size(0), _GIB, "disk space that snapshots must leave free")
     writer_queue: int = _setting(
         _size(_MIB),
         512 * _MIB,
-        "memory for snapshots that wait to be written; beyond it snapshots are dropped",
+        "memory for snapshots that wait to be written; snapshots beyond it are dropped",
     )
     metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "time between two metrics messages")
-    block_tokens: int = _setting(_count(8, 8192), 128, "tokens of one KV block and of one prefill chunk")
+    block_tokens: int = _setting(_count(8, 8192), 128, "tokens per KV block and per prefill chunk")
     max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
     max_rows_per_tenant: int | None = _setting(
         _or("off", None, _count(1, 1024)), None, "answers of one tenant decoded at the same time"
@@ -294,73 +297,75 @@ class Settings:
     max_memory_per_tenant: int | None = _setting(
         _or("off", None, _size(_MIB)),
         None,
-        "memory for KV at which no further turn of a tenant begins beside its others",
+        "KV size of a tenant's running turns at which no further turn of the tenant starts",
     )
     max_stall_s: float = _setting(
-        _duration(0.01, 60), 0.25, "time that a step may take while answers run; prompts get what is left"
+        _duration(0.01, 60),
+        0.25,
+        "time that a step may take while answers run; prefill gets what decoding leaves",
     )
     max_draft: int = _setting(
-        _count(0, 64), 8, "tokens that a step may guess ahead for an answer from what was said before"
+        _count(0, 64), 8, "tokens that a step may draft for an answer, by prompt lookup"
     )
     max_waiting: int = _setting(
         _count(1, 1_000_000),
         1024,
-        "sessions that this worker works on at a time; the requests of others wait in the log",
+        "sessions that this worker works on at the same time; other requests wait in the log",
     )
     max_waiting_per_tenant: int = _setting(
         _count(1, 1_000_000),
         256,
-        "sessions of one tenant among them",
+        "part of max_waiting that one tenant may use",
     )
     max_attempts: int = _setting(
         _count(1, 1000),
         3,
-        "workers that a request may end, without having come further, until it is given up",
+        "worker crashes during one request, without progress in between, until it is given up",
     )
     max_context: int | None = _setting(
         _or("auto", None, _count(16, 2**31)),
         None,
-        "tokens that one session may hold; auto takes the model's limit",
+        "tokens that one session may hold; auto is the model's limit",
     )
     idle_timeout_s: float = _setting(
         _duration(0, 30 * 86400),
         300.0,
-        "time until an idle session's history leaves memory; its KV stays while there is room",
+        "time until an idle session's history leaves memory; its KV stays until evicted",
     )
     ack_wait_s: float = _setting(
-        _duration(0.5, 3600), 3.0, "time without a sign of life until another worker takes a request over"
+        _duration(0.5, 3600), 3.0, "time without a sign of life until a request goes to another worker"
     )
     token_ttl_s: float = _setting(_duration(10, 7 * 86400), 900.0, "time that token chunks can be read back")
     token_max_bytes: int = _setting(
-        _size(_MIB), 256 * _MIB, "space for token chunks that can be read back; the oldest leave first"
+        _size(_MIB), 256 * _MIB, "space for token chunks that can be read back; the oldest are removed first"
     )
     max_message_bytes: int = _setting(
-        _size(_KIB, 32 * _MIB), _MIB, "size of one NATS message at most, headers included"
+        _size(_KIB, 32 * _MIB), _MIB, "maximum size of one NATS message, headers included"
     )
     closed_ttl_s: float | None = _setting(
         _or("off", None, _duration(0, 10 * 365 * 86400)),
         7 * 86400.0,
-        "time until a closed session leaves the log; off keeps it while there is room",
+        "time until a closed session is removed from the log; off keeps it while there is room",
     )
     log_max_bytes: int = _setting(
-        _size(16 * _MIB), 10 * _GIB, "size of the log at most; a full log refuses new requests"
+        _size(16 * _MIB), 10 * _GIB, "maximum size of the log; a full log refuses new requests"
     )
     sync_interval: str = _setting(
         _or("always", "always", _SYNC),
         "always",
-        "when the worker's own NATS server syncs to disk; a power cut loses what came since",
+        "when the worker's own NATS server syncs to disk; a power cut loses later writes",
     )
     log_format: str = _setting(
         _choice("auto", "console", "json"), "auto", "auto is console on a terminal, else json"
     )
     log_level: str = _setting(
-        _choice("debug", "info", "warning", "error"), "info", "the least severe line logged"
+        _choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One setting as the command line and the documentation show it."""
+    """One setting, described for the command line and the documentation."""
 
     name: str
     purpose: str
@@ -370,12 +375,12 @@ class Description:
 
     @property
     def flag(self) -> str:
-        """Name its command-line option."""
+        """The setting's command-line option."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Name its environment variable."""
+        """The setting's environment variable."""
         return _ENV + self.name.upper()
 
 
@@ -396,9 +401,9 @@ def load(
 ) -> Settings:
     """Collect the settings from all four sources; raises `SettingsError`.
 
-    `flags` maps setting names to what the command line gave, None for options that were not given.
-    `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read where it exists. An empty
-    environment variable counts as not set. A relative `data_dir` starts at `cwd`, or at the file's folder.
+    `flags` maps setting names to values of the command line, None for options that were not given.
+    `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read if it exists. An empty
+    environment variable counts as unset. A relative `data_dir` starts at `cwd`, or at the file's folder.
     """
     cwd = cwd or Path.cwd()
     path = (cwd / config_path) if config_path else cwd / CONFIG_NAME
@@ -426,7 +431,7 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
         try:
             parsed = kind.parse(value)
         except (ValueError, OverflowError):
-            shown = "its value" if kind is _NATS_URLS else repr(value)  # it may hold a password
+            shown = "its value" if kind is _NATS_URLS else repr(value)  # may contain a password
             raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
         values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
     return values

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 from turnkeep_client.messages import Histogram
 
-#: Upper bounds in seconds, from OpenTelemetry's advice for gen_ai.server.* metrics.
+#: Upper bounds in seconds, as OpenTelemetry advises for gen_ai.server.* metrics.
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -37,12 +37,12 @@ class Distribution:
 
 
 class Telemetry:
-    """What a worker counts. Requests are counted by type and outcome when their result is committed."""
+    """A worker's counters. Requests are counted by type and outcome when their result is committed."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: What came over the wire and fits nowhere, by its kind.
+        #: Ignored entries and chunks that no worker can have published, by kind.
         self.ignored: Counter[str] = Counter()
         self.prefilled_tokens = 0
         self.cached_tokens = 0
@@ -60,7 +60,7 @@ class Telemetry:
         return time.monotonic() - self.started_s
 
     async def watch_loop(self) -> None:
-        """Measure, until cancelled, how much later than asked for the event loop runs something."""
+        """Measure, until cancelled, how late the event loop runs a task that is due."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _LAG_PERIOD_S

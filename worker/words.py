@@ -1,4 +1,4 @@
-"""Sizes and times in the words that people use."""
+"""Formats sizes and times for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _DAY_S = 86400
 
 
 def size(size_bytes: float) -> str:
-    """Write a size in the unit that leaves it short: `512 B`, `13 MiB`, `1.5 GiB`, `20 GiB`."""
+    """Format a size in a suitable unit: `512 B`, `13 MiB`, `1.5 GiB`, `20 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}"
@@ -15,7 +15,7 @@ def size(size_bytes: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Write a time in its largest unit: `45 s`, `3 min`, `2 h`, `5 days`."""
+    """Format a time in its largest unit: `45 s`, `3 min`, `2 h`, `5 days`."""
     for unit_s, name in ((2 * _DAY_S, "days"), (3600, "h"), (60, "min")):
         if seconds >= unit_s:
             return f"{seconds / min(unit_s, _DAY_S):.0f} {name}"
