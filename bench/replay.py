@@ -38,7 +38,7 @@ from .together import together
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from turnkeep_client.calls import Pending
+    from turnkeep_client.calls import Call
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request
 
@@ -237,14 +237,14 @@ class _Sent:
 
 async def _play(
     run: Run[Plan],
-    submit: Callable[[Request], Awaitable[Pending]],
+    submit: Callable[[Request], Awaitable[Call]],
     record: Record,
     steps: Sequence[Exchange],
     began_s: float,
     sent: dict[str, _Sent],
 ) -> None:
     """Send the requests of one session, and wait for their answers; `sent` are those that went off."""
-    waiting: list[tuple[_Sent, Pending]] = []
+    waiting: list[tuple[_Sent, Call]] = []
     then, then_s = record.begin, 0.0  # what a request is spaced from, in the record and here
 
     async def answers() -> None:

@@ -77,15 +77,15 @@ class _ResultFeed:
         self.users = 0
         self.opening = asyncio.Lock()
         self.stop: Callable[[], Awaitable[None]] | None = None
-        self.waiting: dict[int, set[Pending]] = {}
+        self.waiting: dict[int, set[Call]] = {}
         self.publishing = 0
         #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
 
     def arrived(self, body: bytes) -> None:
         seq = _result_seq(body)
-        for pending in self.waiting.get(seq, ()):
-            pending.resolve(body)
+        for call in self.waiting.get(seq, ()):
+            call.resolve(body)
         if self.publishing and seq > 0:
             self.early[seq] = body
 
@@ -120,8 +120,8 @@ class ResultFeeds:
                 await feed.stop()
 
 
-class Pending:
-    """One request that waits for its result. Await it: a `Failed` result is returned, not raised."""
+class Call:
+    """One request and its result. Await it: a `Failed` result is returned, not raised."""
 
     def __init__(
         self,

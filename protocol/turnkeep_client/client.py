@@ -15,7 +15,7 @@ import msgspec
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
-from .calls import Pending, ResultFeeds, Stored, expect
+from .calls import Call, ResultFeeds, Stored, expect
 from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from .log import Entry, entry
 from .messages import (
@@ -112,15 +112,15 @@ class Client:
         """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name."""
         return Session(self._wire, self._feeds, session_key(self.tenant, name), self._control_timeout_s)
 
-    async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Pending:
+    async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
         """Publish a request and return it once the log has stored it; await it for the result or `Failed`.
 
         `timeout_s` runs from this call to the result. Raises what `Session`'s methods raise.
         """
         decode_request(encode(request))  # msgspec validates on decoding, not on construction
-        pending = Pending(self._wire, self._feeds, key, request, timeout_s=timeout_s)
-        async with pending.listening():
-            return pending
+        call = Call(self._wire, self._feeds, key, request, timeout_s=timeout_s)
+        async with call.listening():
+            return call
 
     async def ask(
         self,

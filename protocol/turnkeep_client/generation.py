@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from .calls import LAST_POLL_S, Pending, Wire, expect
+from .calls import LAST_POLL_S, Call, Wire, expect
 from .chunks import Assembly
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 
@@ -31,32 +31,32 @@ class Generation:
     does. The joined texts and tokens of the chunks are exactly those of the result.
     """
 
-    def __init__(self, pending: Pending, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
-        self._pending = pending
+    def __init__(self, call: Call, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
+        self._call = call
         self._wire = wire
         self._cancel = cancel
 
     @property
     def id(self) -> str:
         """The request's id."""
-        return self._pending.id
+        return self._call.id
 
     @property
     def seq(self) -> int | None:
         """Sequence of the request in the log, once the log has acknowledged it."""
-        return self._pending.seq
+        return self._call.seq
 
     @property
     def result(self) -> Generated:
         """The recorded answer. Raises `RequestFailedError`, or RuntimeError before it has arrived."""
-        return expect(Generated, self._pending.result)
+        return expect(Generated, self._call.result)
 
     def __await__(self) -> Generator[Any, None, Generated]:
         return self.wait().__await__()
 
     async def wait(self) -> Generated:
         """Return the recorded answer. Raises `RequestFailedError`, `ResultTimeoutError`, `NoWorkerError`."""
-        return expect(Generated, await self._pending.wait())
+        return expect(Generated, await self._call.wait())
 
     async def cancel(self) -> Cancelled:
         """Ask the worker to stop the answer, which then ends with finish_reason `cancelled`."""
@@ -67,16 +67,16 @@ class Generation:
 
         Raises `StreamBrokenError` if the worker contradicts what it published before.
         """
-        pending, assembly = self._pending, Assembly()
-        if not pending.is_resolved():
-            chunks = _Chunks(self._wire, self._wire.subjects.tokens(pending.key, self.id), pending.wake)
-            async with chunks.listening(), pending.listening():
-                while not pending.is_resolved() or chunks.waiting:
+        call, assembly = self._call, Assembly()
+        if not call.is_resolved():
+            chunks = _Chunks(self._wire, self._wire.subjects.tokens(call.key, self.id), call.wake)
+            async with chunks.listening(), call.listening():
+                while not call.is_resolved() or chunks.waiting:
                     for body in await chunks.next_bodies(has_gap=assembly.has_gap):
                         if new := assembly.add(decode_chunk(body)):
                             yield new
-                    if not pending.is_resolved() and not chunks.waiting:
-                        await pending.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
+                    if not call.is_resolved() and not chunks.waiting:
+                        await call.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
         if rest := assembly.finish(self.result):
             yield rest
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
-from .calls import Pending, ResultFeeds, Wire, expect
+from .calls import Call, ResultFeeds, Wire, expect
 from .generation import Generation
 from .messages import (
     Append,
@@ -87,7 +87,7 @@ class Session:
         timeout_s: float | None = None,
     ) -> Opened:
         """Start the session explicitly: its first request, or the first after `close`."""
-        return expect(Opened, await self._call(build(Open, request_id, cache=cache), timeout_s))
+        return expect(Opened, await self._result_of(build(Open, request_id, cache=cache), timeout_s))
 
     async def append(
         self,
@@ -118,7 +118,7 @@ class Session:
             deadline_s=deadline_s,
             priority=priority,
         )
-        return expect(Appended, await self._call(request, timeout_s))
+        return expect(Appended, await self._result_of(request, timeout_s))
 
     def generate(
         self,
@@ -144,7 +144,7 @@ class Session:
             expect_position=expect_position,
             **sampling,
         )
-        return Generation(self._pending(request, timeout_s), self._wire, self.cancel)
+        return Generation(self._call(request, timeout_s), self._wire, self.cancel)
 
     async def rewind(
         self,
@@ -156,14 +156,14 @@ class Session:
     ) -> Rewound:
         """Forget every token from `position` on."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
-        return expect(Rewound, await self._call(request, timeout_s))
+        return expect(Rewound, await self._result_of(request, timeout_s))
 
     async def close(
         self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None
     ) -> Closed:
         """End the session; `forget` also removes its snapshots. Only `open` can use its name again."""
         request = build(Close, request_id, forget=forget or None)
-        return expect(Closed, await self._call(request, timeout_s))
+        return expect(Closed, await self._result_of(request, timeout_s))
 
     async def info(self, *, skip: int = 0, limit: int = 100) -> SessionInfo:
         """Return the session's state, from the worker that holds it.
@@ -184,11 +184,11 @@ class Session:
         """Unpin all pinned prefixes of the session, or the one with `position` tokens."""
         return expect(Unpinned, await self._control(UnpinRequest(position=position)))
 
-    async def _call(self, request: Request, timeout_s: float | None) -> Any:
-        return await self._pending(request, timeout_s)
+    async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
+        return await self._call(request, timeout_s)
 
-    def _pending(self, request: Request, timeout_s: float | None) -> Pending:
-        return Pending(self._wire, self._feeds, self.key, request, timeout_s=timeout_s)
+    def _call(self, request: Request, timeout_s: float | None) -> Call:
+        return Call(self._wire, self._feeds, self.key, request, timeout_s=timeout_s)
 
     async def _control(self, request: ControlRequest) -> ControlReply:
         subject = self._wire.subjects.of(self.key, "ctl")

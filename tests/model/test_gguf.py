@@ -319,7 +319,7 @@ def test_a_flipped_byte_is_no_crash(sound_file: Path, where: float, flip: int) -
     broken = sound_file.with_name("broken.gguf")
     broken.write_bytes(content)
     try:
-        gguf_model._plan(gguf_file.read(broken), "float32")
+        gguf_model._prepare(gguf_file.read(broken), "float32")
     except ModelError as error:
         complaint = str(error)
         assert "\n" not in complaint

@@ -69,18 +69,18 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
         folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
         if folder.is_dir():
             return folder
-        plan = _plan(file, weight_dtype)
+        conversion = _prepare(file, weight_dtype)
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
             if not folder.is_dir():  # else another process has just written it
-                _write(plan, folder, progress or _silent)
+                _write(conversion, folder, progress or _silent)
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
     return folder
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Conversion:
     file: GgufFile
     dtype: WeightDtype
     config: dict[str, Any]
@@ -96,7 +96,7 @@ class _Plan:
         return self.itemsize * sum(tensor.num_values for tensor in self.names.values())
 
 
-def _plan(file: GgufFile, dtype: WeightDtype) -> _Plan:
+def _prepare(file: GgufFile, dtype: WeightDtype) -> _Conversion:
     architecture = file.fields.get("general.architecture")
     if architecture != "llama":
         raise ModelError(
@@ -108,7 +108,7 @@ def _plan(file: GgufFile, dtype: WeightDtype) -> _Plan:
         config = _config(file, names, tokenizer, dtype)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{file.path} does not describe a llama model: {one_line(error)}") from None
-    return _Plan(file, dtype, config, tokenizer, names)
+    return _Conversion(file, dtype, config, tokenizer, names)
 
 
 def _names(file: GgufFile) -> dict[str, Tensor]:
@@ -235,47 +235,47 @@ def _weight_dtype(dtype: str, file: GgufFile) -> WeightDtype:
     return "bfloat16" if kind == GGMLQuantizationType.BF16 else "float16"
 
 
-def _write(plan: _Plan, folder: Path, progress: Progress) -> None:
+def _write(conversion: _Conversion, folder: Path, progress: Progress) -> None:
     free = shutil.disk_usage(folder.parent).free
-    if plan.num_bytes > free:
+    if conversion.num_bytes > free:
         raise ModelError(
-            f"converting {plan.file.path} needs {size(plan.num_bytes)} in {folder.parent};"
+            f"converting {conversion.file.path} needs {size(conversion.num_bytes)} in {folder.parent};"
             f" it has {size(free)}"
         )
     unfinished = folder.with_name(_UNFINISHED + folder.name)
     unfinished.mkdir()
     try:
-        plan.tokenizer.save(unfinished)
-        _write_json(unfinished / "config.json", plan.config)
-        ends = {key: plan.config[key] for key in ("bos_token_id", "eos_token_id")}
+        conversion.tokenizer.save(unfinished)
+        _write_json(unfinished / "config.json", conversion.config)
+        ends = {key: conversion.config[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(unfinished / "generation_config.json", ends)
-        _write_weights(unfinished / "model.safetensors", plan, progress)
+        _write_weights(unfinished / "model.safetensors", conversion, progress)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_weights(path: Path, plan: _Plan, progress: Progress) -> None:
+def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> None:
     """Write one safetensors file: length of the header, header, the tensors' bytes without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
-    for name, tensor in plan.names.items():
-        start, end = end, end + tensor.num_values * plan.itemsize
+    for name, tensor in conversion.names.items():
+        start, end = end, end + tensor.num_values * conversion.itemsize
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[plan.dtype],
+            "dtype": _SAFETENSORS_DTYPES[conversion.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     done = 0
-    progress(done, plan.num_bytes, "converting weights")
+    progress(done, conversion.num_bytes, "converting weights")
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in plan.names.values():
-            for rows in plan.file.rows(tensor):
-                done += file.write(_cast(rows, plan.dtype, tensor.name).data.cast("B"))
-                progress(done, plan.num_bytes, "converting weights")
+        for tensor in conversion.names.values():
+            for rows in conversion.file.rows(tensor):
+                done += file.write(_cast(rows, conversion.dtype, tensor.name).data.cast("B"))
+                progress(done, conversion.num_bytes, "converting weights")
         file.flush()
         os.fsync(file.fileno())
 
