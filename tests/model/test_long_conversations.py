@@ -215,8 +215,8 @@ def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
             patch.setattr(templates, "num_first", lambda _: None)
             assert _take(full, turn) == outcome
         assert near.tokens == full.tokens
-        steps = near.conversation._steps
-        assert steps == full.conversation._steps[len(full.conversation._steps) - len(steps) :]
+        steps = near.conversation._segments
+        assert steps == full.conversation._segments[len(full.conversation._segments) - len(steps) :]
 
 
 def _take(chat: Chat, turn: tuple[str, Any]) -> str:

@@ -145,7 +145,7 @@ async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_l
     assert session.history.tokens == world.session.history.tokens
     assert len(set(read)) <= 4 * EVERY
     assert min(read) > last - 10 * EVERY
-    assert len(session.history.conversation._steps) < 12 * EVERY
+    assert len(session.history.conversation._segments) < 12 * EVERY
 
 
 async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(world: World) -> None:

@@ -284,7 +284,7 @@ def assert_same(one: History, other: History) -> None:
     """Two histories are the same, of which either may have a conversation that is shortened."""
     assert one.tokens == other.tokens
     assert (one.exists, one.closed) == (other.exists, other.closed)
-    steps, others = one.conversation._steps, other.conversation._steps
+    steps, others = one.conversation._segments, other.conversation._segments
     num_common = min(len(steps), len(others))
     assert steps[len(steps) - num_common :] == others[len(others) - num_common :]
 

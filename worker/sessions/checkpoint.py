@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from cache.names.blocks import as_tokens, pack, unpack
-from worker.text.templates import Conversation, Step, pack_steps, unpack_steps
+from worker.text.templates import Conversation, Segment, pack_segments, unpack_segments
 
 from .answered import AnsweredIds
 from .history import History
@@ -132,8 +132,8 @@ class Cut:
             closed=self.history.closed,
             started=conversation.started,
             near=b"" if conversation.looks_back else zlib.compress(conversation.pack(), _LEVEL),
-            kept_steps=self.changes.kept_steps,
-            steps=zlib.compress(pack_steps(self.changes.steps), _LEVEL),
+            kept_steps=self.changes.kept_segments,
+            steps=zlib.compress(pack_segments(self.changes.segments), _LEVEL),
             kept_tokens=self.changes.kept_tokens,
             tokens=zlib.compress(pack(self.tokens), _LEVEL),
             ids=self.ids,
@@ -165,7 +165,7 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
     The conversation is shortened unless it is asked for `whole`. None where they are another version's, or
     made with another tokenizer.
     """
-    tokens, steps, answered = as_tokens(), list[Step](), AnsweredIds()
+    tokens, steps, answered = as_tokens(), list[Segment](), AnsweredIds()
     try:
         read = [msgspec.msgpack.decode(body, type=_Body) for body in bodies]
         if not read or any(body.version != _VERSION or body.maker != maker for body in read):
@@ -177,7 +177,7 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
             tokens += unpack(_inflate(body.tokens))
             if whole:
                 del steps[body.kept_steps :]
-                steps += unpack_steps(_inflate(body.steps))
+                steps += unpack_segments(_inflate(body.steps))
         answered.load(b"".join(body.ids for body in read))
         if whole:
             conversation = Conversation.of(tokenizer, last.started, steps)

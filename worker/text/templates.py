@@ -4,7 +4,7 @@ A turn adds the tokens that a full render of the whole conversation would add. I
 that it rendered before (trims an answer, drops its thoughts), the addition says from which position on the
 history is replaced. Pure: no device, no broker, no clock.
 
-The history is a sequence of steps: prompts, answers, raw content. Answers keep their sampled tokens, since
+The history is a sequence of segments: prompts, answers, raw content. Answers keep their sampled tokens, as
 the tokenizer might choose others for the same text. Prompts between two answers are tokenised as one text:
 a token may span two turns.
 
@@ -58,12 +58,12 @@ class Addition:
     tokens: list[int]
 
 
-class Step(Struct, frozen=True, array_like=True):
+class Segment(Struct, frozen=True, array_like=True):
     """The tokens `[start, end)` of a session and their text.
 
     A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
     answer. Messages after raw content start a new conversation; `num_before` counts its messages before this
-    step.
+    segment.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -78,18 +78,18 @@ class Step(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The wanted text of the conversation from the step at index `start` on."""
+    """The wanted text of the conversation from the segment at index `start` on."""
 
     start: int
     text: str
 
 
 class Changes(NamedTuple):
-    """A changed conversation: the number of unchanged first steps and tokens, and the steps after them."""
+    """A changed conversation: numbers of unchanged first segments and tokens, and the segments after."""
 
-    kept_steps: int
+    kept_segments: int
     kept_tokens: int
-    steps: list[Step]
+    segments: list[Segment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class Conversation:
 
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
-    _steps: tuple[Step, ...] = ()
-    _first: int = 0  # the first step of the conversation that messages continue
-    # What `shortened` left out: number of steps, position of their end, the first messages if among them.
+    _segments: tuple[Segment, ...] = ()
+    _first: int = 0  # the first segment of the conversation that messages continue
+    # What `shortened` left out: number of segments, position of their end, the first messages if among them.
     _num_cut: int = 0
     _base: int = 0
     _head: tuple[Message, ...] = ()
@@ -112,12 +112,12 @@ class Conversation:
     @property
     def position(self) -> int:
         """Tokens in the session."""
-        return self._steps[-1].end if self._steps else self._base
+        return self._segments[-1].end if self._segments else self._base
 
     @property
     def has_messages(self) -> bool:
         """Whether the next messages are rendered together with earlier ones."""
-        return self._first < len(self._steps)
+        return self._first < len(self._segments)
 
     def add_messages(
         self, history: Sequence[int], messages: Sequence[Message]
@@ -136,12 +136,12 @@ class Conversation:
         Adds nothing with `raw`, without messages, after raw content, and after an answer without its
         end-of-turn token, which the generate continues. Raises `TemplateError` and `CutOffError`.
         """
-        steps = self._steps[self._first :]
+        segments = self._segments[self._first :]
         if (
             raw
-            or not steps
-            or steps[-1].opens_answer
-            or (steps[-1].kind == "answer" and not steps[-1].closed)
+            or not segments
+            or segments[-1].opens_answer
+            or (segments[-1].kind == "answer" and not segments[-1].closed)
         ):
             return self, Addition(len(history), [])
         return self._extend(history, (), opens_answer=True)
@@ -152,7 +152,7 @@ class Conversation:
         After an assistant header or an unfinished answer they belong to the assistant; elsewhere they are raw
         content.
         """
-        last = self._steps[-1] if self._steps else None
+        last = self._segments[-1] if self._segments else None
         if (
             not tokens
             or last is None
@@ -162,15 +162,15 @@ class Conversation:
         if last.kind == "prompt":
             return self._with(self._answer(len(history), tokens, _num_up_to(last) - 1))
         answer = self._answer(last.start, [*history[last.start :], *tokens], last.num_before)
-        return replace(self, _steps=(*self._steps[:-1], answer))
+        return replace(self, _segments=(*self._segments[:-1], answer))
 
     def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
         """Add text or tokens without the template; later messages start a new conversation after them."""
         if not tokens:
             return self, Addition(len(history), [])
         addition = Addition(len(history), list(tokens))
-        steps = (*self._steps, Step("raw", len(history), len(history) + len(tokens)))
-        return replace(self, _steps=steps, _first=len(steps), _head=()), addition
+        segments = (*self._segments, Segment("raw", len(history), len(history) + len(tokens)))
+        return replace(self, _segments=segments, _first=len(segments), _head=()), addition
 
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
         """Drop everything from `position` on.
@@ -182,17 +182,17 @@ class Conversation:
             return Conversation(self.tokenizer, self.started)
         if position <= self._base:
             raise CutOffError
-        steps = [step for step in self._steps if step.end <= position]
-        if len(steps) < len(self._steps):
-            cut = self._steps[len(steps)]
+        segments = [segment for segment in self._segments if segment.end <= position]
+        if len(segments) < len(self._segments):
+            cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
-                steps.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
+                segments.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
             elif cut.start < position:
-                steps.append(Step("raw", cut.start, position))
-        first = _first(steps)
+                segments.append(Segment("raw", cut.start, position))
+        first = _first(segments)
         if self._first and self._num_cut and not first:
             raise CutOffError  # back in a conversation whose beginning was left out
-        return replace(self, _steps=tuple(steps), _first=first)
+        return replace(self, _segments=tuple(segments), _first=first)
 
     @property
     def looks_back(self) -> bool:
@@ -200,16 +200,17 @@ class Conversation:
         return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Conversation:
-        """Leave out the steps that only a rewind needs, to save memory. No effect if the template looks back.
+        """Leave out the segments that only a rewind needs; no effect if the template looks back.
 
-        Every change then gives the same result as before, or raises `CutOffError`.
+        This saves memory. Every change then gives the same result as before, or raises `CutOffError`.
         """
-        num_head, steps = num_first(self.tokenizer.template), self._steps
-        if num_head is None or not steps:
+        num_head, segments = num_first(self.tokenizer.template), self._segments
+        if num_head is None or not segments:
             return self
-        start = len(steps) - 1
+        start = len(segments) - 1
         while start > self._first and (
-            steps[start].kind != "prompt" or steps[-1].num_before - steps[start].num_before < num_head + _KEPT
+            segments[start].kind != "prompt"
+            or segments[-1].num_before - segments[start].num_before < num_head + _KEPT
         ):
             start -= 1
         if start <= self._first:
@@ -219,48 +220,48 @@ class Conversation:
         head = self._head or tuple(self._first_messages(num_head)) if start > self._first else ()
         return replace(
             self,
-            _steps=steps[start:],
+            _segments=segments[start:],
             _first=max(self._first - start, 0),
             _num_cut=self._num_cut + start,
-            _base=steps[start].start,
+            _base=segments[start].start,
             _head=head,
         )
 
     def changes(self, since: Conversation) -> Changes:
-        """Return the changes since an earlier state, if both were shortened at the same step."""
+        """Return the changes since an earlier state, if both were shortened at the same segment."""
         if self._num_cut != since._num_cut:
-            return Changes(0, 0, list(self._steps))  # shortened since: all steps count as changed
+            return Changes(0, 0, list(self._segments))  # shortened since: all have changed
         kept = 0
-        for mine, earlier in zip(self._steps, since._steps, strict=False):
+        for mine, earlier in zip(self._segments, since._segments, strict=False):
             if mine is not earlier:
                 break
             kept += 1
-        end = self._steps[kept - 1].end if kept else self._base
-        return Changes(self._num_cut + kept, end, list(self._steps[kept:]))
+        end = self._segments[kept - 1].end if kept else self._base
+        return Changes(self._num_cut + kept, end, list(self._segments[kept:]))
 
     def pack(self) -> bytes:
         """Encode for `unpack`."""
         started, first = self.started.isoformat(), self._first
-        return pack_steps((started, first, self._num_cut, self._base, self._head, self._steps))
+        return pack_segments((started, first, self._num_cut, self._base, self._head, self._segments))
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Conversation:
         """Decode what `pack` returned. Raises `ValueError` and `MsgspecError`."""
-        started, first, num_cut, base, head, steps = msgspec.convert(json.loads(packed), _Packed)
-        return cls(tokenizer, datetime.fromisoformat(started), steps, first, num_cut, base, head)
+        started, first, num_cut, base, head, segments = msgspec.convert(json.loads(packed), _Packed)
+        return cls(tokenizer, datetime.fromisoformat(started), segments, first, num_cut, base, head)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, started: datetime, steps: Sequence[Step]) -> Conversation:
-        """Build the conversation of these steps."""
-        return cls(tokenizer, started, tuple(steps), _first(steps))
+    def of(cls, tokenizer: Tokenizer, started: datetime, segments: Sequence[Segment]) -> Conversation:
+        """Build the conversation of these segments."""
+        return cls(tokenizer, started, tuple(segments), _first(segments))
 
-    def _with(self, step: Step) -> Conversation:
-        return replace(self, _steps=(*self._steps, step))
+    def _with(self, segment: Segment) -> Conversation:
+        return replace(self, _segments=(*self._segments, segment))
 
-    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> Step:
+    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> Segment:
         closed = tokens[-1] in self.tokenizer.eos_ids
         lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        return Step(
+        return Segment(
             "answer",
             start,
             start + len(tokens),
@@ -270,14 +271,14 @@ class Conversation:
             num_before=num_before,
         )
 
-    def _messages(self, steps: Sequence[Step]) -> list[Message]:
-        """List the messages of the steps; a header without an answer counts as an empty message."""
+    def _messages(self, segments: Sequence[Segment]) -> list[Message]:
+        """List the messages of the segments; a header without an answer counts as an empty message."""
         messages: list[Message] = []
-        for step in steps:
-            if step.kind == "answer":
+        for segment in segments:
+            if segment.kind == "answer":
                 messages.pop()
-            messages += step.messages
-            if step.opens_answer:
+            messages += segment.messages
+            if segment.opens_answer:
                 messages.append({"role": "assistant", "content": ""})
         return messages
 
@@ -297,11 +298,11 @@ class Conversation:
             return extended
         if self._head:
             raise CutOffError
-        every = [*self._messages(self._steps[self._first :]), *messages]
+        every = [*self._messages(self._segments[self._first :]), *messages]
         whole = _Target(self._first, self._render(every, header=opens_answer))
         extended = self._reach(whole, history, messages, opens_answer=opens_answer)
         if extended is None:
-            raise AssertionError("a render from the first step cannot fail")
+            raise AssertionError("a render from the first segment cannot fail")
         return extended
 
     def _near_target(self, messages: Sequence[Message], *, header: bool) -> _Target | None:
@@ -310,37 +311,41 @@ class Conversation:
         None if the conversation is short, the template looks back, or its text is not what it rendered.
         """
         num_head = num_first(self.tokenizer.template)
-        first, steps = self._first, self._steps
+        first, segments = self._first, self._segments
         # The last render ended with a prompt; the template may still change an answer after it.
-        end = len(steps) - (bool(steps) and steps[-1].kind == "answer")
-        if num_head is None or end <= first or steps[end - 1].kind != "prompt":
+        end = len(segments) - (bool(segments) and segments[-1].kind == "answer")
+        if num_head is None or end <= first or segments[end - 1].kind != "prompt":
             return None
         start = end - 1
         while (
             start > first
-            and steps[start - 1].kind == "prompt"
-            and (end - start < _LAST_PROMPTS or steps[start - 1].opens_answer)
+            and segments[start - 1].kind == "prompt"
+            and (end - start < _LAST_PROMPTS or segments[start - 1].opens_answer)
         ):
             start -= 1
         # Render messages before those needed: a text may depend on its neighbours.
         lead, num_lead = start, num_head + _LEAD
         while lead > first and (
-            steps[lead].kind == "answer" or steps[start].num_before - steps[lead].num_before < num_lead
+            segments[lead].kind == "answer"
+            or segments[start].num_before - segments[lead].num_before < num_lead
         ):
             lead -= 1
-        if steps[lead].num_before <= num_head or steps[start].num_before - steps[lead].num_before < num_lead:
+        if (
+            segments[lead].num_before <= num_head
+            or segments[start].num_before - segments[lead].num_before < num_lead
+        ):
             return None
-        odd = (steps[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
+        odd = (segments[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
         head = self._head or self._first_messages(num_head)
-        before = self._messages(steps[lead:end])[odd:]
-        opened = steps[end - 1].opens_answer
-        after = [*self._messages(steps[lead:])[odd:], *messages]
+        before = self._messages(segments[lead:end])[odd:]
+        opened = segments[end - 1].opens_answer
+        after = [*self._messages(segments[lead:])[odd:], *messages]
         try:
             known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
             wanted = self._render([*head, *after], header=header)
         except TemplateError:
             return None
-        own = "".join(step.text for step in steps[start:end])
+        own = "".join(segment.text for segment in segments[start:end])
         shared = len(known) - len(own)
         if shared < 0 or known[shared:] != own or wanted[:shared] != known[:shared]:
             return None
@@ -350,8 +355,8 @@ class Conversation:
         """List the conversation's first messages."""
         head: list[Message] = []
         first = self._first
-        for end in range(first + 1, len(self._steps)):
-            head = self._messages(self._steps[first:end])
+        for end in range(first + 1, len(self._segments)):
+            head = self._messages(self._segments[first:end])
             if len(head) > num_messages:  # the last message may be an answer's header
                 break
         return head[:num_messages]
@@ -359,11 +364,11 @@ class Conversation:
     def _reach(
         self, target: _Target, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
     ) -> tuple[Conversation, Addition] | None:
-        """Change the steps from the target's start on to its text; None if earlier steps might change too."""
-        before, steps = self._steps[: target.start], self._steps[target.start :]
+        """Change the segments from the target's start on to its text; None if earlier ones might change."""
+        before, segments = self._segments[: target.start], self._segments[target.start :]
         base = before[-1].end if before else self._base
-        agreeing, agreed_chars = _agreement(steps, target.text)
-        seam, seam_chars = self._seam(steps, agreeing, agreed_chars, target.text, base, history)
+        agreeing, agreed_chars = _agreement(segments, target.text)
+        seam, seam_chars = self._seam(segments, agreeing, agreed_chars, target.text, base, history)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
             return None  # its last token and the first one here may merge
         wanted = self._encode(target.text[seam_chars:], seam, history)
@@ -372,27 +377,26 @@ class Conversation:
         )
         addition = Addition(seam + same, wanted[same:])
 
-        kept = [step for step in steps[:agreeing] if step.end <= addition.keep]
-        if kept and kept[-1].opens_answer and len(kept) < len(steps):
-            kept[-1] = structs.replace(
-                kept[-1], opens_answer=False
-            )  # its answer becomes a message of the new step
-        every = [*self._messages(steps), *messages]
+        kept = [segment for segment in segments[:agreeing] if segment.end <= addition.keep]
+        if kept and kept[-1].opens_answer and len(kept) < len(segments):
+            # The answer becomes a message of the new segment.
+            kept[-1] = structs.replace(kept[-1], opens_answer=False)
+        every = [*self._messages(segments), *messages]
         num_kept = len(self._messages(kept))
-        added = Step(
+        added = Segment(
             "prompt",
             kept[-1].end if kept else base,
             addition.keep + len(addition.tokens),
-            target.text[sum(len(step.text) for step in kept) :],
+            target.text[sum(len(segment.text) for segment in kept) :],
             tuple(every[num_kept:]),
             opens_answer=opens_answer,
-            num_before=num_kept + (steps[0].num_before if steps else 0),
+            num_before=num_kept + (segments[0].num_before if segments else 0),
         )
-        return replace(self, _steps=(*before, *kept, added)), addition
+        return replace(self, _segments=(*before, *kept, added)), addition
 
     def _seam(
         self,
-        steps: Sequence[Step],
+        segments: Sequence[Segment],
         agreeing: int,
         agreed_chars: int,
         target: str,
@@ -401,31 +405,30 @@ class Conversation:
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
-        If `target` only extends the steps' text, that is the last added token, so the cost of an append does
-        not grow with the session. Else it is the end of the last answer before the first difference, or a
-        position inside the answer that differs.
+        If `target` only extends the segments' text, that is the last added token, so the cost of an append
+        does not grow with the session. Else it is the end of the last answer before the first difference, or
+        a position inside the answer that differs.
         """
-        if agreeing < len(steps) and steps[agreeing].kind == "answer":
-            answer = steps[agreeing]
+        if agreeing < len(segments) and segments[agreeing].kind == "answer":
+            answer = segments[agreeing]
             tokens = history[answer.start : answer.end]
             num_tokens, num_chars = self._common(tokens, target[agreed_chars:])
             return answer.start + num_tokens, agreed_chars + num_chars
-        if agreeing == len(steps) and (border := self._last_border(steps, history)) is not None:
+        if agreeing == len(segments) and (border := self._last_border(segments, history)) is not None:
             tail = self.tokenizer.decode(history[border:])
-            if target.endswith(
-                tail, 0, agreed_chars
-            ):  # a tokenizer may lose characters that it does not know
+            # A tokenizer may lose characters that it does not know.
+            if target.endswith(tail, 0, agreed_chars):
                 return border, agreed_chars - len(tail)
-        while agreeing and steps[agreeing - 1].kind == "prompt":
+        while agreeing and segments[agreeing - 1].kind == "prompt":
             agreeing -= 1
-            agreed_chars -= len(steps[agreeing].text)
-        return steps[agreeing - 1].end if agreeing else base, agreed_chars
+            agreed_chars -= len(segments[agreeing].text)
+        return segments[agreeing - 1].end if agreeing else base, agreed_chars
 
-    def _last_border(self, steps: Sequence[Step], history: Sequence[int]) -> int | None:
+    def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
         """Find the last added token of a final prompt; later text cannot change the tokens before it."""
-        if not steps or steps[-1].kind != "prompt":
+        if not segments or segments[-1].kind != "prompt":
             return None
-        backwards = range(steps[-1].end - 1, steps[-1].start, -1)
+        backwards = range(segments[-1].end - 1, segments[-1].start, -1)
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
@@ -452,34 +455,34 @@ class Conversation:
         return self.tokenizer.encode(text, at_start=position == 0)
 
 
-_Packed: TypeAlias = tuple[str, int, int, int, tuple[Message, ...], tuple[Step, ...]]
+_Packed: TypeAlias = tuple[str, int, int, int, tuple[Message, ...], tuple[Segment, ...]]
 
 
-def pack_steps(what: Any) -> bytes:
-    """Encode a value with steps as JSON. Not with msgspec, since marked text is not valid UTF-8."""
+def pack_segments(what: Any) -> bytes:
+    """Encode a value with segments as JSON. Not with msgspec, since marked text is not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(what), separators=(",", ":")).encode()
 
 
-def unpack_steps(packed: bytes) -> list[Step]:
-    """Decode a list of steps. Raises `ValueError` and `MsgspecError`."""
-    return msgspec.convert(json.loads(packed), list[Step])
+def unpack_segments(packed: bytes) -> list[Segment]:
+    """Decode a list of segments. Raises `ValueError` and `MsgspecError`."""
+    return msgspec.convert(json.loads(packed), list[Segment])
 
 
-def _first(steps: Sequence[Step]) -> int:
-    """Find the first step of the conversation that messages continue: after the last raw content."""
-    return next((index for index in range(len(steps), 0, -1) if steps[index - 1].kind == "raw"), 0)
+def _first(segments: Sequence[Segment]) -> int:
+    """Find the first segment of the conversation that messages continue: after the last raw content."""
+    return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
 
 
-def _num_up_to(step: Step) -> int:
+def _num_up_to(segment: Segment) -> int:
     """Count the messages up to the end of a prompt; a header counts as an empty message."""
-    return step.num_before + len(step.messages) + step.opens_answer
+    return segment.num_before + len(segment.messages) + segment.opens_answer
 
 
-def _agreement(steps: Sequence[Step], target: str) -> tuple[int, int]:
-    """Count the steps whose text `target` starts with, and the characters of that text."""
+def _agreement(segments: Sequence[Segment], target: str) -> tuple[int, int]:
+    """Count the segments whose text `target` starts with, and the characters of that text."""
     chars = 0
-    for index, step in enumerate(steps):
-        if not target.startswith(step.text, chars):
+    for index, segment in enumerate(segments):
+        if not target.startswith(segment.text, chars):
             return index, chars
-        chars += len(step.text)
-    return len(steps), chars
+        chars += len(segment.text)
+    return len(segments), chars
