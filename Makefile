@@ -10,7 +10,7 @@ COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-u
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint type check bench lock clean
+.PHONY: help setup demo test soak lint type check bench lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,10 @@ demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an a
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4
+
+soak: $(STAMP) ## Run the long tests, before a release: an hour or two
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 -m soak
+	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

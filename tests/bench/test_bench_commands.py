@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 each_bench = pytest.mark.parametrize("suite", suites(), ids=lambda suite: suite.bench.name)
+#: What ends a run is the same code in all of them.
+two_benches = pytest.mark.parametrize(
+    "suite",
+    [
+        pytest.param(suite, marks=() if suite.bench.name in {"session", "overhead"} else pytest.mark.soak)
+        for suite in suites()
+    ],
+    ids=lambda suite: suite.bench.name,
+)
 
 
 @pytest.fixture
@@ -53,7 +62,7 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
 
 
-@each_bench
+@two_benches
 def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
     suite: Suite, tmp_path: Path, model: Path
 ) -> None:
@@ -69,7 +78,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
-@each_bench
+@two_benches
 def test_a_worker_that_dies_is_one_line_in_the_report_too(suite: Suite, tmp_path: Path, model: Path) -> None:
     process, path = start(suite, tmp_path, model)
     while process.poll() is None:  # again: the first may have been one that the bench was about to end

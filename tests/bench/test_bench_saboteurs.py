@@ -15,18 +15,20 @@ from bench.samples import Findings
 
 SUITES = suites()
 LIES = [(suite, lie) for suite in SUITES for lie in (*suite.common, *suite.lies)]
-#: Their checks are exact, so that the short form tells. A statistical one would take five rounds.
+#: Their checks are exact, so that the short form tells. A statistical one would take five rounds. An honest
+#: worker runs in `test_bench_commands.py`.
 REAL = [
-    (suite, lie)
+    pytest.param(suite, lie, marks=() if suite.bench.name == "restart" else pytest.mark.soak)
     for suite in SUITES
-    for lie in (None, *(lie for lie in suite.lies if lie.serve is not None and lie.exact))
+    for lie in suite.lies
+    if lie.serve is not None and lie.exact
 ]
 RUNS = 100
 KEPT_TIME = checks.kept_time([]).name
 
 
-def identify(one: Suite | Lie | None) -> str:
-    return one.bench.name if isinstance(one, Suite) else one.name if one is not None else "is honest"
+def identify(one: Suite | Lie) -> str:
+    return one.bench.name if isinstance(one, Suite) else one.name
 
 
 def judged(suite: Suite, seed: int, lie: Lie | None = None) -> list[Check]:
@@ -84,16 +86,13 @@ def test_a_loop_that_is_late_is_told() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(("suite", "lie"), REAL, ids=identify)
 async def test_a_real_worker_that_lies_is_caught(
-    suite: Suite,
-    lie: Lie | None,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    suite: Suite, lie: Lie, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
-    name = "is honest" if lie is None else lie.name
     model = str(request.getfixturevalue(suite.model))
-    where = Where(model=model, program=("saboteurs", suite.bench.name, name))
+    where = Where(model=model, program=("saboteurs", suite.bench.name, lie.name))
     report = await conduct(suite.bench, smoke(suite.bench.plan), where)
-    names = failed(report.checks)
-    assert len(names) == (lie is not None), report.checks
+    # How late the loop is on a busy machine says nothing about the worker.
+    names = [name for name in failed(report.checks) if name != KEPT_TIME]
+    assert names, report.checks
     assert all(name.startswith(lie.check) for name in names)

@@ -203,7 +203,7 @@ def test_of_long_prompts_that_cannot_all_go_on_one_begins_anew(make_rig, model) 
     assert rig.tokens(again) == alone(model, again.context, 3)[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
 def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
     """Short and long prompts at random: the peak stays below the limit, and what fits is answered."""
     dice, limit = random.Random(seed), limit_of(14)

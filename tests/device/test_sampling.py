@@ -72,7 +72,7 @@ FILTERS = [
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_draws_follow_the_distribution_of_the_filters_definitions(sampling: Sampling) -> None:
     """Nothing that is filtered out is ever drawn, all else as often as it should be (chi-squared)."""
-    values, seen, num = logits(5), {0, 3, 7, 11}, 3000
+    values, seen, num = logits(5), {0, 3, 7, 11}, 1500
     expected = distribution(values, sampling, seen)
     counts = np.bincount(draws(values, sampling, num, seen), minlength=VOCABULARY)
     assert counts[expected == 0].sum() == 0

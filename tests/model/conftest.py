@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from transformers import AutoTokenizer
 
 from worker.models.tokenizer import Tokenizer
 
@@ -23,16 +23,13 @@ def tokenizer(packaged_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def with_template(packaged_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeTokenizer:
+def with_template(packaged_folder: Path, tokenizer: Tokenizer) -> MakeTokenizer:
     """Make the packaged tokenizer with another chat template."""
+    loaded = AutoTokenizer.from_pretrained(str(packaged_folder))
 
     def make(template: str) -> Tokenizer:
-        folder = tmp_path_factory.mktemp("tokenizer")
-        for name in ("config.json", "tokenizer.json"):
-            shutil.copy(packaged_folder / name, folder)
-        config = json.loads((packaged_folder / "tokenizer_config.json").read_text())
-        config["chat_template"] = template
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        return Tokenizer.from_folder(folder)
+        changed = copy.copy(loaded)
+        changed.chat_template = template
+        return Tokenizer(changed, tokenizer.eos_ids)
 
     return make

@@ -297,25 +297,31 @@ SCRIPTS = st.lists(st.lists(OPERATIONS, min_size=5, max_size=8), min_size=3, max
 CRASHES = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 60)), min_size=1, max_size=2)
 
 
-@settings(
-    max_examples=6,
+INTERLEAVINGS = settings(
     derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@settings(INTERLEAVINGS, max_examples=2)
 @given(scripts=SCRIPTS, crashes=CRASHES)
 async def test_any_interleaving_with_crashes_gives_each_session_the_history_it_has_alone(
     crowd: Crowd, scripts: list[list[tuple[Any, ...]]], crashes: list[tuple[int, int]]
 ) -> None:
     """Append, generate, rewind, cancel and `kill -9` on several sessions at once."""
-    names = crowd.new_names(len(scripts))
-    killer = asyncio.create_task(crowd.kill(crashes))
-    await asyncio.gather(*(crowd.play(name, script) for name, script in zip(names, scripts, strict=True)))
-    killer.cancel()
-    await asyncio.gather(killer, return_exceptions=True)
-    for name in names:
-        await crowd.compare(name)
+    await crowd.live_through(scripts, crashes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@settings(INTERLEAVINGS, max_examples=50)
+@given(scripts=SCRIPTS, crashes=CRASHES)
+async def test_fifty_interleavings_with_crashes_give_each_session_the_history_it_has_alone(
+    crowd: Crowd, scripts: list[list[tuple[Any, ...]]], crashes: list[tuple[int, int]]
+) -> None:
+    await crowd.live_through(scripts, crashes)
 
 
 class Crowd:
@@ -330,17 +336,26 @@ class Crowd:
         self._names = (f"s{i}" for i in itertools.count())
         self._num_results = 0
 
-    def new_names(self, num: int) -> list[str]:
+    async def live_through(
+        self, scripts: list[list[tuple[Any, ...]]], crashes: list[tuple[int, int]]
+    ) -> None:
+        """Play a script in each of several sessions while the worker is killed, and compare them."""
         self._num_results = 0
-        return [next(self._names) for _ in range(num)]
+        names = [next(self._names) for _ in scripts]
+        killer = asyncio.create_task(self._kill(crashes))
+        await asyncio.gather(*(self._play(*part) for part in zip(names, scripts, strict=True)))
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+        for name in names:
+            await self._compare(name)
 
-    async def kill(self, crashes: list[tuple[int, int]]) -> None:
+    async def _kill(self, crashes: list[tuple[int, int]]) -> None:
         for num_results, delay_ms in sorted(crashes):
             await until(lambda: self._num_results >= num_results)  # noqa: B023
             await asyncio.sleep(delay_ms / 1000)
             restart(self._process)
 
-    async def play(self, name: str, script: list[tuple[Any, ...]]) -> None:
+    async def _play(self, name: str, script: list[tuple[Any, ...]]) -> None:
         session = self._client.session(name)
         position = 0
         for operation, *details in script:
@@ -380,7 +395,7 @@ class Crowd:
                 break  # the answer was faster, or the request is not yet in the log
         return await task
 
-    async def compare(self, name: str) -> None:
+    async def _compare(self, name: str) -> None:
         """Run a session's requests again on the other worker, and hold both logs against each other."""
         session = self._alone.session(name)
         for request, recorded in await self._log.answered(name):

@@ -1,12 +1,8 @@
-"""Real conversations with the packaged model: restarted after every turn, they go on token by token the same.
-
-`TEST_CONVERSATIONS` says how many; the default is few, for every day.
-"""
+"""Real conversations with the packaged model, restarted after every turn, go on token by token the same."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
     from bench.corpus import Conversation
 
-NUM_CONVERSATIONS: Final = int(os.environ.get("TEST_CONVERSATIONS", "2"))
+NUM_CONVERSATIONS: Final = 50
 TURNS: Final = 3
 MAX_TOKENS: Final = 16
 TIMEOUT_S: Final = 60.0
@@ -28,7 +24,8 @@ TIMEOUT_S: Final = 60.0
 pytestmark = [
     pytest.mark.model,
     pytest.mark.process,
-    pytest.mark.timeout(240 + 60 * NUM_CONVERSATIONS),
+    pytest.mark.soak,
+    pytest.mark.timeout(3600),
 ]
 
 

@@ -38,6 +38,7 @@ async def test_malformed_requests_are_answered_once_beside_a_client_that_is_serv
     assert not verdict.faults.total(), verdict.notes
 
 
+@pytest.mark.soak
 async def test_a_tenant_is_answered_beside_floods_of_another(tmp_path: Path) -> None:
     waits = await measure(tmp_path, tiny_model(tmp_path), (), requests=120, sessions=40, num_probes=4)
     assert len(waits["quiet"]) >= 8
@@ -52,6 +53,7 @@ async def test_damaged_snapshots_under_a_running_worker_change_no_answer(tmp_pat
     assert not verdict.faults.total(), verdict.notes
 
 
+@pytest.mark.soak
 async def test_a_short_soak_fails_no_request_and_tells_its_slopes(tmp_path: Path) -> None:
     readings, load = await soak(tmp_path, minutes=0.05, interval_s=0.7, seed=1)
     assert not load.failed
