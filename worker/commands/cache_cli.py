@@ -24,7 +24,7 @@ from turnkeep_client.errors import TurnkeepError
 from worker.settings import parse_duration, parse_size
 from worker.words import size, span
 
-from .flags import as_json, read, with_settings
+from .flags import as_json, load_settings, with_settings
 from .printing import table
 from .progress import terminal_progress
 
@@ -69,7 +69,7 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
     return callback
 
 
-def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options that name the directory, and those of the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,28 +84,32 @@ def _on_a_cache(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-def _place(directory: Path | None, config: Path | None, flags: dict[str, Any]) -> tuple[Path, Settings]:
+def _existing_cache(
+    directory: Path | None, config: Path | None, flags: dict[str, Any]
+) -> tuple[Path, Settings]:
     """Find the cache. Raises `CacheCommandError` if no worker has made one yet."""
-    place, settings, is_fresh = _look_for(directory, config, flags)
+    place, settings, is_fresh = _locate_cache(directory, config, flags)
     if is_fresh:
-        raise CacheCommandError(f"{_nothing(place)}; a worker with this data directory makes a cache there")
+        raise CacheCommandError(
+            f"{_empty_message(place)}; a worker with this data directory makes a cache there"
+        )
     return place, settings
 
 
-def _look_for(
+def _locate_cache(
     directory: Path | None, config: Path | None, flags: dict[str, Any]
 ) -> tuple[Path, Settings, bool]:
     """Find the cache, and say whether its data directory has none yet.
 
     An empty data directory is normal; a wrong `--dir` is the user's error.
     """
-    settings = read(config, flags)
+    settings = load_settings(config, flags)
     place = directory or settings.data_dir / "snapshots"
     is_fresh = directory is None and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
     return place, settings, is_fresh
 
 
-def _nothing(place: Path) -> str:
+def _empty_message(place: Path) -> str:
     return f"nothing is cached yet in {place}"
 
 
@@ -116,13 +120,13 @@ def cache() -> None:
 
 @cache.command("ls")
 @as_json
-@_on_a_cache()
+@_cache_options()
 def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """List the stored chains of tokens, the last used first, and the pins.
 
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
-    place, _, is_fresh = _look_for(directory, config, flags)
+    place, _, is_fresh = _locate_cache(directory, config, flags)
     found = survey.Survey() if is_fresh else survey.look(place)
     chains = [
         {
@@ -158,7 +162,7 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
     if rows:
         table(["chain", "model", "tokens", "size", "not shared", "last used", "pinned"], rows)
     else:
-        click.echo(_nothing(place))
+        click.echo(_empty_message(place))
     for pin in pins:
         click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
     _print_unreadable(found)
@@ -166,10 +170,10 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 
 @cache.command()
 @as_json
-@_on_a_cache("max_disk", "min_free_disk")
+@_cache_options("max_disk", "min_free_disk")
 def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """Show the disk space of each model's snapshots, and the space that the limits leave."""
-    place, settings, is_fresh = _look_for(directory, config, flags)
+    place, settings, is_fresh = _locate_cache(directory, config, flags)
     found = survey.Survey() if is_fresh else survey.look(place)
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
     total = files_bytes + found.quarantined_bytes
@@ -202,7 +206,7 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
     if rows:
         table(["model", "chains", "files", "size"], rows)
     else:
-        click.echo(_nothing(place))
+        click.echo(_empty_message(place))
     click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), including")
     click.echo(
         f"  other format versions {size(found.foreign_bytes)}, quarantine {size(found.quarantined_bytes)}"
@@ -213,12 +217,12 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 @cache.command()
 @click.option("--quarantine", is_flag=True, help="Move doubtful files to quarantine; needs the lock.")
 @as_json
-@_on_a_cache()
+@_cache_options()
 def verify(
     directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
 ) -> None:
     """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful."""
-    place, _ = _place(directory, config, flags)
+    place, _ = _existing_cache(directory, config, flags)
     with terminal_progress() as show:
         found = survey.verify(
             place, lambda done, total: show(done, total, "verifying"), quarantine=quarantine
@@ -253,7 +257,7 @@ def verify(
 @click.option("--model", metavar="IDENTITY", help="Only of this model: the beginning of its identity.")
 @click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine and pins.")
 @as_json
-@_on_a_cache()
+@_cache_options()
 def prune(
     directory: Path | None,
     config: Path | None,
@@ -268,7 +272,7 @@ def prune(
     conditions = [older_than_s, to_bytes, model]
     if everything == any(condition is not None for condition in conditions):
         raise click.UsageError("say what to remove: --all, or conditions (--older-than, --to-bytes, --model)")
-    place, _ = _place(directory, config, flags)
+    place, _ = _existing_cache(directory, config, flags)
     if everything:
         pruned = pruning.prune_all(place)
     else:
@@ -292,10 +296,10 @@ def prune(
 
 @cache.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@_on_a_cache()
+@_cache_options()
 def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], **flags: Any) -> None:
     """Remove pins by their names in `ls`, for pins whose session is gone. Needs the lock."""
-    place, _ = _place(directory, config, flags)
+    place, _ = _existing_cache(directory, config, flags)
     for pin in pruning.unpin(place, list(names)):
         click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
 
@@ -304,7 +308,7 @@ def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], *
 @click.argument("digests", nargs=-1, metavar="[DIGEST]...")
 @click.argument("target", type=click.Path(path_type=Path), metavar="FILE.tar")
 @click.option("--all", "everything", is_flag=True, help="Export all chains.")
-@_on_a_cache()
+@_cache_options()
 def export(
     directory: Path | None,
     config: Path | None,
@@ -316,7 +320,7 @@ def export(
     """Write chains, named as in `ls`, to a tar file that another cache can import."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
-    place, _ = _place(directory, config, flags)
+    place, _ = _existing_cache(directory, config, flags)
     carried = archive.export(place, None if everything else digests, target)
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
@@ -324,7 +328,7 @@ def export(
 @cache.command("import")
 @click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE.tar")
 @as_json
-@_on_a_cache("max_disk", "min_free_disk")
+@_cache_options("max_disk", "min_free_disk")
 def import_(directory: Path | None, config: Path | None, source: Path, as_json: bool, **flags: Any) -> None:
     """Import the snapshots of a tar file into the cache, after checking each. Needs the lock.
 
@@ -334,7 +338,7 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
     prove that a file is complete and matches its name. They cannot prove that a model computed it: a session
     that continues from forged KV answers as if it had another history.
     """
-    place, settings = _place(directory, config, flags)
+    place, settings = _existing_cache(directory, config, flags)
     carried = archive.restore(
         place, source, max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk
     )

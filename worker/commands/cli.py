@@ -24,7 +24,7 @@ from worker.settings import SettingsError
 from worker.words import size
 
 from .cache_cli import cache
-from .flags import as_json, read, tenant_option, with_sampling, with_settings
+from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
 from .printing import table
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     from .serve import serve as run
 
-    run(read(config, flags), lambda: read(config, flags))
+    run(load_settings(config, flags), lambda: load_settings(config, flags))
 
 
 @main.group()
@@ -94,7 +94,7 @@ def model_list(config: Path | None, as_json: bool, **flags: Any) -> None:
     """List the models on this machine: packaged, converted, downloaded."""
     from worker.models.model import list_models
 
-    found = list_models(read(config, flags).data_dir)
+    found = list_models(load_settings(config, flags).data_dir)
     if as_json:
         click.echo(json.dumps([asdict(entry) | {"path": str(entry.path)} for entry in found]))
         return
@@ -112,7 +112,7 @@ def model_path(config: Path | None, **flags: Any) -> None:
 
     from .progress import terminal_progress
 
-    settings = read(config, flags)
+    settings = load_settings(config, flags)
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
     with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
@@ -126,7 +126,7 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Check this machine: what was found, what is missing, and how to fix it."""
     from .doctor import checks, exit_code, show
 
-    found = checks(read(config, flags))
+    found = checks(load_settings(config, flags))
     if as_json:
         click.echo(json.dumps([asdict(check) for check in found]))
     else:
@@ -151,7 +151,7 @@ def chat(
     """
     from .chat import chat as run
 
-    _talk(read(config, flags), tenant, lambda client: run(client, name, system, sampling))
+    _talk(load_settings(config, flags), tenant, lambda client: run(client, name, system, sampling))
 
 
 @main.command()
@@ -180,7 +180,9 @@ def ask(
     from .ask import question as whole
 
     text = whole(question)
-    if not _talk(read(config, flags), tenant, lambda client: run(client, name, text, system, sampling)):
+    if not _talk(
+        load_settings(config, flags), tenant, lambda client: run(client, name, text, system, sampling)
+    ):
         sys.exit(_INTERRUPTED)
 
 
@@ -193,7 +195,7 @@ def info(config: Path | None, session: str | None, tenant: str, as_json: bool, *
     """Show a session and its worker; without SESSION, show the next metrics message."""
     from .control import info as run
 
-    _talk(read(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
+    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
 
 
 @main.command()
@@ -208,7 +210,7 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
         cancelled = await client.session(session).cancel(request_id)
         click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 
-    _talk(read(config, flags), tenant, run)
+    _talk(load_settings(config, flags), tenant, run)
 
 
 @main.command()
@@ -224,7 +226,7 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
     """
     from .control import pin as run
 
-    _talk(read(config, flags), tenant, lambda client: run(client, session, position))
+    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
 @main.command()
@@ -236,7 +238,7 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
     """Remove the pins of SESSION's tokens; their KV may then be evicted."""
     from .control import unpin as run
 
-    _talk(read(config, flags), tenant, lambda client: run(client, session, position))
+    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
 main.add_command(bench)

@@ -91,6 +91,6 @@ def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def read(config: Path | None, flags: dict[str, Any]) -> Settings:
+def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
     """Load the settings of a command with these options. Raises `SettingsError`."""
     return settings_module.load(flags, os.environ, config)
