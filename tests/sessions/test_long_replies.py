@@ -16,6 +16,7 @@ from raw_wire import Wire, append, generate
 
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.messages import Unpinned
+from worker.sessions.control import Control
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -101,7 +102,7 @@ async def test_any_answer_that_the_server_does_not_carry_becomes_a_refusal(
     async def unpin(*_: object) -> Unpinned:
         return many
 
-    monkeypatch.setattr("worker.sessions.pinning.answer", unpin)
+    monkeypatch.setattr(Control, "_pin", unpin)
     await narrow.send("s", append("a"))
     reply = await narrow.control("s", {"type": "unpin"})
     assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
