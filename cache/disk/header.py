@@ -61,6 +61,13 @@ _REST: Final = re.compile(
     rf'"tokens":"((?:{_HEX}{{8}})+)","resumable":"([01])"}}'.encode()
 )
 
+_SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
+#: One tensor of those; behind the last one the object ends.
+_TENSOR: Final = re.compile(
+    rf',"([a-z0-9.]+)":{{"dtype":"([A-Z0-9]+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],'
+    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]}}'.encode()
+)
+
 _PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
 #: All names of a file, a space behind each: keys and values of a layer together, then states.
 _NAMES: Final = re.compile(
@@ -201,22 +208,17 @@ def _tensors(
 
     Complete groups of keys and values, then the state, back to back, to the end of the file.
     """
-    try:
-        specs = json.loads(b"{" + text.removeprefix(b","))
-    except (ValueError, RecursionError) as error:
-        raise DoubtfulSnapshotError(f"unreadable header: {type(error).__name__}") from None
-    names = "".join(f"{key} " for key in specs)
-    if not _NAMES.fullmatch(names) or names.count(" ") != len(specs):
-        raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
-    if not specs if resumable else any(key.startswith(STATE) for key in specs):
-        raise DoubtfulSnapshotError("not the tensors that it says it has")
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []
-    at = kv_bytes = 0
-    for key, spec in specs.items():
-        dtype, shape = _spec(spec)
+    place = at = kv_bytes = 0
+    while (found := _TENSOR.match(text, place)) is not None:
+        place = found.end()
+        key, dtype, dims, *offsets = (part.decode() for part in found.groups())
+        shape = tuple(map(int, dims.split(","))) if dims else ()
+        if dtype not in ITEM_BYTES or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_DIM:
+            raise DoubtfulSnapshotError(f"{key} is of a type or a shape that no tensor has")
         end = at + math.prod(shape) * ITEM_BYTES[dtype]
-        if spec["data_offsets"] != [at, end]:
+        if offsets != [str(at), str(end)]:
             raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
         at = end
         if key.startswith(STATE):
@@ -226,24 +228,13 @@ def _tensors(
             raise DoubtfulSnapshotError(f"{key} has the wrong shape")
         layout.append((key, dtype, (shape[1], shape[3])))
         kv_bytes = end
+    if text[place:].rstrip(b" ") != b"}":
+        raise DoubtfulSnapshotError("unreadable header: tensors that are said in another way")
+    names = [name for name, _, _ in (*layout, *states)]
+    if not _NAMES.fullmatch("".join(f"{name} " for name in names)) or len(set(names)) < len(names):
+        raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
+    if not names if resumable else states:
+        raise DoubtfulSnapshotError("not the tensors that it says it has")
     if (kv_bytes + state_bytes, at) != (payload_bytes, payload_bytes):
         raise DoubtfulSnapshotError("tensors do not cover the payload")
-    written = json.dumps(specs, separators=(",", ":")).encode()
-    # A name that stands there twice, a number with an exponent: others might read it in another way.
-    if text.rstrip(b" ") != (b"," + written[1:] if specs else b"}"):
-        raise DoubtfulSnapshotError("a header that says it in another way")
     return tuple(layout), tuple(states)
-
-
-def _spec(spec: Any) -> tuple[str, tuple[int, ...]]:
-    """Read one tensor's entry."""
-    if not isinstance(spec, dict) or list(spec) != ["dtype", "shape", "data_offsets"]:
-        raise DoubtfulSnapshotError("unreadable tensor entry")
-    dtype, shape = spec["dtype"], spec["shape"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise DoubtfulSnapshotError("unknown tensor type")
-    if not isinstance(shape, list) or len(shape) > _MAX_AXES:
-        raise DoubtfulSnapshotError("a tensor without a shape")
-    if not all(type(dim) is int and 0 <= dim <= _MAX_DIM for dim in shape):
-        raise DoubtfulSnapshotError("a shape that no tensor has")
-    return dtype, tuple(shape)
