@@ -126,7 +126,7 @@ class Store:
             self._index,
             self._writer,
             opened.pins,
-            self._leaving.discard,
+            self._leaving,
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
         )
@@ -180,8 +180,8 @@ class Store:
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
         num_tokens, entries = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
-        self._index.hold(entries)
         if entries:
+            self._index.hold(entries[-1])
             self._use(entries[-1])
         return Match(num_tokens, tuple(entries))
 
@@ -191,7 +191,8 @@ class Store:
         What continues it can then be saved, whatever others save or forget meanwhile.
         """
         edges, entries = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
-        self._index.hold(entries)
+        if entries:
+            self._index.hold(entries[-1])
         used = next((entry for entry in reversed(entries) if entry.usable), None)
         if used is not None:
             self._use(used)
@@ -199,9 +200,9 @@ class Store:
 
     def release(self, match: Match | Held) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
-        for entry in reversed(match.entries):
-            self._index.release(entry)
-            self._leaving.resume(entry)
+        held = self._index.release(match.entries[-1]) if match.entries else None
+        if held is not None:
+            self._leaving.resume(held)
         self._room.check()
 
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
@@ -315,7 +316,7 @@ class Store:
         comes back, not even by a write that was under way.
         """
         within = self._within(tenant, blocks.pack(tokens))
-        return self._leaving.discard_unneeded(entry for entry in within if not entry.kept)
+        return self._leaving.discard(entry for entry in within if not entry.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
         """`forget`, and wait until that is settled; the answer comes in time whatever the disk does.
@@ -333,7 +334,7 @@ class Store:
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
         is_held = any(entry.doomed for entry in self._within(tenant, packed))
-        is_unknown = self._index.num_children(NO_NAME.parent) > 0
+        is_unknown = bool(self._index.children(NO_NAME.parent))
         return Forgotten(num_snapshots, erasure.clean and not is_held and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:

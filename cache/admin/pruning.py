@@ -72,7 +72,7 @@ def prune(
                 break
             if older_than_s is not None and entry.used / 1e6 >= now_s - older_than_s:
                 break  # the rest was used later still
-            if index.num_children(entry.digest) > gone[entry.digest] or not is_of_model(entry):
+            if len(entry.children) > gone[entry.digest] or not is_of_model(entry):
                 continue
             if entry.kept:
                 num_pinned += 1

@@ -18,7 +18,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder, digest_of, scan
 from cache.disk.format import SUFFIX
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Columns, Pin, Row
+from cache.disk.rows import Pin, Row
 from cache.index.index import Index
 from cache.index.pins import Pins
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
@@ -102,19 +102,19 @@ def look(directory: Path) -> Survey:
     """List what is there. Reads one header for each chain. Raises `NotACacheError`, `OSError`."""
     check(directory)
     rows, survey, names = _read(directory)
-    index = Index(lambda: 0.0, Columns.of(rows))
+    index = Index(lambda: 0.0, rows)
     Pins(index, survey.pins)
     models: dict[str, Model] = {}
     usage: dict[str, list[int]] = {}
     counted: set[bytes] = set()
     for entry in index:
-        if index.num_children(entry.digest):
+        if entry.children:
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile; or it was read once already
             identity = read_header(directory / "snapshots" / f"{entry.digest.hex()}{SUFFIX}").identity
             model = models.setdefault(identity, Model(identity, names.get(identity, "")))
-            links = list(_up(index.get, entry))
-            survey.chains.append(_chain(entry, links, model, index.num_children))
+            links = list(entry.chain())
+            survey.chains.append(_chain(entry, links, model))
             sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
@@ -248,17 +248,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _up(get: Callable[[bytes], Entry | None], entry: Entry) -> Iterator[Entry]:
-    link: Entry | None = entry
-    while link is not None:
-        yield link
-        link = get(link.parent)
-
-
-def _chain(entry: Entry, links: list[Entry], model: Model, num_children: Callable[[bytes], int]) -> Chain:
+def _chain(entry: Entry, links: list[Entry], model: Model) -> Chain:
     own_bytes = 0
     for link in links:
-        if link != entry and num_children(link.digest) > 1:
+        if len(link.children) > 1:
             break
         own_bytes += link.size_bytes
     return Chain(

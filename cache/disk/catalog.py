@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import sqlite3
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from . import private
-from .rows import Columns, Pin
+from .rows import Pin, Row, columns, proofs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from .folder import Folder
-    from .rows import Row
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -140,11 +140,10 @@ class Catalog:
                 db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def read(self) -> tuple[Columns, Sequence[bytes | None]]:
-        """Read all rows, and their proofs: None where a row has come from an older version."""
-        rows = self._db.execute("SELECT * FROM snapshot").fetchall()
-        *fields, proofs = zip(*rows, strict=True) if rows else ((),) * 8
-        return Columns(*fields), proofs
+    def read(self) -> list[Row]:
+        """Read all rows, whatever their fields are: `reconciling` believes none unseen."""
+        made = partial(tuple.__new__, Row)  # which is `Row._make` without a step of Python's for each
+        return list(map(made, self._db.execute("SELECT * FROM snapshot")))
 
     def pins(self) -> list[Pin]:
         """Read the pinned prefixes."""
@@ -191,9 +190,11 @@ class Catalog:
 
     def put(self, rows: Iterable[Row]) -> None:
         """Add or replace rows."""
-        columns = Columns.of(list(rows))
+        rows = list(rows)
         with self._transaction() as db:
-            db.executemany(_PUT, zip(*columns, columns.proofs(), strict=True))
+            db.executemany(
+                _PUT, [(*row[:-1], proof) for row, proof in zip(rows, proofs(columns(rows)), strict=True)]
+            )
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""

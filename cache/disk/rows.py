@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import xor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+#: All fields of very many rows, a sequence for each field.
+Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
+
+
 class Row(NamedTuple):
-    """A snapshot as the catalog keeps it. `used` is microseconds since 1970, and never repeats."""
+    """A snapshot as the catalog keeps it. `used` is microseconds since 1970, and never repeats.
+
+    `proof` is what `proofs` says of the rest; rows from older versions have none.
+    """
 
     digest: bytes
     parent: bytes
@@ -24,6 +31,7 @@ class Row(NamedTuple):
     size_bytes: int
     used: int
     resumable: bool = True
+    proof: bytes | None = None
 
     @property
     def name(self) -> Name:
@@ -33,36 +41,6 @@ class Row(NamedTuple):
     def is_of(self, packed: bytes) -> bool:
         """Say whether it holds nothing but a part of a run of packed tokens."""
         return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
-
-
-class Columns(NamedTuple):
-    """Very many rows, a sequence for each field: making a `Row` of each would take a fifth of a start."""
-
-    digests: Sequence[bytes] = ()
-    parents: Sequence[bytes] = ()
-    starts: Sequence[int] = ()
-    tokens: Sequence[bytes] = ()
-    sizes: Sequence[int] = ()
-    used: Sequence[int] = ()
-    resumable: Sequence[bool] = ()
-
-    @classmethod
-    def of(cls, rows: Sequence[Row | tuple[Any, ...]]) -> Columns:
-        """Turn rows, or their plain fields."""
-        return cls(*zip(*rows, strict=True)) if rows else cls()
-
-    def rows(self) -> list[Row]:
-        """Turn them back."""
-        return list(map(Row, *self))
-
-    def proofs(self) -> Iterator[bytes]:
-        """Make a checksum of each row, of all but its last use, which changes too often.
-
-        Raises `TypeError` or `ValueError` on the way where a field is not of its type.
-        """
-        seeds = map(xxhash.xxh3_64_intdigest, self.digests, self.starts)
-        seeds = map(xxhash.xxh3_64_intdigest, self.parents, map(xor, seeds, self.sizes))
-        return map(xxhash.xxh3_64_digest, self.tokens, map(xor, seeds, self.resumable))
 
 
 class Pin(NamedTuple):
@@ -75,3 +53,19 @@ class Pin(NamedTuple):
     def name(self) -> bytes:
         """Name the prefix."""
         return link(self.root, self.tokens)
+
+
+def columns(rows: Sequence[Row]) -> Columns:
+    """Turn rows into columns: a start has very many, and no time for a step of Python's for each."""
+    return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
+
+
+def proofs(columns: Columns) -> Iterator[bytes]:
+    """Make a checksum of each row, of all but its last use, which changes too often.
+
+    Raises `TypeError` or `ValueError` on the way where a field is not of its type.
+    """
+    digests, parents, starts, tokens, sizes, _, resumable, _ = columns
+    seeds = map(xxhash.xxh3_64_intdigest, digests, starts)
+    seeds = map(xxhash.xxh3_64_intdigest, parents, map(xor, seeds, sizes))
+    return map(xxhash.xxh3_64_digest, tokens, map(xor, seeds, resumable))

@@ -1,115 +1,109 @@
-"""What is stored, on its way, and in which order it was last used: a tree in memory.
+"""What is stored, on its way, and when it was last used: a tree in memory.
 
 Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the process.
 """
 
 from __future__ import annotations
 
-from array import array
+import heapq
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
-from cache.disk.rows import Columns
+from cache.disk.rows import Row
 from cache.names.blocks import TOKEN_BYTES, num_common
 
-from .entries import DOOMED, DURABLE, PRESENT, Entry, Facts
-from .numbers import NONE
-from .recency import Recency
+from .entries import PLACE, Entry, Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cache.names.snapshot import Name
 
 #: More than the tokens of any snapshot take, packed: what follows a name is looked for in so much at a time.
 MOST_BYTES: Final = 1 << 16
 
-#: In the column of only children: there are more, and they are in a list.
-_MANY: Final = -2
-_NOTHING: Final = Columns()
-
 
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    Entries are in order of use, and every child stands before its parent: using a snapshot uses its
-    whole chain. So eviction can take them as they come, and meets every leaf before its parent.
-
-    A name has a number as long as it is a snapshot's, or others continue it, as they do a tenant's root, or a
-    load that began while it was there still needs it.
+    Only leaves are removed, so every entry has its whole chain before it. So whoever needs a chain holds its
+    last entry alone, and whoever uses a chain uses its last entry alone: nobody walks it. An entry that is
+    removed leaves its last use and its holds to the entry before it.
     """
 
-    def __init__(self, clock: Callable[[], float], stored: Columns = _NOTHING) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
         self._clock = clock
         self._now = 0
         #: Hears of every entry that has come or gone.
         self.changed: Callable[[Entry], None] = lambda _: None
         self._fill(stored)
 
-    def _fill(self, stored: Columns) -> None:
-        """Take in what is stored: all at once, since there may be very many."""
-        import numpy as np  # here, because a command line that is asked for help has no time for it
-
-        num = len(stored.digests)
-        self._facts = facts = Facts(stored)
-        parents = np.array(facts.parents[:num])
-        num_children = np.bincount(parents, minlength=len(facts.parents))
-        only_children = np.full(len(facts.parents), NONE, np.int32)
-        only_children[parents] = np.arange(num)
-        only_children[num_children > 1] = _MANY
-        self._only_child = array("i", only_children.tobytes())
-        #: The children of those that have several, in the order of their tokens.
-        self._families: dict[int, list[int]] = {}
-        for number in np.flatnonzero(num_children[parents] > 1).tolist():
-            self._families.setdefault(facts.parents[number], []).append(number)
-        for siblings in self._families.values():
-            siblings.sort(key=self._place)
-        self._recency = Recency(_inherit_uses(facts, num))
-        self._now = max(self._now, max(facts.used, default=0))
-        #: Entries that are being loaded, or are on their way.
-        self._held: set[int] = set()
-        #: Whether every snapshot that was stored had its parent beside it.
-        self.is_whole = facts.is_whole
-        self.stored = num
-        self.stored_bytes = sum(facts.sizes)
+    def _fill(self, stored: Sequence[Row]) -> None:
+        """Take in what is stored."""
+        nowhere = Node(b"")
+        self._entries = entries = {row.digest: Entry(row, nowhere, durable=True) for row in stored}
+        #: What chains begin at, as long as there are some.
+        self._roots: dict[bytes, Node] = {}
+        families: dict[bytes, list[Entry]] = {}
+        for entry, row in zip(entries.values(), stored, strict=True):
+            entry.up = up = entries.get(row.parent) or self._node(row.parent)
+            if up.children:
+                up.children.append(entry)
+                families[up.digest] = up.children
+            else:
+                up.children = [entry]
+        for siblings in families.values():
+            siblings.sort(key=PLACE)
+        #: Entries that a load or a turn needs, or that are on their way; all before them is needed too.
+        self._held: set[Entry] = set()
+        self._now = max(self._now, max((row.used for row in stored), default=0))
+        self.stored = len(self._entries)
+        self.stored_bytes = sum(row.size_bytes for row in stored)
         #: Of entries that are not stored yet.
         self.on_its_way_bytes = 0
         #: Of entries that pinned prefixes are made of.
         self.kept_bytes = 0
+        #: A heap of (used, digest): at least one for each entry that may be evicted, and some that are stale.
+        self._line: list[tuple[int, bytes]] = []
+        self._line_up()
 
     def __iter__(self) -> Iterator[Entry]:
-        """Go through the entries, least recently used first, children before their parents."""
-        return map(self._facts.entry, self._recency)
+        """Go through the entries as they would be evicted: least recently used first, children first."""
+        entries = sorted(self._entries.values(), key=lambda entry: entry.start, reverse=True)
+        used: dict[Node, int] = {entry: entry.used for entry in entries}
+        for entry in entries:
+            if entry.up in used:
+                used[entry.up] = max(used[entry.up], used[entry])
+        return iter(sorted(entries, key=used.__getitem__))
 
     def __len__(self) -> int:
-        return self.stored + sum(not self._facts.states[number] & DURABLE for number in self._held)
+        return len(self._entries)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every snapshot has its chain before it."""
+        return not any(entry.start for root in self._roots.values() for entry in root.children)
 
     def get(self, digest: bytes) -> Entry | None:
         """Find an entry, on its way or stored."""
-        number = self._facts.numbers.find(digest)
-        if number == NONE or not self._facts.states[number] & PRESENT:
-            return None
-        return Entry(self._facts, number, digest)
+        return self._entries.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Entry]:
-        """Find the entries of a chain up to the first that is not there, or that a match may not count on."""
-        facts = self._facts
-        states, wanted = facts.states, (PRESENT | DURABLE if usable else PRESENT)
-        looked_at = PRESENT | DURABLE | DOOMED if usable else PRESENT
-        entries: list[Entry] = []
-        for number, digest in zip(facts.numbers.find_all(digests), digests, strict=True):
-            if number == NONE or states[number] & looked_at != wanted:
-                break
-            entries.append(Entry(facts, number, digest))
+        """Find the entries of a chain up to the first that is not there, or that a match may not end with.
+
+        Since each of them has all before it, the last one is found by bisection.
+        """
+        num = bisect_left(digests, True, key=lambda digest: digest not in self._entries)
+        entries = list(self._entries[digests[num - 1]].chain()) if num else []
+        entries.reverse()
+        while usable and entries and not entries[-1].usable:
+            entries.pop()
         return entries
 
-    def num_children(self, digest: bytes) -> int:
-        """Count the entries that continue `digest`."""
-        return len(self._siblings(digest))
-
-    def children(self, digest: bytes) -> list[Entry]:
-        """List the entries that continue `digest`."""
-        return [self._facts.entry(number) for number in self._siblings(digest)]
+    def children(self, digest: bytes) -> Sequence[Entry]:
+        """List the entries that continue `digest`, in the order of their tokens."""
+        node = self._entries.get(digest) or self._roots.get(digest)
+        return node.children if node is not None else ()
 
     def next_use(self) -> int:
         """Give the next point on the clock of uses: the time of day, but never twice and never backwards."""
@@ -117,119 +111,129 @@ class Index:
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Entry:
-        """Take in a new snapshot, which is on its way, as the most recently used one, its chain behind it."""
-        facts = self._facts
-        number, parent = self._number(name.digest), self._number(name.parent)
-        facts.set(number, parent, name, size_bytes)
-        if facts.states[parent] & PRESENT:
-            if facts.used[parent] != self._now:  # else its chain is at the end, as that of one turn's cuts
-                self.use(facts.entry(parent))
-            self._recency.add(number, before=parent)
+        """Take in a new snapshot, which is on its way, as the most recently used one."""
+        digest, up = name.digest, self._node(name.parent)
+        row = Row(digest, up.digest, name.start, name.tokens, size_bytes, self.next_use(), name.resumable)
+        entry = self._entries[digest] = Entry(row, up, durable=False)
+        if isinstance(up.children, list):
+            insort(up.children, entry, key=PLACE)
         else:
-            self._recency.add(number)
-        facts.used[number] = self.next_use()
-        self._adopt(parent, number)
-        entry = facts.entry(number)
+            up.children = [entry]
+        self._held.add(entry)
         self.on_its_way_bytes += size_bytes
-        self._look_at(number)
         self.changed(entry)
         return entry
 
     def settle(self, entry: Entry) -> None:
         """Note that an entry's file is in place."""
-        self._facts.states[entry.number] |= DURABLE
+        entry.durable = True
         self.on_its_way_bytes -= entry.size_bytes
         self.stored += 1
         self.stored_bytes += entry.size_bytes
-        self._look_at(entry.number)
-
-    def hold(self, entries: Iterable[Entry]) -> None:
-        """Count a load that needs the files of these entries.
-
-        It counts for their names: one that is removed and saved anew meanwhile is held too.
-        """
-        pins, numbers = self._facts.pins, [entry.number for entry in entries]
-        for number in numbers:
-            pins[number] += 1
-        self._held.update(numbers)
-
-    def release(self, entry: Entry) -> None:
-        """Count a load less that needs the file."""
-        facts, number = entry.facts, entry.number
-        facts.pins[number] -= 1
-        if facts is self._facts:  # else it was held since before all was forgotten
-            self._look_at(number)
-            self._let_go(number)
-
-    def doom(self, entry: Entry, *, doomed: bool = True) -> None:
-        """Note that an entry goes once nobody loads it."""
-        states = self._facts.states
-        states[entry.number] = states[entry.number] | DOOMED if doomed else states[entry.number] & ~DOOMED
-
-    def keep(self, entry: Entry, by: int = 1) -> None:
-        """Count a pinned prefix that the entry is a part of (`by` -1: one that was given up)."""
-        kept, number = self._facts.kept, entry.number
-        was = kept.get(number, 0)
-        kept[number] = was + by
-        if not was:
-            self.kept_bytes += entry.size_bytes
-        elif not kept[number]:
-            self.kept_bytes -= entry.size_bytes
-            del kept[number]
-
-    def held_bytes(self) -> int:
-        """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
-        facts = self._facts
-        seen: set[int] = set()
-        size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
-        for number in self._held:
-            while facts.states[number] & PRESENT and number not in facts.kept and number not in seen:
-                seen.add(number)
-                size_bytes += facts.sizes[number]
-                number = facts.parents[number]  # noqa: PLW2901
-        return size_bytes
+        self._look_at(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry."""
-        facts, number = self._facts, entry.number
+        """Forget an entry that nothing continues."""
+        del self._entries[entry.digest]
+        self._held.discard(entry)
         if entry.durable:
             self.stored -= 1
             self.stored_bytes -= entry.size_bytes
         else:
             self.on_its_way_bytes -= entry.size_bytes
-        parent = facts.parents[number]
-        facts.states[number] = 0
-        self._recency.remove(number)
-        self._held.discard(number)
-        self._disown(parent, number)
+        up = entry.up
+        if isinstance(up.children, list) and len(up.children) > 1:
+            del up.children[bisect_left(up.children, PLACE(entry), key=PLACE)]
+        else:
+            up.children = ()
+        if isinstance(up, Entry):
+            up.used = max(up.used, entry.used)
+            up.pins += entry.pins
+            self._look_at(up)
+        elif not up.children:
+            del self._roots[up.digest]
         self.changed(entry)
-        self._let_go(number)
-        self._let_go(parent)
 
     def clear(self) -> None:
         """Forget all entries. Those that are being loaded are on their own."""
-        self._facts.forget()
-        self._fill(_NOTHING)
+        for node in (*self._entries.values(), *self._roots.values()):
+            node.children = ()  # else they wait for the garbage collector, from which a start keeps them
+        self._fill(())
 
     def use(self, entry: Entry) -> None:
         """Note that an entry, and with it its chain, was used now."""
-        now, used = self.next_use(), self._facts.used
-        chain = list(self._chain(entry.number))
-        for number in chain:
-            used[number] = now
-        self._recency.use(chain)
+        entry.used = self.next_use()
 
-    def pass_over_kept(self) -> None:
-        """Put what pinned prefixes are made of behind all others, where it would be the first to be evicted.
+    def hold(self, entry: Entry) -> None:
+        """Count a load or a turn that needs an entry, and with it its chain."""
+        entry.pins += 1
+        self._look_at(entry)
 
-        Else whoever looks for victims would go through all of it each time. When it was used stays as it is.
-        """
-        facts = self._facts
-        moved: set[int] = set()
-        while (first := next(iter(self._recency), NONE)) in facts.kept and first not in moved:
-            chain = list(self._chain(first))
-            self._recency.use(chain)
-            moved.update(chain)
+    def release(self, entry: Entry) -> Entry | None:
+        """Count one less; returns the entry that was held: this one, or the last one left of its chain."""
+        held = next(filter(self.has, entry.chain()), None)
+        if held is not None:
+            held.pins -= 1
+            self._look_at(held)
+        return held
+
+    def has(self, entry: Entry) -> bool:
+        """Say whether an entry is there: not removed, nor another one under its name."""
+        return self._entries.get(entry.digest) is entry
+
+    def keep(self, entry: Entry, by: int = 1) -> None:
+        """Count a pinned prefix that the entry is a part of (`by` -1: one that was given up)."""
+        was_kept = entry.kept > 0
+        entry.kept += by
+        self.kept_bytes += ((entry.kept > 0) - was_kept) * entry.size_bytes
+        if self.has(entry):
+            self._look_at(entry)
+
+    def held_bytes(self) -> int:
+        """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
+        seen: set[Entry] = set()
+        size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
+        for held in self._held:
+            for entry in held.chain():
+                if entry.kept or entry in seen:
+                    break
+                seen.add(entry)
+                size_bytes += entry.size_bytes
+        return size_bytes
+
+    def oldest(self) -> Entry | None:
+        """Find the least recently used entry that may be evicted; None where none may."""
+        while self._line:
+            used, digest = self._line[0]
+            entry = self._entries.get(digest)
+            if entry is None or not entry.evictable:
+                heapq.heappop(self._line)  # it lines up anew when it may be
+            elif entry.used != used:
+                heapq.heapreplace(self._line, (entry.used, digest))
+            else:
+                return entry
+        return None
+
+    def _look_at(self, entry: Entry) -> None:
+        """Note whether an entry is held, and line it up if it may be evicted, maybe once more."""
+        if entry.pins or not entry.durable:
+            self._held.add(entry)
+        else:
+            self._held.discard(entry)
+        if entry.evictable:
+            heapq.heappush(self._line, (entry.used, entry.digest))
+            if len(self._line) > 1.5 * len(self._entries) + 64:
+                self._line_up()  # a third of it at least says nothing any more
+
+    def _line_up(self) -> None:
+        """Line up all entries that may be evicted by their last use."""
+        leaves = (entry for entry in self._entries.values() if not entry.children)
+        self._line = [(entry.used, entry.digest) for entry in leaves if entry.evictable]
+        heapq.heapify(self._line)
+
+    def _node(self, digest: bytes) -> Node:
+        """Find the entry of a name, or else the root."""
+        return self._entries.get(digest) or self._roots.setdefault(digest, Node(digest))
 
     def longest(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Entry, int] | None:
         """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
@@ -237,12 +241,11 @@ class Index:
         Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
         two that share as much, the smaller one is read faster. With `usable` only what a match may count on.
         """
-        siblings = self._siblings(parent)
-        at = bisect_left(siblings, (packed, b""), key=self._place)
+        siblings = self.children(parent)
+        at = bisect_left(siblings, (packed, b""), key=PLACE)
         found: list[tuple[int, int, Entry]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
-            entries = (self._facts.entry(siblings[i]) for i in side)
-            entry = next((entry for entry in entries if entry.usable or not usable), None)
+            entry = next((siblings[i] for i in side if siblings[i].usable or not usable), None)
             if entry is not None and (num_tokens := num_common(entry.tokens, packed)):
                 found.append((num_tokens, -entry.size_bytes, entry))
         num_tokens, _, entry = max(found, key=lambda one: one[:2], default=(0, 0, None))
@@ -282,7 +285,7 @@ class Index:
 
     def swallowed(self, entry: Entry) -> list[Entry]:
         """List the pieces of whose tokens this entry holds all, children first."""
-        return [other for other in reversed(self.within(entry.parent, entry.tokens)) if other != entry]
+        return [other for other in reversed(self.within(entry.parent, entry.tokens)) if other is not entry]
 
     def ending(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
         """Find the way to the furthest stored entry at whose end `packed` can be resumed."""
@@ -299,10 +302,10 @@ class Index:
 
         A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
         """
-        siblings = self._siblings(parent)
+        siblings = self.children(parent)
         bound = packed
-        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=self._place)):
-            entry = self._facts.entry(siblings[at - 1])
+        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=PLACE)):
+            entry = siblings[at - 1]
             fits = num_common(entry.tokens, bound) * TOKEN_BYTES
             if fits == len(entry.tokens):
                 yield entry
@@ -313,82 +316,5 @@ class Index:
         """List all entries that need this one, children before their parents."""
         found = [entry]
         for parent in found:
-            found += self.children(parent.digest)
+            found += parent.children
         return found[:0:-1]
-
-    def _chain(self, number: int) -> Iterator[int]:
-        """Go up from a number to the first entry of its chain."""
-        states, parents = self._facts.states, self._facts.parents
-        while states[number] & PRESENT:
-            yield number
-            number = parents[number]
-
-    def _number(self, digest: bytes) -> int:
-        """Find a name's number, or give it one."""
-        number = self._facts.numbers.find(digest)
-        if number == NONE:
-            number = self._facts.add(digest)
-            if number == len(self._only_child):
-                self._only_child.append(NONE)
-        return number
-
-    def _siblings(self, parent: bytes) -> Sequence[int]:
-        """List the children of a name, in the order of their tokens."""
-        number = self._facts.numbers.find(parent)
-        if number == NONE or (only := self._only_child[number]) == NONE:
-            return ()
-        return self._families[number] if only == _MANY else (only,)
-
-    def _place(self, number: int) -> tuple[bytes, bytes]:
-        """Order siblings by their tokens; files of other formats have none that could be told."""
-        return self._facts.tokens[number], self._facts.numbers.digest(number)
-
-    def _adopt(self, parent: int, child: int) -> None:
-        only = self._only_child[parent]
-        if only == NONE:
-            self._only_child[parent] = child
-            return
-        if only != _MANY:
-            self._families[parent], self._only_child[parent] = [only], _MANY
-        insort(self._families[parent], child, key=self._place)
-
-    def _disown(self, parent: int, child: int) -> None:
-        if self._only_child[parent] == child:
-            self._only_child[parent] = NONE
-            return
-        siblings = self._families[parent]
-        del siblings[bisect_left(siblings, self._place(child), key=self._place)]
-        if len(siblings) == 1:
-            self._only_child[parent] = self._families.pop(parent)[0]
-
-    def _look_at(self, number: int) -> None:
-        facts = self._facts
-        state = facts.states[number]
-        if state & PRESENT and (facts.pins[number] or not state & DURABLE):
-            self._held.add(number)
-        else:
-            self._held.discard(number)
-
-    def _let_go(self, number: int) -> None:
-        """Give back a number that nothing needs any more."""
-        facts = self._facts
-        if not (facts.states[number] & PRESENT or facts.pins[number]) and self._only_child[number] == NONE:
-            facts.tokens[number] = b""
-            facts.numbers.remove(number)
-
-
-def _inherit_uses(facts: Facts, num: int) -> list[int]:
-    """Give each of the first `num` numbers the last use of its most recently used descendant.
-
-    Returns them in that order, children before their parents.
-    """
-    import numpy as np  # here, because a command line that is asked for help has no time for it
-
-    # Children come first, so that one pass hands their use up to the root. The second sort keeps that order.
-    order = np.argsort(-np.array(facts.starts[:num]), kind="stable")
-    used, parents = facts.used, facts.parents
-    for number in order.tolist():
-        if used[number] > used[parent := parents[number]]:
-            used[parent] = used[number]
-    found: list[int] = order[np.argsort(np.array(used)[order], kind="stable")].tolist()
-    return found

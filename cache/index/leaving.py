@@ -32,38 +32,48 @@ class Leaving:
         #: Files that may be in place though they were given up: what was saved anew was to replace them.
         self._left: set[bytes] = set()
 
-    def discard(self, entries: list[Entry]) -> None:
-        """Take entries without children out of the index, and their files off the disk.
+    def evict(self, need_bytes: int, limit: int) -> list[Entry]:
+        """Evict least recently used leaves until `need_bytes` are free, at most `limit`; returns them."""
+        victims: list[Entry] = []
+        while need_bytes > 0 and len(victims) < limit and (victim := self._index.oldest()) is not None:
+            self._index.remove(victim)
+            need_bytes -= victim.size_bytes
+            victims.append(victim)
+        if victims:
+            self._writer.unlink([victim.row for victim in victims])
+        return victims
 
-        One that is being loaded stays until that is done.
+    def discard(self, entries: Iterable[Entry]) -> int:
+        """Discard those of these entries, children first, that nothing else continues; count them.
+
+        What a load or a turn needs stays until it is released.
         """
+        num_discarded = 0
         for entry in entries:
-            self._index.doom(entry, doomed=entry.pins > 0)
-        self._take_out([entry for entry in entries if not entry.doomed], "cancelled")
+            if all(child.doomed for child in entry.children):
+                entry.doomed = True
+                self.resume(entry)
+                num_discarded += 1
+        return num_discarded
 
-    def discard_unneeded(self, entries: Iterable[Entry]) -> int:
-        """Discard those of these entries, children first, that nothing else continues; count them."""
-        gone = 0
-        for entry in entries:
-            if all(child.doomed for child in self._index.children(entry.digest)):
-                self.discard([entry])
-                gone += 1
-        return gone
-
-    def resume(self, entry: Entry) -> None:
-        """Let an entry go that was to be discarded, once nobody loads it any more."""
-        if entry.doomed and not entry.pins:
-            # What was saved on top of it meanwhile needs it again.
-            self._index.doom(entry, doomed=False)
-            if not self._index.num_children(entry.digest):
-                self.discard([entry])
+    def resume(self, released: Entry) -> None:
+        """Go on with what was to be discarded, from an entry upwards, as far as nobody needs it any more."""
+        for entry in released.chain():
+            if not entry.doomed or entry.pins:
+                return
+            if not entry.children:
+                self._take_out([entry], "cancelled")
+            elif all(child.doomed for child in entry.children):
+                return  # somebody else holds one of them
+            else:
+                entry.doomed = False  # what was saved on top of it meanwhile needs it again
 
     def reject(self, entry: Entry, doubt: str) -> bool:
         """Give up a doubtful snapshot and all that continues it, pinned or not: nothing could match it.
 
         False where another load was first, or it was forgotten meanwhile.
         """
-        if self._index.get(entry.digest) != entry:
+        if not self._index.has(entry):
             return False
         _log.warning("snapshot_quarantined", digest=entry.digest.hex(), reason=doubt)
         self._take_out([*self._index.below(entry), entry], "no_parent")
@@ -76,9 +86,9 @@ class Leaving:
             self._left.discard(entry.digest)
             self._index.settle(entry)
             if entry.resumable:
-                self.discard_unneeded(self._index.swallowed(entry))
+                self.discard(self._index.swallowed(entry))
             return
-        if self._index.get(entry.digest) == entry:
+        if self._index.has(entry):
             self._take_out([*self._index.below(entry), entry], "no_parent")
         # The file may be in place: it was abandoned after the writer last looked, or the sync of the
         # directory failed. If it has been saved anew, that write is queued already, and replaces it, unless

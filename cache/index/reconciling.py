@@ -6,7 +6,7 @@ fast, without a look at any file; else it is mended, a row at a time.
 
 from __future__ import annotations
 
-from operator import attrgetter
+from operator import attrgetter, ne
 from typing import TYPE_CHECKING
 
 import structlog
@@ -14,17 +14,18 @@ import structlog
 from cache.disk.folder import digest_of, file_name
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
-from cache.disk.rows import Columns, Row
+from cache.disk.rows import Row, columns, proofs
 from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, link
 from cache.names.errors import DoubtfulSnapshotError
 
 from .index import Index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from cache.disk.catalog import Catalog
     from cache.disk.folder import Folder
+    from cache.disk.rows import Columns
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -38,41 +39,33 @@ def reconcile(
     version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
     snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
     """
-    stored, proofs = catalog.read()
-    if _is_in_order(stored, proofs, files):
+    stored = catalog.read()
+    if _is_in_order(stored, files):
         index = Index(clock, stored)
         if index.is_whole:
             return index, 0
-    stored, doubtful = _mended(folder, catalog, stored, proofs, files)
+    stored, doubtful = _mended(folder, catalog, stored, files)
     return Index(clock, stored), doubtful
 
 
-def _is_in_order(stored: Columns, proofs: Sequence[bytes | None], files: set[str]) -> bool:
+def _is_in_order(stored: list[Row], files: set[str]) -> bool:
     """Say whether every row is as it was put down, and there is a file for each, and no snapshot besides.
 
     SQLite has no checksums of its own. All rows are looked at: most of it is done by what goes through a
     column without Python's code.
     """
     try:
-        if list(stored.proofs()) != list(proofs) or not set(map(type, stored.used)) <= {int}:
-            return False
-        if not _fits(stored):
+        fields = columns(stored)
+        if any(map(ne, proofs(fields), fields[-1])) or not _fits(fields):
             return False
     except (TypeError, ValueError):  # not even of the right types
         return False
-    there = set(map(file_name, stored.digests))
+    there = {file_name(row.digest) for row in stored}
     return there <= files and not any(map(digest_of, files - there))
 
 
-def _mended(
-    folder: Folder, catalog: Catalog, stored: Columns, proofs: Sequence[bytes | None], files: set[str]
-) -> tuple[Columns, int]:
-    rows = stored.rows()
-    known = {
-        row.digest: row
-        for row, proof in zip(rows, proofs, strict=True)
-        if _is_right(row, proof) and file_name(row.digest) in files
-    }
+def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) -> tuple[list[Row], int]:
+    known = {row.digest: row for row in rows if _is_right(row) and file_name(row.digest) in files}
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
@@ -103,8 +96,7 @@ def _mended(
             orphans.append(row)
             folder.remove(row.digest)
     catalog.remove([*wrong, *orphans])
-    unproved = {row.digest for row, proof in zip(rows, proofs, strict=True) if proof is None}
-    catalog.put(row for row in kept.values() if row.digest in adopted or row.digest in unproved)
+    catalog.put(row for row in kept.values() if row.proof is None)
     if identities:
         catalog.note_identities(identities)
     lost = sum(row.digest not in strays for row in wrong)
@@ -112,29 +104,31 @@ def _mended(
         # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
-    return Columns.of(list(kept.values())), doubtful
+    return list(kept.values()), doubtful
 
 
-def _is_right(row: Row, proof: bytes | None) -> bool:
+def _is_right(row: Row) -> bool:
     """Say whether a row is as it was put down; of an older version, whether it is named by its tokens.
 
     A file's length is looked at when it is read. One of another format version has no tokens to be told.
     """
     try:
-        numbers = (row.start, row.size_bytes, row.used)
-        if not all(isinstance(number, int) for number in numbers) or not _fits(Columns.of([row])):
+        fields = columns([row])
+        if not _fits(fields):
             return False
-        if proof is not None:
-            return next(Columns.of([row]).proofs()) == proof
+        if row.proof is not None:
+            return next(proofs(fields)) == row.proof
         return not row.tokens or link(row.parent, row.tokens) == row.digest
     except (AttributeError, TypeError, ValueError):  # not even of the right types
         return False
 
 
-def _fits(stored: Columns) -> bool:
-    """Say whether names are of their length, tokens are whole, and no position or size is below 0."""
-    if {*map(len, stored.digests), *map(len, stored.parents)} - {DIGEST_BYTES}:
-        return False
-    if any(size % TOKEN_BYTES for size in set(map(len, stored.tokens))):
-        return False
-    return min(min(stored.starts, default=0), min(stored.sizes, default=0)) >= 0
+def _fits(fields: Columns) -> bool:
+    """Say whether names are of their length, tokens are whole, and numbers are some, none below 0."""
+    digests, parents, starts, tokens, sizes, used, *_ = fields
+    return (
+        {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}
+        and not any(size % TOKEN_BYTES for size in set(map(len, tokens)))
+        and {*map(type, starts), *map(type, sizes), *map(type, used)} <= {int}
+        and min(min(starts, default=0), min(sizes, default=0)) >= 0
+    )

@@ -14,17 +14,16 @@ import structlog
 
 from cache.names.errors import PinRefusedError
 
-from . import eviction
 from .pins import Pins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from cache.disk.rows import Pin
     from cache.disk.writer import Writer
 
-    from .entries import Entry
     from .index import Index
+    from .leaving import Leaving
     from .pins import Held
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -57,14 +56,14 @@ class Usage:
 
 
 class Room:
-    """Evicts by `discard`, which takes entries out of the index, and their files off the disk."""
+    """Evicts by way of `leaving`."""
 
     def __init__(
         self,
         index: Index,
         writer: Writer,
         pins: Iterable[Pin],
-        discard: Callable[[list[Entry]], None],
+        leaving: Leaving,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -74,7 +73,7 @@ class Room:
         self.evicted = 0
         self._index = index
         self._writer = writer
-        self._discard = discard
+        self._leaving = leaving
         self._pins = Pins(index, pins)
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
@@ -168,9 +167,7 @@ class Room:
             self.check()
 
     def _evict(self, need_bytes: int, limit: int) -> int:
-        """Evict, leaves first; returns the bytes that this frees."""
-        self._index.pass_over_kept()
-        victims = eviction.choose(self._index, self._index.num_children, need_bytes=need_bytes, limit=limit)
+        """Evict; returns the bytes that this frees."""
+        victims = self._leaving.evict(need_bytes, limit)
         self.evicted += len(victims)
-        self._discard(victims)
         return sum(victim.size_bytes for victim in victims)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache.index import eviction
 from cache.index.index import Index
-from cache.index.recency import Recency
 from cache.names import blocks
 
 
 @pytest.fixture
 def steps(monkeypatch) -> Counter[str]:
-    """Count hashes of blocks, searches among siblings, changes of pins, and places in the order of use."""
+    """Count hashes of blocks, searches among siblings, changes of pins, and looks at who may be evicted."""
     counted: Counter[str] = Counter()
 
     def count(owner, name, size) -> None:
@@ -30,7 +29,7 @@ def steps(monkeypatch) -> Counter[str]:
     count(blocks, "link", lambda *_: 1)
     count(Index, "longest", lambda *_: 1)
     count(Index, "keep", lambda *_: 1)
-    count(Recency, "use", lambda _, numbers: len(numbers))
+    count(Index, "_look_at", lambda *_: 1)
     return counted
 
 
@@ -60,7 +59,7 @@ async def test_a_turn_costs_what_its_blocks_do_and_not_their_square(open_store, 
     one, two = costs
     assert one["link"] == 30, "each block is hashed once in a turn"
     assert one["keep"] == 30 * pinned
-    for name in ("link", "longest", "keep", "use"):
+    for name in ("link", "longest", "keep", "_look_at"):
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
@@ -92,12 +91,10 @@ async def test_eviction_does_not_look_through_what_is_pinned_for_every_block(
     size = store.stats().stored_bytes // 60
     if pinned:
         await store.pin("a", list(range(60 * BLOCK)))
-    seen, choose = [], eviction.choose
-
-    def counting(candidates, *args, **named):
-        return choose((seen.append(entry) or entry for entry in candidates), *args, **named)
-
-    monkeypatch.setattr(eviction, "choose", counting)
+    seen = []
+    for name in ("heappop", "heapreplace"):
+        taken = getattr(heapq, name)
+        monkeypatch.setattr(heapq, name, lambda *args, taken=taken: seen.append(args) or taken(*args))
     store.set_limits(max_bytes=70 * size)
     for session in range(1000, 1100):
         save_all(store, "b", [session] * BLOCK)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
-from cache.disk.rows import Columns, Row
+from cache.disk.rows import Row
 from cache.index import reconciling
 from cache.index.index import Index
 from cache.names import blocks
@@ -74,12 +74,15 @@ def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
 
 
 def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
+    """The chain has it from its leaf: at once in the order, and as its own where the leaf has gone."""
     index = Index(lambda: 0.0)
     parent = index.add(name((1, 2)), 1)
     one = index.add(name((3,), parent.digest), 1)
     two = index.add(name((4,), parent.digest), 1)
     index.use(one)
     assert list(index) == [two, one, parent]
+    index.remove(two)
+    index.remove(one)
     assert parent.used == one.used > two.used
 
 
@@ -98,7 +101,7 @@ def test_rows_in_any_order_become_the_same_order_of_use(shape, chance) -> None:
         depth = rows[parent].start + 1 if parent >= 0 else 0  # which the start stands for
         rows.append(Row(new.digest, new.parent, depth, new.tokens, 1, used))
     chance.shuffle(rows)
-    order = [e.digest for e in Index(lambda: 0.0, Columns.of(rows))]
+    order = [e.digest for e in Index(lambda: 0.0, rows)]
     assert sorted(order) == sorted(row.digest for row in rows)
     assert all(order.index(row.digest) < order.index(row.parent) for row in rows if row.parent in order)
 
