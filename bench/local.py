@@ -42,14 +42,9 @@ class Process:
         self._family: list[psutil.Process] = []  # a NATS server outlives a worker that was killed
 
     @property
-    def pid(self) -> int | None:
-        """Its process id; None while it does not run."""
-        return None if self._process is None else self._process.pid
-
-    @property
-    def family(self) -> tuple[psutil.Process, ...]:
-        """Its children that `meet` has found."""
-        return tuple(self._family)
+    def pid(self) -> int:
+        """Its process id; 0 while it does not run."""
+        return 0 if self._process is None else self._process.pid
 
     @property
     def exit_code(self) -> int | None:
@@ -154,6 +149,15 @@ class LocalWorker(Process):
         if len(made) == 1:
             return made[0].parent
         raise BenchError(f"the folder of the model {given or 'packaged'} is not known; name one by --model")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that a process and its children have used so far; 0 where it has died."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        family = (process, *process.children(recursive=True))
+        return sum(times.user + times.system for times in (one.cpu_times() for one in family))
+    return 0.0
 
 
 def free_port() -> int:

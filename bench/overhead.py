@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
-import psutil
 from msgspec.structs import replace
 
 from . import blas
 from .checks import Check, bounded, count
 from .faults import BenchError
+from .local import cpu_s
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .program import running
 from .samples import Sample, Turn
@@ -259,10 +259,10 @@ async def measure(run: Run[Plan]) -> None:
                 for side in order.sample(sides, len(sides)):
                     where = f"round {block + 1} of {plan.rounds}, {batch} at a time, {side.case}"
                     run.step(next(done), total, where)
-                    others = [one for other in sides if other is not side for one in other.processes]
-                    began_s, before_s = time.monotonic(), _cpu_s(others)
+                    others = [other.pid for other in sides if other is not side]
+                    began_s, before_s = time.monotonic(), sum(map(cpu_s, others))
                     answers = await side.answer(prompts)
-                    idle = (_cpu_s(others) - before_s) / (time.monotonic() - began_s)
+                    idle = (sum(map(cpu_s, others)) - before_s) / (time.monotonic() - began_s)
                     if block >= 0:
                         _keep(run, side.case, block, prompts, answers)
                         run.sample(IDLE, side.case, None, block, idle)
@@ -289,7 +289,7 @@ class Side(NamedTuple):
     """One side; `answer` holds sessions of several turns, all prompts of a turn at once."""
 
     case: str
-    processes: tuple[psutil.Process, ...]
+    pid: int
     answer: Callable[[Prompts], Awaitable[list[list[Turn]]]]
 
 
@@ -304,7 +304,7 @@ def _in_process(run: Run[Plan], program: Program) -> Side:
         answers = msgspec.json.decode(line, type=list[list[Turn]])
         return [[replace(turn, at_s=at_s + turn.at_s) for turn in turns] for turns in answers]
 
-    return Side(IN_PROCESS, (psutil.Process(program.pid),), answer)
+    return Side(IN_PROCESS, program.pid, answer)
 
 
 def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
@@ -336,7 +336,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
             await asyncio.gather(*(one.close(forget=True, timeout_s=timeout_s) for one in (idle, *sessions)))
         return answers
 
-    return Side(case, (psutil.Process(worker.pid), *worker.family), answer)
+    return Side(case, worker.pid, answer)
 
 
 async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list[Side], Path]:
@@ -377,15 +377,6 @@ def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Toke
     """Take a prompt that begins as no other of the same tenant does: a corpus repeats itself."""
     most = plan.prompt_tokens
     return (FIRST_ID + number, *texts.take(order.randint(most // 2, most) - 1))
-
-
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has died: the turn's failure will tell
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 BENCH = Bench(

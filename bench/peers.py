@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
 import click
-import psutil
 from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
@@ -28,6 +27,7 @@ from turnkeep_client.errors import TurnkeepError
 from . import blas
 from .checks import Check, bounded, count
 from .faults import BenchError
+from .local import cpu_s
 from .openai import OWN, MlxServer, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .samples import Findings, Sample
@@ -315,10 +315,10 @@ class _Parts:
 
         Then let the side come to rest. Returns whether all were answered.
         """
-        others = [other.process for other in self._sides if other is not side and other.process]
-        began_s, used_s = time.monotonic(), sum(map(_cpu_s, others))
+        others = [other.process.pid for other in self._sides if other is not side and other.process]
+        began_s, used_s = time.monotonic(), sum(map(cpu_s, others))
         turns = await asyncio.gather(*(side.ask(chat, text, most) for chat, text in asked))
-        busy = max(0.0, sum(map(_cpu_s, others)) - used_s) / (time.monotonic() - began_s) if others else None
+        busy = max(0.0, sum(map(cpu_s, others)) - used_s) / (time.monotonic() - began_s) if others else None
         told = {"part": part, "blas": side.library, "others_busy": busy}
         self._run.take(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
         await side.rest(asked[0][0])
@@ -329,17 +329,6 @@ class _Parts:
 def _rotated(sides: Collection[Peer], by: int) -> list[Peer]:
     first = by % max(1, len(sides))
     return [*sides, *sides][first : first + len(sides)]
-
-
-def _cpu_s(of: Process) -> float:
-    """Return the CPU time that a process and its children have used so far."""
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(of.pid)
-        for one in (process, *process.children(recursive=True)):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 BENCH = Bench(
