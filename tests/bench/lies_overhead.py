@@ -11,7 +11,7 @@ from saboteurs import Lie, Suite, never_restore, only
 
 from bench.overhead import BENCH, CASES, FAILING, IDLE, IN_PROCESS, OFF, ON, SLOW, WORKER, Plan
 from bench.samples import Sample, Turn
-from worker.device.resident import Resident
+from worker.device.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,12 +93,12 @@ def busy(sample: Sample) -> Sample:
 def keep_nothing() -> None:
     """Let every session's KV leave the device, and restore none of it."""
     never_restore()
-    take = Resident.take
+    take = Room.take
 
-    def lose(self: Resident, key: object) -> None:
+    def lose(self: Room, key: object) -> None:
         take(self, key)
 
-    Resident.take = lose
+    Room.take = lose
 
 
 LIES = (

@@ -162,7 +162,7 @@ def outgrow_memory() -> None:
     """Evict no idle session."""
 
     def hold(self: Ledger, claim: Any, size_bytes: int) -> list[Any]:
-        self.forget(claim.key)
+        self.residency.use(claim.key)
         self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
         self._reserved[claim] = size_bytes
         return []

@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device.device import Device
+from worker.device.residency import Residency
 from worker.device.turn import (
     Cut,
     Event,
@@ -20,7 +21,7 @@ from worker.device.turn import (
     Prefilled,
     Report,
     Sampled,
-    Spilled,
+    Short,
     Starved,
     Turn,
 )
@@ -67,7 +68,7 @@ def make_model(build_model) -> Callable[..., Any]:
 
 
 class Rig:
-    """A device thread and what it has reported."""
+    """A device thread and what it has reported. Drops idle sessions for it, as the event loop does."""
 
     def __init__(
         self,
@@ -79,10 +80,13 @@ class Rig:
         limit_bytes: int | None = None,
     ) -> None:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._residency = Residency()
+        self.dropped: list[str] = []
+        self.answers = True  # a `Short`
         self.deaths: list[BaseException] = []
         self.device = Device(
             lambda: loaded(model),
-            self._reports.put,
+            self._take,
             self.deaths.append,
             block_tokens=block_tokens,
             max_batch=max_batch,
@@ -94,6 +98,22 @@ class Rig:
             self.device.cut_snapshots(room)
         self.events: list[Event] = []
         self.peak = 0
+
+    def _take(self, report: Report) -> None:
+        """Keep a report for the test, and make room where it asks for that. On the device thread."""
+        for event in report.events:
+            match event:
+                case Finished(turn, num_cached, live_bytes):
+                    self._residency.put(turn.key, turn.tokens(num_cached), live_bytes)
+                case Faulted(turn):
+                    self._residency.pop(turn.key)
+                case Short(num_bytes, but) if self.answers:
+                    for key in self._residency.oldest(num_bytes, {but}):
+                        self._residency.pop(key)
+                        self.device.drop(key)
+                        self.dropped.append(key.session)
+                    self.device.made_room()
+        self._reports.put(report)
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
         """Collect events until `done` says that there are enough."""
@@ -119,7 +139,7 @@ class Rig:
 
     def of(self, turn: Turn) -> list[Event]:
         return [
-            event for event in self.events if not isinstance(event, Spilled | Starved) and event.turn is turn
+            event for event in self.events if not isinstance(event, Short | Starved) and event.turn is turn
         ]
 
     def tokens(self, turn: Turn) -> list[int]:

@@ -15,7 +15,7 @@ from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
 from worker.device.device import Device
 from worker.device.machine import DeviceError
-from worker.device.turn import Faulted, Finished, NoRoomError, Spilled, Starved
+from worker.device.turn import Faulted, Finished, NoRoomError, Short, Starved
 
 if TYPE_CHECKING:
     from worker.device.memory import Estimator
@@ -51,15 +51,61 @@ def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
     turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
     for turn in turns:
         rig.run(turn)
-    spilled = [event.key.session for event in rig.events if isinstance(event, Spilled)]
-    assert spilled == [f"s{i}" for i in range(len(spilled))]
-    assert 2 <= len(spilled) < 8
+    assert rig.dropped == [f"s{i}" for i in range(len(rig.dropped))]
+    assert 2 <= len(rig.dropped) < 8
     kept = generate(prompt(200), 3, name="s7", num_kept=200)
     gone = generate(prompt(200), 3, name="s0", num_kept=200)
     rig.run(kept)
     rig.run(gone)
     assert (kept.num_reused, gone.num_reused) == (199, 0)
     assert rig.tokens(kept) == rig.tokens(gone) == alone(model, prompt(200), 3)[0]
+
+
+@pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
+def test_what_idle_sessions_have_to_leave_for_waits_and_can_be_ended(make_rig, model, ending: str) -> None:
+    """The event loop may be busy: until it answers the thread runs nothing, and takes commands."""
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
+    rig.answers = False
+    for i in range(8):
+        turn = append(prompt(200), name=f"s{i}")
+        rig.device.submit(turn)
+        rig.wait(lambda events, turn=turn: rig.end(turn) is not None or any(map(is_short, events)))
+        if any(map(is_short, rig.events)):
+            break
+    assert rig.end(turn) is None
+    if ending == "answered":
+        rig.device.drop(key("s0"))
+        rig.device.drop(key("s1"))
+        rig.device.made_room()
+    elif ending == "cancelled":
+        rig.device.cancel(turn)
+    else:
+        assert rig.device.stop()
+        return
+    rig.finish(turn)
+    assert (turn.num_cached == 199) == (ending == "answered")
+    assert isinstance(rig.end(turn), Finished)
+    assert len(list(filter(is_short, rig.events))) == 1
+
+
+def is_short(event: object) -> bool:
+    return isinstance(event, Short)
+
+
+def test_for_a_copy_of_its_kv_others_leave_before_a_session_that_is_used_longer_ago(make_rig, model) -> None:
+    limit = limit_of(14)
+    rig = make_rig(model, limit_bytes=limit)
+    rig.run(append(prompt(1000), name="source"))
+    for i in range(90):
+        rig.run(append(prompt(100, salt=1 + i), name=f"s{i}"))
+        if mx.get_active_memory() + rig.device.estimator.kv.held(999) > limit:
+            break
+    assert not rig.dropped
+    turn = generate([*prompt(999), 1], 3, name="copy", source=key("source"))
+    rig.run(turn)
+    assert turn.num_reused == 999
+    assert rig.dropped[0] == "s0"
+    assert rig.tokens(turn) == alone(model, turn.context, 3)[0]
 
 
 def test_pieces_of_a_prompt_become_smaller_before_it_waits(make_rig, model) -> None:
@@ -126,7 +172,7 @@ def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn
     rig.device.hold(key("restored"), 3200, answers.put)
     assert answers.get(timeout=20)
     assert mx.get_active_memory() + size_bytes <= limit
-    rig.wait(lambda events: any(isinstance(event, Spilled) for event in events))
+    assert rig.dropped
     beside = append(prompt(1800), name="beside")
     rig.device.submit(beside)
     time.sleep(0.5)

@@ -7,10 +7,12 @@ quick. The sum never exceeds the limit. A turn reserves what it is likely to nee
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from typing import TYPE_CHECKING, Final
+
+from .residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,19 +52,19 @@ class Ledger:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self.residency = Residency()
         self._reserved: dict[Claim, int] = {}
-        self._idle: OrderedDict[SessionKey, int] = OrderedDict()
-        self._reserved_bytes = self._idle_bytes = 0
+        self._reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        return self._reserved_bytes + self._idle_bytes
+        return self._reserved_bytes + self.residency.idle_bytes
 
     @property
     def num_resident(self) -> int:
         """Sessions that hold KV on the device."""
-        return len(self._reserved) + len(self._idle)
+        return len(self._reserved) + self.residency.num_idle
 
     @property
     def running(self) -> tuple[Claim, ...]:
@@ -84,34 +86,24 @@ class Ledger:
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
         """Reserve so much for a turn, whose session's idle bytes count as free.
 
-        Returns the idle sessions that must be dropped from the device for it (already taken out of the
-        ledger), or None if running turns hold too much: then nothing has changed.
+        Returns the idle sessions that must be dropped from the device for it (already forgotten here), or
+        None if running turns hold too much: then nothing has changed.
         """
         if self.excess(claim, size_bytes) > 0:
             return None
-        self.forget(claim.key)
+        self.residency.use(claim.key)
         self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
         self._reserved[claim] = size_bytes
         victims = []
         while self.used_bytes > self.max_bytes:
-            victim, freed = self._idle.popitem(last=False)
-            self._idle_bytes -= freed
-            victims.append(victim)
+            victims.append(self.residency.pop_oldest())
         return victims
 
-    def settle(self, claim: Claim, idle_bytes: int) -> None:
-        """End what a turn has reserved, if it has: it becomes what its session really holds."""
-        if claim not in self._reserved:
-            return
-        self._reserved_bytes -= self._reserved.pop(claim)
-        self.forget(claim.key)
-        if idle_bytes:
-            self._idle[claim.key] = idle_bytes
-            self._idle_bytes += idle_bytes
-
-    def forget(self, key: SessionKey) -> None:
-        """Drop an idle session that left the device. What a turn of it has reserved stays."""
-        self._idle_bytes -= self._idle.pop(key, 0)
+    def settle(self, claim: Claim) -> None:
+        """End what a turn has reserved, if it has: its session counts with the KV that it has."""
+        if claim in self._reserved:
+            self._reserved_bytes -= self._reserved.pop(claim)
+            self.residency.unuse(claim.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +141,9 @@ class Admission:
         new = sum(len(queue) for tenants in self._new.values() for queue in tenants.values())
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 
-    def begin(self, claim: Claim, size_bytes: int, idle_bytes: int = 0) -> Decision:
-        """Want so much for a turn that is new, or that was paused and leaves so much behind on the device."""
-        self._give_back(claim, idle_bytes)
+    def begin(self, claim: Claim, size_bytes: int) -> Decision:
+        """Want so much for a turn that is new, or that was paused and gives back what it has reserved."""
+        self._give_back(claim)
         claim.wanted = size_bytes
         if claim.age is not None:
             self._aged.append(claim)
@@ -166,21 +158,20 @@ class Admission:
         claim.wanted = size_bytes
         return self._decide()
 
-    def leave(self, claim: Claim, idle_bytes: int) -> Decision:
+    def leave(self, claim: Claim) -> Decision:
         """Want nothing any more, and give back what is reserved: paused, over, or given up."""
-        self._give_back(claim, idle_bytes)
+        self._give_back(claim)
         return self._decide()
 
-    def forget(self, key: SessionKey) -> Decision:
-        """Count an idle session no more: it has left the device."""
-        self._ledger.forget(key)
+    def look_again(self) -> Decision:
+        """Decide anew after idle sessions have left the device."""
         return self._decide()
 
-    def _give_back(self, claim: Claim, idle_bytes: int) -> None:
+    def _give_back(self, claim: Claim) -> None:
         if claim.wanted:
             self._served(claim)
         claim.is_pausing = False
-        self._ledger.settle(claim, idle_bytes)
+        self._ledger.settle(claim)
 
     def _decide(self) -> Decision:
         decision = Decision()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from . import machine
-from .resident import Ask
+from .room import Ask
 from .runner import Runner
 from .turn import Turn
 
@@ -53,11 +53,16 @@ class _Release:
 
 
 @dataclass(frozen=True, slots=True)
+class _MadeRoom:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = Turn | _Cancel | _Grant | _Drop | Ask | _Release | _Stop
+_Command = Turn | _Cancel | _Grant | _Drop | Ask | _Release | _MadeRoom | _Stop
 
 
 class Device:
@@ -141,6 +146,10 @@ class Device:
         """Forget the KV of a session that has no turn under way."""
         self._commands.put(_Drop(key))
 
+    def made_room(self) -> None:
+        """Answer a `Short`: all that can be dropped for it has been told to `drop`."""
+        self._commands.put(_MadeRoom())
+
     def hold(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
         """Keep room for a restore of so many tokens until the session's turn is submitted, or `release`.
 
@@ -179,8 +188,9 @@ class Device:
             return
         self._loaded.put(loaded)
         try:
-            while self._take_commands(runner):
-                runner.step(undisturbed=self._commands.empty())
+            pause_s: float | None = 0.0
+            while self._take_commands(runner, pause_s):
+                pause_s = runner.step(undisturbed=self._commands.empty())
         except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
             self._died(error)
 
@@ -195,14 +205,15 @@ class Device:
         self.name = machine.name()
         return runner
 
-    def _take_commands(self, runner: Runner) -> bool:
+    def _take_commands(self, runner: Runner, pause_s: float | None) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
         while True:
             runner.settle()
             try:
-                command = self._commands.get(block=not runner.is_busy)
+                command = self._commands.get(timeout=pause_s if runner.is_busy else None)
             except queue.Empty:
                 return True
+            pause_s = 0.0
             match command:
                 case Turn():
                     runner.begin(command)
@@ -211,10 +222,12 @@ class Device:
                 case _Grant(turn, num_tokens):
                     runner.grant(turn, num_tokens)
                 case _Drop(key):
-                    runner.resident.take(key)
+                    runner.room.take(key)
                 case Ask():
-                    runner.resident.ask(command)
+                    runner.room.ask(command)
                 case _Release(key):
-                    runner.resident.release(key)
+                    runner.room.release(key)
+                case _MadeRoom():
+                    runner.room.made()
                 case _Stop():
                     return False

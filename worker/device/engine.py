@@ -1,8 +1,8 @@
 """The event loop's side of the device: which KV is where, who may run, and what became of it.
 
-It owns the ledger of device memory and the record of which tokens have KV on the device. It brings a turn's
-KV together (device, then SSD), submits it, and passes on what comes back. It knows nothing of messages,
-the log or the order of a session's requests; the session sees to it that it has one turn under way.
+It owns the ledger of device memory, and with it whose KV stays on the device (`residency`). It brings a
+turn's KV together (device, then SSD), submits it, and passes on what comes back. It knows nothing of
+messages, the log or the order of a session's requests; the session sees to it that it has one turn under way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import Admission, Claim, place
-from .beginnings import Beginnings
 from .memory import GROWTH_TOKENS, grown
+from .residency import LEAST_SHARED
 from .turn import (
     Cut,
     Event,
@@ -31,7 +31,7 @@ from .turn import (
     Prefilled,
     Report,
     Sampled,
-    Spilled,
+    Short,
     Starved,
     Turn,
     num_common,
@@ -65,9 +65,6 @@ _RESTORE_TRIES = 2
 #: An answer is likely to need no more than so many tokens, and reserves as many. It asks for as many again
 #: when fewer than half of them are left.
 LIKELY_TOKENS = GROWTH_TOKENS
-
-#: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
-LEAST_SHARED = 32
 
 
 class DeviceFaultError(Exception):
@@ -172,7 +169,7 @@ class Engine:
         self._kv = kv
         self._piece_tokens = piece_tokens
         self._has_unopened = has_unopened
-        self._resident = Beginnings(LEAST_SHARED)
+        self._residency = ledger.residency
         self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, _Run] = {}
         self._turns: dict[Turn, _Run] = {}  # that have memory reserved
@@ -199,7 +196,7 @@ class Engine:
 
     def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
         """Count what the device holds of the KV of a session with these tokens."""
-        return self.size_bytes(num_common(self._resident.get(key), tokens))
+        return self.size_bytes(num_common(self._residency.tokens(key), tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Say how far a session's turn has come, if it runs one."""
@@ -263,9 +260,9 @@ class Engine:
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
-        if self._resident.pop(key):
+        if self._residency.pop(key):
             self._device.drop(key)
-        self._apply(self._admission.forget(key))
+        self._apply(self._admission.look_again())
 
     async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
         """Drop a session's KV from the device and from SSD. Takes 2 s at most."""
@@ -304,9 +301,8 @@ class Engine:
             if self._store is not None:
                 self._store.free_memory()
             return
-        if isinstance(event, Spilled):
-            self._resident.pop(event.key)
-            self._apply(self._admission.forget(event.key))
+        if isinstance(event, Short):
+            self._shed(event)
             return
         turn = event.turn
         run = self._turns.get(turn)
@@ -321,17 +317,29 @@ class Engine:
                     run.progress.num_generated = index + 1
                     self._grow(run, turn.num_prompt + index + 1)
             case Finished(_, num_cached):
-                self._resident.pop(turn.key)
+                self._residency.pop(turn.key)
                 if num_cached:
-                    self._resident.put(turn.key, turn.tokens(num_cached))
+                    self._residency.put(turn.key, turn.tokens(num_cached), self.size_bytes(num_cached))
             case Faulted():
-                self._resident.pop(turn.key)
+                self._residency.pop(turn.key)
         if run is None:
             return
         run.events.put_nowait(event)
         if not isinstance(event, Sampled):
             # Its memory is free now, not when the task runs that waits for it, if one still does.
             self._end_turn(run, turn, goes_on=isinstance(event, Finished) and not self._is_over(run, turn))
+
+    def _shed(self, short: Short) -> None:
+        """Drop sessions for which the device has no room, in the order of their use, and answer it.
+
+        Idle ones first, then those whose turns are still on their way there: such a turn finds less KV.
+        """
+        begun = {turn.key for turn, run in self._turns.items() if run.is_submitted}
+        for key in self._residency.oldest(short.num_bytes, {short.but, *begun}):
+            self._residency.pop(key)
+            self._device.drop(key)
+        self._apply(self._admission.look_again())
+        self._device.made_room()
 
     def _is_over(self, run: _Run, turn: Turn) -> bool:
         """Say whether a turn that has ended leaves nothing to go on with, or nobody who wants that."""
@@ -432,7 +440,7 @@ class Engine:
 
     async def _find_kv(self, run: _Run, turn: Turn) -> None:
         """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
-        resident = self._resident.get(turn.key)
+        resident = self._residency.tokens(turn.key)
         turn.num_kept = num_common(resident, turn.context)
         # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
         num_usable = len(turn.context) - (not self._device.trimmable)
@@ -480,8 +488,8 @@ class Engine:
         if len(turn.context) <= most:
             return None, 0
         under_way = {other.key for other in self._turns}
-        alike = self._resident.alike(turn.key.tenant, turn.context)
-        idle = ((key, self._resident.get(key)) for key in alike if key not in under_way)
+        alike = self._residency.alike(turn.key.tenant, turn.context)
+        idle = ((key, self._residency.tokens(key)) for key in alike if key not in under_way)
         running = ((other.key, other.context) for other, run in self._turns.items() if run.is_submitted)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
@@ -538,12 +546,12 @@ class Engine:
         run.is_paused = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
-        self._apply(self._admission.begin(run.claim, self._price(run), self._idle_bytes(run)))
+        self._apply(self._admission.begin(run.claim, self._price(run)))
 
     def _price(self, run: _Run) -> int:
         """Count what a turn takes that comes to the tokens that it asks for."""
         # A rewound session holds what it held until its turn is over: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._resident.get(run.claim.key)))
+        num_tokens = max(run.num_asked, len(self._residency.tokens(run.claim.key)))
         # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
         allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
         return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens))
@@ -558,14 +566,10 @@ class Engine:
 
     def _leave(self, run: _Run) -> None:
         """Give back what a turn has reserved; its session keeps what it really holds."""
-        self._apply(self._admission.leave(run.claim, self._idle_bytes(run)))
-
-    def _idle_bytes(self, run: _Run) -> int:
-        return self.size_bytes(len(self._resident.get(run.claim.key)))
+        self._apply(self._admission.leave(run.claim))
 
     def _apply(self, decision: Decision) -> None:
         for key in decision.dropped:
-            self._resident.pop(key)
             self._device.drop(key)
         for claim in decision.granted:
             run = self._runs[claim]

@@ -29,18 +29,18 @@ from . import machine
 from .cutting import Cutting
 from .memory import Estimator, shape_of
 from .pace import LEAST, Pace
-from .resident import Held, Resident
+from .room import Room
 from .scheduler import Scheduler, Step
 from .sharing import Sharing
 from .turn import (
     Event,
     Faulted,
     Finished,
+    Held,
     NoRoomError,
     Prefilled,
     Report,
     Sampled,
-    Spilled,
     Starved,
     Turn,
     num_common,
@@ -50,10 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
 log = structlog.get_logger()
+
+#: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
+#: the writer is at in that moment is not given up, and a disk may hang for longer.
+_PATIENCE_S = 2.0
+_LOOK_S = 0.01
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -115,11 +119,11 @@ class Runner:
             fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
             unpacked_bytes=unpacked if machine.on_cpu() else 0,
         )
-        #: Who has room for a restore, and who waits for it.
-        self.resident = Resident(self.estimator, block_tokens, self._left)
+        #: What idle sessions hold, who has room for a restore, and who waits for it.
+        self.room = Room(self.estimator, block_tokens, self._emit)
         self._batch = Batch(
             loaded.model,
-            self.resident.make_room,
+            self.room.has_now,
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
         )
@@ -130,48 +134,57 @@ class Runner:
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens)
         self._sharing = Sharing()
+        self._short: list[Turn] = []  # whose copy of another session's KV waits for room
+        self._patient_until_s: float | None = None
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to run."""
+        """Whether turns are under way."""
         return bool(self._scheduler)
 
-    def step(self, *, undisturbed: bool) -> None:
-        """Run one step and report it; `undisturbed` says that no command waits."""
+    def step(self, *, undisturbed: bool) -> float | None:
+        """Run one step and report it; `undisturbed` says that no command waits.
+
+        Returns how many seconds there is nothing to run unless a command comes, which is mostly 0; None for
+        ever.
+        """
         started = time.perf_counter()
-        step, estimated = self._choose()
+        step, estimated, pause_s = self._choose()
         before = mx.get_active_memory()
         self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
         mx.reset_peak_memory()
         if step:
-            self._run_step(step, undisturbed=undisturbed)
+            # The event loop's answer is a command to come; what it makes room for may change the next step.
+            self._run_step(step, undisturbed=undisturbed and not self.room.is_asked)
         step_s = time.perf_counter() - started
         self._take_up_ready()
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
         self._hand_over(len(step.decode), step_s, estimated, measured)
         self.cutting.cut()
+        return pause_s
 
     def settle(self) -> None:
         """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
         self._take_up_ready()
-        self.resident.grant(is_busy=self.is_busy)
+        self.room.grant(is_busy=self.is_busy or bool(self._short))
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
     def begin(self, turn: Turn) -> None:
         """Take in a turn. One that fails costs itself and its KV, never the thread."""
-        self.resident.arrived(turn.key)
+        self.room.arrived(turn.key)
         self._guarded(turn, self._begin)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn where it stands; one that is over already is left alone."""
         if turn in self._scheduler:
             self._leave(turn)
-        elif self._sharing.give_up(turn):
+        elif self._sharing.give_up(turn) or turn in self._short:
+            self._short = [one for one in self._short if one is not turn]
             turn.source = None
             self._guarded(turn, self._take_up)  # so that it keeps what it had
             self._leave(turn)
@@ -182,15 +195,17 @@ class Runner:
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
 
-    def _choose(self) -> tuple[Step[Turn], int]:
-        """Choose a step that fits into memory, and say what it is thought to need beside weights and KV.
+    def _choose(self) -> tuple[Step[Turn], int, float | None]:
+        """Choose a step that fits into memory. Say what it is thought to need beside weights and KV.
 
-        Where it does not, idle sessions leave first, then prompts are read in smaller pieces, then they wait
-        for the answers to end. Where no answer runs, the prompt that has come the furthest goes on alone, and
+        If none fits, idle sessions leave first, then prompts are read in smaller pieces, then they wait for
+        the answers to end. Where no answer runs, the prompt that has come the furthest goes on alone, and
         those that have come less far begin anew later; one that has the device to itself gives up.
+        The third value is for how long nobody goes on, where that is what has to be waited for.
         """
         if self._batch.is_ahead:
-            return Step(self._scheduler.decoding, ()), 0
+            return Step(self._scheduler.decoding, ()), 0, 0.0
+        nothing: Step[Turn] = Step((), ())
         num_rows = len(self._scheduler.decoding)
         budget = self._pace.budget(num_rows)
         only: Turn | None = None
@@ -203,36 +218,49 @@ class Runner:
                 [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
             )
             growth += self._batch.leaving_bytes + self.cutting.size_bytes(step)
-            if self.resident.make_room(scratch + growth) or not step.prefill:
+            fits = self.room.has(scratch + growth)
+            if not fits and self.room.comes(scratch + growth):
+                return nothing, 0, None
+            if fits or not step.prefill:
+                self._patient_until_s = None
                 self._scheduler.taken(step)
-                return step, scratch
+                return step, scratch, 0.0
             if budget > LEAST:
                 budget = max(budget // 2, LEAST)
             elif num_rows:
                 budget = 0
             elif len(step.prefill) > 1:
                 budget = 1  # one of them
-            elif self.resident.is_promised:
-                self.resident.wait_for_restore()  # its turn, or its end, is the next command
-                return Step((), ()), 0
+            elif self.room.is_promised:
+                return nothing, 0, _LOOK_S  # its turn, or its end, is the next command
             elif only is None:  # whoever else went on would take what another one needs to come to its end
                 only = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
                 budget = LEAST
-            elif not self._give_way(only) and not self._comes_free(scratch + growth):
+            elif not self._give_way(only):
+                if self._is_patient():
+                    return nothing, 0, _LOOK_S
+                self._patient_until_s = None
                 self._fault(only, NoRoomError(self._no_room(only, scratch + growth)))
                 only = None
 
-    def _comes_free(self, size_bytes: int) -> bool:
-        """Have what waits for the disk given up, and wait for its memory; False where that is not enough."""
-        self._emit(Starved())
-        self._hand_over(0, 0.0, 0, 0)
-        return self.resident.comes_free(size_bytes)
+    def _is_patient(self) -> bool:
+        """Have what waits for the disk given up, and say whether its memory may still come free."""
+        now_s = time.monotonic()
+        if self._patient_until_s is None:
+            self._emit(Starved())
+            self._patient_until_s = now_s + _PATIENCE_S
+        return now_s < self._patient_until_s
 
     def _give_way(self, to: Turn) -> bool:
         """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
 
         Those that hold each other up so are few: the ledger has room for what each of them says it needs.
+        Before that, those that wait to copy another session's KV lose what they had.
         """
+        for turn in (*self._sharing.following, *self._short):
+            if turn.held is not None:
+                turn.held = None
+                return True
         holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
         if not holding:
             return False
@@ -241,9 +269,6 @@ class Runner:
         turn.caches = make_prompt_cache(self._model)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
         return True
-
-    def _left(self, key: SessionKey) -> None:
-        self._emit(Spilled(key))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -287,8 +312,7 @@ class Runner:
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._sharing.end(turn)
-        self.resident.take(turn.key)
-        turn.caches = turn.row = None
+        turn.held = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
 
     def _begin(self, turn: Turn) -> None:
@@ -296,30 +320,44 @@ class Runner:
         # An append leaves its last token to the answer that is drawn from its logits: run twice, it could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
+        turn.held = self.room.take(turn.key)
         if not self.trimmable:
             turn.source = None
         if not self._sharing.begin(turn):
             self._take_up(turn)
 
     def _take_up_ready(self) -> None:
-        """Take up the turns that need not wait for another one any more, and those that waited for them."""
+        """Take up the turns that need not wait any more, for another one or for room."""
+        if not self.room.is_asked:
+            short, self._short = self._short, []
+            for turn in short:
+                self._guarded(turn, self._take_up)
         while ready := self._sharing.ready():
             for turn in ready:
                 self._guarded(turn, self._take_up)
 
     def _take_up(self, turn: Turn) -> None:
-        """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled."""
+        """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled.
+
+        Where a copy of another session's KV would have room once idle sessions have left, the turn waits.
+        """
         # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
         num_context, draws = len(turn.context), turn.answer is not None
         most_reused = max(num_context - 1, 0)
-        held = self.resident.take(turn.key)
         usable = turn.num_kept
+        source = self._source(turn)
+        if source is not None and not self.room.has(size_bytes := self.estimator.kv.held(len(source.tokens))):
+            if self.room.comes(size_bytes, but=turn.source):
+                self._short.append(turn)
+                return
+            source = None
+        held, turn.held = turn.held, None
         restored = self._rebuilt(turn)
         if restored is not None:
             held, usable = restored, len(restored.tokens)
-        shared = self._fork(turn, usable)
-        if shared is not None:
-            held, usable = shared, len(shared.tokens)
+        elif source is not None:
+            caches = layers.fork(source.caches, make_prompt_cache(self._model), len(source.tokens))
+            held, usable = Held(caches, source.tokens), len(source.tokens)
         # MLX reads beyond its table for an id that is not in it, and the process ends.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
@@ -333,19 +371,16 @@ class Runner:
         if turn.num_cached == turn.target:
             self._end(turn)
 
-    def _fork(self, turn: Turn, num_own: int) -> Held | None:
-        """Copy what another session's KV has of the context, if that is more than `num_own` tokens."""
-        if turn.source is None:
+    def _source(self, turn: Turn) -> Held | None:
+        """Show what another session's KV has of the context, if that is more than the turn's own."""
+        if turn.source is None or turn.restored is not None:
             return None
         other = self._sharing.source(turn)
-        held = self.resident.get(turn.source) if other is None else _under_way(other, self._batch)
+        held = self.room.get(turn.source) if other is None else _under_way(other, self._batch)
         num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
-        if held is None or num_tokens <= num_own:
+        if held is None or num_tokens <= turn.num_kept:
             return None
-        if not self.resident.make_room(self.estimator.kv.held(num_tokens), but=turn.source):
-            return None
-        caches = layers.fork(held.caches, make_prompt_cache(self._model), num_tokens)
-        return Held(caches, turn.context[:num_tokens])
+        return Held(held.caches, turn.context[:num_tokens])
 
     def _rebuilt(self, turn: Turn) -> Held | None:
         """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
@@ -463,7 +498,7 @@ class Runner:
         live_bytes = 0
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.resident.put(turn.key, Held(caches, turn.tokens(turn.num_cached)))
+            self.room.put(turn.key, Held(caches, turn.tokens(turn.num_cached)))
             live_bytes = layers.live_bytes(caches)
         self._emit(Finished(turn, turn.num_cached, live_bytes))
 

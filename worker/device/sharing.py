@@ -31,6 +31,11 @@ class Sharing:
         self._active: dict[SessionKey, Turn] = {}
         self._following: list[_Following] = []
 
+    @property
+    def following(self) -> list[Turn]:
+        """The turns that wait."""
+        return [one.turn for one in self._following]
+
     def begin(self, turn: Turn) -> bool:
         """Take in a turn whose target is known; True where it has to wait for another one.
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from worker.text.answer import Answer
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A session's caches, and the tokens that they cover. Device thread only."""
+
+    caches: list[Any]
+    tokens: Tokens
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One append or generate on its way through the device.
@@ -35,7 +43,8 @@ class Turn:
     context's end. At `num_granted` tokens the turn ends, whether its answer is over or not: no more memory
     is reserved for it. `spans` are the pieces of the context that have no snapshot, `edges` where the
     stored pieces of its last, partial block start and end: see `blocks.tail_start`. `chain`, which
-    names the turn's blocks to the store, is the event loop's alone.
+    names the turn's blocks to the store, is the event loop's alone. `held` is what its session had on the
+    device, until the turn is taken up.
     """
 
     key: SessionKey
@@ -59,6 +68,7 @@ class Turn:
     num_cached: int = field(init=False, default=0)
     target: int = field(init=False, default=0)
     prefill_s: float = field(init=False, default=0.0)
+    held: Held | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
 
@@ -138,18 +148,22 @@ class Faulted:
 
 
 @dataclass(frozen=True, slots=True)
-class Spilled:
-    """An idle session's KV left the device, which had no room for a step."""
+class Short:
+    """The device lacks so many bytes, which idle sessions hold; the session `but` is not to be dropped.
 
-    key: SessionKey
+    The event loop drops some, or all where they hold less, and answers with `Device.made_room`.
+    """
+
+    num_bytes: int
+    but: SessionKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """No step fits, and no session is left that could leave: what waits for the disk is in the way."""
+    """No step fits, and no idle session is left: what waits for the disk is in the way."""
 
 
-Event = Prefilled | Sampled | Cut | Finished | Faulted | Spilled | Starved
+Event = Prefilled | Sampled | Cut | Finished | Faulted | Short | Starved
 
 
 class NoRoomError(Exception):

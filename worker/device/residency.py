@@ -1,0 +1,119 @@
+"""Which sessions have KV on the device: the tokens that it covers, its bytes, and the order of use.
+
+The one record of it. Event loop only: the loop alone decides whose KV is dropped; the device thread keeps the
+caches themselves, and asks with a `Short` where it lacks room.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from cache.names.blocks import as_tokens, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+    from cache.names.blocks import Tokens
+    from turnkeep_client.subjects import SessionKey
+
+#: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
+LEAST_SHARED: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Kv:
+    tokens: Tokens
+    size_bytes: int
+
+
+class Residency:
+    """The sessions with KV on the device: idle ones, and those in use by a turn, whose bytes the turn counts.
+
+    A session in use has the KV of its last turn here until the present one ends.
+    """
+
+    def __init__(self) -> None:
+        self.idle_bytes = 0
+        self._idle: OrderedDict[SessionKey, _Kv] = OrderedDict()  # least recently used first
+        self._used: dict[SessionKey, _Kv] = {}
+        # Sessions of a tenant that begin with the same `LEAST_SHARED` tokens.
+        self._alike: defaultdict[tuple[str, bytes], dict[SessionKey, None]] = defaultdict(dict)
+
+    @property
+    def num_idle(self) -> int:
+        """Sessions with KV that no turn uses."""
+        return len(self._idle)
+
+    def tokens(self, key: SessionKey) -> Tokens:
+        """Return what a session has KV of; no tokens where it has none."""
+        kv = self._get(key)
+        return kv.tokens if kv is not None else as_tokens()
+
+    def size_bytes(self, key: SessionKey) -> int:
+        """Return what a session's KV takes."""
+        kv = self._get(key)
+        return kv.size_bytes if kv is not None else 0
+
+    def put(self, key: SessionKey, tokens: Tokens, size_bytes: int) -> None:
+        """Note what a session has KV of after its turn; it is idle now."""
+        self.pop(key)
+        self._idle[key] = _Kv(tokens, size_bytes)
+        self.idle_bytes += size_bytes
+        if len(tokens) >= LEAST_SHARED:
+            self._alike[_beginning(key.tenant, tokens)][key] = None
+
+    def pop(self, key: SessionKey) -> bool:
+        """Forget a session's KV; False where it had none."""
+        self.use(key)
+        kv = self._used.pop(key, None)
+        if kv is not None and len(kv.tokens) >= LEAST_SHARED:
+            beginning = _beginning(key.tenant, kv.tokens)
+            del self._alike[beginning][key]
+            if not self._alike[beginning]:
+                del self._alike[beginning]
+        return kv is not None
+
+    def use(self, key: SessionKey) -> None:
+        """Note that a turn counts a session's KV from now on; it is idle no more."""
+        kv = self._idle.pop(key, None)
+        if kv is not None:
+            self.idle_bytes -= kv.size_bytes
+            self._used[key] = kv
+
+    def unuse(self, key: SessionKey) -> None:
+        """Note that no turn counts a session's KV any more; where it has some, it was used last."""
+        kv = self._used.pop(key, None)
+        if kv is not None:
+            self._idle[key] = kv
+            self.idle_bytes += kv.size_bytes
+
+    def pop_oldest(self) -> SessionKey:
+        """Forget the KV of the idle session that was used longest ago; there has to be one."""
+        key = next(iter(self._idle))
+        self.pop(key)
+        return key
+
+    def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
+        """List sessions that hold so many bytes, or all that there are: idle ones first, oldest use first."""
+        found: list[SessionKey] = []
+        for key in chain(self._idle, self._used):
+            if num_bytes <= 0:
+                break
+            if key not in but:
+                num_bytes -= self.size_bytes(key)
+                found.append(key)
+        return found
+
+    def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
+        """List the tenant's sessions that begin like these tokens, `LEAST_SHARED` of them or more."""
+        return self._alike.get(_beginning(tenant, tokens), ())
+
+    def _get(self, key: SessionKey) -> _Kv | None:
+        return self._idle.get(key) or self._used.get(key)
+
+
+def _beginning(tenant: str, tokens: Tokens) -> tuple[str, bytes]:
+    return tenant, pack(tokens[:LEAST_SHARED])
