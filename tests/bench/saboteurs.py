@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from worker.batch.batch import Batch
+from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
 from worker.sessions import execution, history
@@ -91,15 +92,15 @@ def never_restore() -> None:
 
 def restore_badly() -> None:
     """Turn the sign of all values that were restored."""
-    rebuilt = Runner._rebuilt
+    rebuilt = Acquisition._rebuilt
 
-    def spoil(self: Runner, turn: Any) -> Any:
+    def spoil(self: Acquisition, turn: Any) -> Any:
         held = rebuilt(self, turn)
         for cache in held.caches if held is not None else ():
             cache.values = -cache.values
         return held
 
-    Runner._rebuilt = spoil
+    Acquisition._rebuilt = spoil
 
 
 def let_tokens_cost() -> None:

@@ -1,7 +1,7 @@
-"""What the device thread does: it chooses a step, runs it, and brings turns to their end.
+"""What the device thread does: it has a step chosen, runs it, and brings turns to their end.
 
-Device thread only. It owns the model, every session's KV on the device, and the batch; of commands and of the
-thread itself it knows nothing.
+Device thread only. It owns the model and the batch; where KV comes from is `acquisition`, which step is next
+`choice`. Of commands and of the thread itself it knows nothing.
 """
 
 from __future__ import annotations
@@ -26,25 +26,14 @@ from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes
 
 from . import machine
+from .acquisition import Acquisition
+from .choice import Chooser
 from .cutting import Cutting
 from .memory import Estimator, shape_of
-from .pace import LEAST, Pace
+from .pace import Pace
 from .room import Room
-from .scheduler import Scheduler, Step
-from .sharing import Sharing
-from .turn import (
-    Event,
-    Faulted,
-    Finished,
-    Held,
-    NoRoomError,
-    Prefilled,
-    Report,
-    Sampled,
-    Starved,
-    Turn,
-    num_common,
-)
+from .scheduler import Scheduler
+from .turn import Event, Faulted, Finished, Held, NoRoomError, Prefilled, Report, Sampled, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,12 +41,9 @@ if TYPE_CHECKING:
 
     from worker.models.model import LoadedModel
 
-log = structlog.get_logger()
+    from .scheduler import Step
 
-#: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
-#: the writer is at in that moment is not given up, and a disk may hang for longer.
-_PATIENCE_S = 2.0
-_LOOK_S = 0.01
+log = structlog.get_logger()
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -74,6 +60,19 @@ def _trial_key(loaded: LoadedModel, caches: str) -> str:
         str(mx.default_device()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int | None) -> Estimator:
+    unpacked = unpacked_bytes(caches)
+    return Estimator(
+        shape=shape_of(loaded.config),
+        limit_bytes=limit_bytes or machine.default_limit_bytes(),
+        weight_bytes=loaded.weight_bytes,
+        kv=loaded.kv,
+        num_layers=len(caches),
+        fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
+        unpacked_bytes=unpacked if machine.on_cpu() else 0,
+    )
 
 
 class Runner:
@@ -94,8 +93,6 @@ class Runner:
     ) -> None:
         machine.limit_freed()
         mx.reset_peak_memory()
-        self._model = loaded.model
-        self._vocab_size = loaded.vocab_size
         self._report = report
         self._block = block_tokens
         caches = make_prompt_cache(loaded.model)
@@ -109,16 +106,7 @@ class Runner:
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
-        unpacked = unpacked_bytes(caches)
-        self.estimator = Estimator(
-            shape=shape_of(loaded.config),
-            limit_bytes=limit_bytes or machine.default_limit_bytes(),
-            weight_bytes=loaded.weight_bytes,
-            kv=loaded.kv,
-            num_layers=len(caches),
-            fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
-            unpacked_bytes=unpacked if machine.on_cpu() else 0,
-        )
+        self.estimator = _estimator(loaded, caches, limit_bytes)
         #: What idle sessions hold, who has room for a restore, and who waits for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
         self._batch = Batch(
@@ -133,9 +121,19 @@ class Runner:
         )
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens)
-        self._sharing = Sharing()
-        self._short: list[Turn] = []  # whose copy of another session's KV waits for room
-        self._patient_until_s: float | None = None
+        self._acquisition = Acquisition(
+            loaded, self._batch, self.room, self.estimator, trimmable=self.trimmable
+        )
+        self._chooser = Chooser(
+            self._scheduler,
+            self._pace,
+            self.room,
+            self.estimator,
+            self._batch,
+            self.cutting,
+            self._acquisition,
+            self._emit,
+        )
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
@@ -152,25 +150,29 @@ class Runner:
         ever.
         """
         started = time.perf_counter()
-        step, estimated, pause_s = self._choose()
+        choice = self._chooser.choose()
+        step = choice.step
         before = mx.get_active_memory()
         self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
         mx.reset_peak_memory()
         if step:
             # The event loop's answer is a command to come; what it makes room for may change the next step.
             self._run_step(step, undisturbed=undisturbed and not self.room.is_asked)
+        if choice.hopeless is not None:
+            turn, needed_bytes = choice.hopeless
+            self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
         step_s = time.perf_counter() - started
         self._take_up_ready()
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
-        self._hand_over(len(step.decode), step_s, estimated, measured)
+        self._hand_over(len(step.decode), step_s, choice.scratch_bytes, measured)
         self.cutting.cut()
-        return pause_s
+        return choice.pause_s
 
     def settle(self) -> None:
         """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
         self._take_up_ready()
-        self.room.grant(is_busy=self.is_busy or bool(self._short))
+        self.room.grant(is_busy=self.is_busy or self._acquisition.is_short)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
@@ -183,9 +185,7 @@ class Runner:
         """End a turn where it stands; one that is over already is left alone."""
         if turn in self._scheduler:
             self._leave(turn)
-        elif self._sharing.give_up(turn) or turn in self._short:
-            self._short = [one for one in self._short if one is not turn]
-            turn.source = None
+        elif self._acquisition.give_up(turn):
             self._guarded(turn, self._take_up)  # so that it keeps what it had
             self._leave(turn)
 
@@ -194,81 +194,6 @@ class Runner:
         turn.num_granted = num_tokens
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
-
-    def _choose(self) -> tuple[Step[Turn], int, float | None]:
-        """Choose a step that fits into memory. Say what it is thought to need beside weights and KV.
-
-        If none fits, idle sessions leave first, then prompts are read in smaller pieces, then they wait for
-        the answers to end. Where no answer runs, the prompt that has come the furthest goes on alone, and
-        those that have come less far begin anew later; one that has the device to itself gives up.
-        The third value is for how long nobody goes on, where that is what has to be waited for.
-        """
-        if self._batch.is_ahead:
-            return Step(self._scheduler.decoding, ()), 0, 0.0
-        nothing: Step[Turn] = Step((), ())
-        num_rows = len(self._scheduler.decoding)
-        budget = self._pace.budget(num_rows)
-        only: Turn | None = None
-        while True:
-            step = self._scheduler.next(budget, only)
-            pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-            scratch = self.estimator.scratch_bytes(num_rows, pieces, self._batch.num_held)
-            growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
-            growth = self.estimator.growth_bytes(
-                [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
-            )
-            growth += self._batch.leaving_bytes + self.cutting.size_bytes(step)
-            fits = self.room.has(scratch + growth)
-            if not fits and self.room.comes(scratch + growth):
-                return nothing, 0, None
-            if fits or not step.prefill:
-                self._patient_until_s = None
-                self._scheduler.taken(step)
-                return step, scratch, 0.0
-            if budget > LEAST:
-                budget = max(budget // 2, LEAST)
-            elif num_rows:
-                budget = 0
-            elif len(step.prefill) > 1:
-                budget = 1  # one of them
-            elif self.room.is_promised:
-                return nothing, 0, _LOOK_S  # its turn, or its end, is the next command
-            elif only is None:  # whoever else went on would take what another one needs to come to its end
-                only = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
-                budget = LEAST
-            elif not self._give_way(only):
-                if self._is_patient():
-                    return nothing, 0, _LOOK_S
-                self._patient_until_s = None
-                self._fault(only, NoRoomError(self._no_room(only, scratch + growth)))
-                only = None
-
-    def _is_patient(self) -> bool:
-        """Have what waits for the disk given up, and say whether its memory may still come free."""
-        now_s = time.monotonic()
-        if self._patient_until_s is None:
-            self._emit(Starved())
-            self._patient_until_s = now_s + _PATIENCE_S
-        return now_s < self._patient_until_s
-
-    def _give_way(self, to: Turn) -> bool:
-        """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
-
-        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
-        Before that, those that wait to copy another session's KV lose what they had.
-        """
-        for turn in (*self._sharing.following, *self._short):
-            if turn.held is not None:
-                turn.held = None
-                return True
-        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
-        if not holding:
-            return False
-        turn = min(holding, key=lambda turn: turn.num_cached)
-        self.cutting.cut(turn)  # what was to be cut later
-        turn.caches = make_prompt_cache(self._model)
-        turn.num_cached = turn.num_reused = turn.num_prefilled = 0
-        return True
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -311,96 +236,33 @@ class Runner:
         if not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
-        self._sharing.end(turn)
+        self._acquisition.end(turn)
         turn.held = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
 
     def _begin(self, turn: Turn) -> None:
         """Take up a turn, unless another one is about to read the tokens that both begin with."""
-        # An append leaves its last token to the answer that is drawn from its logits: run twice, it could
-        # have other bits in memory than on disk.
-        turn.target = max(len(turn.context) - (turn.answer is None), 0)
-        turn.held = self.room.take(turn.key)
-        if not self.trimmable:
-            turn.source = None
-        if not self._sharing.begin(turn):
+        if self._acquisition.begin(turn):
             self._take_up(turn)
 
     def _take_up_ready(self) -> None:
-        """Take up the turns that need not wait any more, for another one or for room."""
-        if not self.room.is_asked:
-            short, self._short = self._short, []
-            for turn in short:
-                self._guarded(turn, self._take_up)
-        while ready := self._sharing.ready():
+        """Take up the turns that need not wait any more, and those that waited for them."""
+        while ready := self._acquisition.ready():
             for turn in ready:
                 self._guarded(turn, self._take_up)
 
     def _take_up(self, turn: Turn) -> None:
-        """Find a turn's KV, trim it to what is of use, and queue what has to be prefilled.
-
-        Where a copy of another session's KV would have room once idle sessions have left, the turn waits.
-        """
-        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
-        num_context, draws = len(turn.context), turn.answer is not None
-        most_reused = max(num_context - 1, 0)
-        usable = turn.num_kept
-        source = self._source(turn)
-        if source is not None and not self.room.has(size_bytes := self.estimator.kv.held(len(source.tokens))):
-            if self.room.comes(size_bytes, but=turn.source):
-                self._short.append(turn)
-                return
-            source = None
-        held, turn.held = turn.held, None
-        restored = self._rebuilt(turn)
-        if restored is not None:
-            held, usable = restored, len(restored.tokens)
-        elif source is not None:
-            caches = layers.fork(source.caches, make_prompt_cache(self._model), len(source.tokens))
-            held, usable = Held(caches, source.tokens), len(source.tokens)
-        # MLX reads beyond its table for an id that is not in it, and the process ends.
-        if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
-            raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
-        turn.caches, turn.num_cached = self._trimmed(held, min(usable, most_reused))
-        turn.num_reused = turn.num_cached
-        if draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
+        """Give a turn its KV, and queue what has to be prefilled."""
+        if not self._acquisition.acquire(turn):
+            return
+        num_context = len(turn.context)
+        if turn.draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
             turn.spans.pop()  # the tail is cut when the answer is over
         self._scheduler.add(turn)
         self.cutting.prompt(turn)
         self.cutting.cut(turn)
         if turn.num_cached == turn.target:
             self._end(turn)
-
-    def _source(self, turn: Turn) -> Held | None:
-        """Show what another session's KV has of the context, if that is more than the turn's own."""
-        if turn.source is None or turn.restored is not None:
-            return None
-        other = self._sharing.source(turn)
-        held = self.room.get(turn.source) if other is None else _under_way(other, self._batch)
-        num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
-        if held is None or num_tokens <= turn.num_kept:
-            return None
-        return Held(held.caches, turn.context[:num_tokens])
-
-    def _rebuilt(self, turn: Turn) -> Held | None:
-        """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
-        tensors, turn.restored = turn.restored, None
-        if tensors is None:
-            return None
-        try:
-            caches = layers.rebuild(tensors, make_prompt_cache(self._model), turn.num_restored)
-        except ValueError:
-            log.exception("a snapshot does not fit the model", session=str(turn.key))
-            return None
-        return Held(caches, turn.context[: turn.num_restored])
-
-    def _trimmed(self, held: Held | None, num_tokens: int) -> tuple[list[Any], int]:
-        """Cut caches down to `num_tokens`, or start anew where that is not possible."""
-        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self.trimmable):
-            return make_prompt_cache(self._model), 0
-        if len(held.tokens) != num_tokens:
-            layers.trim(held.caches, num_tokens)
-        return held.caches, num_tokens
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
         """Run one step. If it fails its prompts do, and its answers too where they cannot be rolled back."""
@@ -486,7 +348,7 @@ class Runner:
     def _end(self, turn: Turn) -> None:
         """Leave the device: the KV stays resident, and the tail is cut for the disk."""
         self._scheduler.remove(turn)
-        self._sharing.end(turn)
+        self._acquisition.end(turn)
         self.cutting.cut(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
@@ -503,21 +365,9 @@ class Runner:
         self._emit(Finished(turn, turn.num_cached, live_bytes))
 
 
-def _under_way(turn: Turn, batch: Batch) -> Held:
-    """Show the KV that a turn has so far, to be read before the next step."""
-    if turn.row is not None:
-        return Held(batch.caches(turn.row), turn.tokens(turn.num_cached))
-    return Held(turn.caches or [], turn.context[: turn.num_cached])
-
-
 def _num_left(turn: Turn) -> int:
     """Count the tokens that a turn's answer may still get: up to its end, or to what is granted."""
     if turn.answer is None:
         return 0
     most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)
     return most - len(turn.answer.tokens)
-
-
-def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
-    """Say whether caches have to allocate for so many tokens more."""
-    return not caches or layers.grows(caches[0], num_tokens) is not False

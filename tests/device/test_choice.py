@@ -1,0 +1,75 @@
+"""Which step runs next where memory is short, against a room that a test opens and closes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tiny_models import append, loaded
+
+from worker.device.choice import Chooser
+from worker.device.memory import Estimator, shape_of
+from worker.device.pace import Pace
+from worker.device.scheduler import AGE_STEPS, Scheduler
+
+if TYPE_CHECKING:
+    from worker.device.turn import Turn
+
+BLOCK = 64
+
+
+class Room:
+    """Has room for nothing, or for everything; `waits` says that idle sessions could leave."""
+
+    def __init__(self) -> None:
+        self.is_open, self.waits, self.is_promised = False, True, False
+
+    def has(self, size_bytes: int) -> bool:
+        return self.is_open
+
+    def comes(self, size_bytes: int) -> bool:
+        return self.waits
+
+
+@pytest.fixture
+def estimator(make_model) -> Estimator:
+    model = loaded(make_model("llama"))
+    shape = shape_of(model.config)
+    return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
+
+
+def chooser_of(scheduler: Scheduler[Turn], room: Room, estimator: Estimator) -> Chooser:
+    batch: Any = SimpleNamespace(is_ahead=False, num_held=0, growing=[], leaving_bytes=0)
+    none: Any = SimpleNamespace(size_bytes=lambda step: 0, cut=lambda turn: None, drop_held=lambda: False)
+    at: Any = room
+    return Chooser(scheduler, Pace(0.25, BLOCK), at, estimator, batch, none, none, lambda event: None)
+
+
+def turns() -> list[Turn]:
+    some = [append(list(range(90)), name=f"s{i}") for i in range(4)]
+    for turn, priority in zip(some, (0, 1, 1, 1), strict=True):
+        turn.target, turn.priority = 89, priority
+    return some
+
+
+@pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
+def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: str) -> None:
+    room, scheduler, untouched = Room(), Scheduler[Any](4, BLOCK), Scheduler[Any](4, BLOCK)
+    chooser = chooser_of(scheduler, room, estimator)
+    some = turns()
+    for turn in some:
+        scheduler.add(turn)
+        untouched.add(turn)
+    room.waits, room.is_promised = why == "idle sessions leave", why == "a restore is under way"
+    for _ in range(2 * AGE_STEPS):
+        choice = chooser.choose()
+        assert not choice.step
+        assert choice.hopeless is None
+        assert choice.pause_s is None if room.waits else choice.pause_s
+    room.is_open = True
+    for _ in range(4):
+        expected = untouched.next(BLOCK)
+        untouched.taken(expected)
+        assert chooser.choose().step == expected
+    assert {turn.priority for turn, _ in expected.prefill} == {1}

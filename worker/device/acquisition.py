@@ -1,0 +1,155 @@
+"""Where a turn's KV comes from: what its session has, trimmed; snapshots, rebuilt; another session's, copied.
+
+Device thread only. Has a turn wait while another one reads what both begin with, or until there is room for a
+copy; what runs when, and how turns end, is the runner's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from mlx_lm.models.cache import make_prompt_cache
+
+from cache.kv import layers
+
+from .sharing import Sharing
+from .turn import Held, num_common
+
+if TYPE_CHECKING:
+    from worker.batch.batch import Batch
+    from worker.models.model import LoadedModel
+
+    from .memory import Estimator
+    from .room import Room
+    from .turn import Turn
+
+log = structlog.get_logger()
+
+
+class Acquisition:
+    """Gives turns their caches."""
+
+    def __init__(
+        self, loaded: LoadedModel, batch: Batch, room: Room, estimator: Estimator, *, trimmable: bool
+    ) -> None:
+        """`trimmable` says that KV can be cut at any token."""
+        self._model = loaded.model
+        self._vocab_size = loaded.vocab_size
+        self._batch = batch
+        self._room = room
+        self._estimator = estimator
+        self._trimmable = trimmable
+        self._sharing = Sharing()
+        self._short: list[Turn] = []  # whose copy of another session's KV waits for room
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a turn waits for room."""
+        return bool(self._short)
+
+    def begin(self, turn: Turn) -> bool:
+        """Take in a turn; False where another one is about to read the tokens that both begin with."""
+        # An append leaves its last token to the answer that is drawn from its logits: run twice, it could
+        # have other bits in memory than on disk.
+        turn.target = max(len(turn.context) - (turn.answer is None), 0)
+        turn.held = self._room.take(turn.key)
+        if not self._trimmable:
+            turn.source = None
+        return not self._sharing.begin(turn)
+
+    def ready(self) -> list[Turn]:
+        """Let go the turns that need not wait any more, for another one or for room."""
+        short: list[Turn] = []
+        if not self._room.is_asked:
+            short, self._short = self._short, []
+        return short + self._sharing.ready()
+
+    def give_up(self, turn: Turn) -> bool:
+        """Let a turn wait no more, for it to keep what its session had; False if it did not wait."""
+        waited = self._sharing.give_up(turn) or turn in self._short
+        if waited:
+            self._short = [one for one in self._short if one is not turn]
+            turn.source = None
+        return waited
+
+    def end(self, turn: Turn) -> None:
+        """Forget a turn that is over."""
+        self._sharing.end(turn)
+
+    def acquire(self, turn: Turn) -> bool:
+        """Find a turn's KV and trim it to what is of use.
+
+        False where a copy of another session's KV will have room once idle sessions have left.
+        """
+        usable, source = turn.num_kept, self._source(turn)
+        copy_bytes = self._estimator.kv.held(len(source.tokens)) if source is not None else 0
+        if source is not None and not self._room.has(copy_bytes):
+            if self._room.comes(copy_bytes, but=turn.source):
+                self._short.append(turn)
+                return False
+            source = None
+        held, turn.held = turn.held, None
+        restored = self._rebuilt(turn)
+        if restored is not None:
+            held, usable = restored, len(restored.tokens)
+        elif source is not None:
+            caches = layers.fork(source.caches, make_prompt_cache(self._model), len(source.tokens))
+            held, usable = Held(caches, source.tokens), len(source.tokens)
+        # MLX reads beyond its table for an id that is not in it, and the process ends.
+        if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
+            raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
+        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
+        turn.caches, turn.num_cached = self._trimmed(held, min(usable, max(len(turn.context) - 1, 0)))
+        turn.num_reused = turn.num_cached
+        return True
+
+    def drop_held(self) -> bool:
+        """Have a turn that waits lose what its session had; False where none has any."""
+        for turn in (*self._sharing.following, *self._short):
+            if turn.held is not None:
+                turn.held = None
+                return True
+        return False
+
+    def begin_anew(self, turn: Turn) -> None:
+        """Have a turn lose its KV."""
+        turn.caches = make_prompt_cache(self._model)
+        turn.num_cached = turn.num_reused = turn.num_prefilled = 0
+
+    def _source(self, turn: Turn) -> Held | None:
+        """Show what another session's KV has of the context, if that is more than the turn's own."""
+        if turn.source is None or turn.restored is not None:
+            return None
+        other = self._sharing.source(turn)
+        held = self._room.get(turn.source) if other is None else self._under_way(other)
+        num_tokens = num_common(held.tokens, turn.context) if held is not None else 0
+        if held is None or num_tokens <= turn.num_kept:
+            return None
+        return Held(held.caches, turn.context[:num_tokens])
+
+    def _under_way(self, turn: Turn) -> Held:
+        """Show the KV that a turn has so far, to be read before the next step."""
+        if turn.row is not None:
+            return Held(self._batch.caches(turn.row), turn.tokens(turn.num_cached))
+        return Held(turn.caches or [], turn.context[: turn.num_cached])
+
+    def _rebuilt(self, turn: Turn) -> Held | None:
+        """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
+        tensors, turn.restored = turn.restored, None
+        if tensors is None:
+            return None
+        try:
+            caches = layers.rebuild(tensors, make_prompt_cache(self._model), turn.num_restored)
+        except ValueError:
+            log.exception("a snapshot does not fit the model", session=str(turn.key))
+            return None
+        return Held(caches, turn.context[: turn.num_restored])
+
+    def _trimmed(self, held: Held | None, num_tokens: int) -> tuple[list[Any], int]:
+        """Cut caches down to `num_tokens`, or start anew where that is not possible."""
+        if held is None or num_tokens == 0 or (len(held.tokens) != num_tokens and not self._trimmable):
+            return make_prompt_cache(self._model), 0
+        if len(held.tokens) != num_tokens:
+            layers.trim(held.caches, num_tokens)
+        return held.caches, num_tokens

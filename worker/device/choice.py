@@ -1,0 +1,166 @@
+"""Which step the device runs next, so that it fits into memory. Device thread only.
+
+The scheduler says whose turn it is, the pace how much at a time; this module adds what there is room for. The
+scheduler changes only when a step is chosen to run: a choice made in vain is made again from the same place.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.kv import layers
+
+from .pace import LEAST
+from .scheduler import Step
+from .turn import Starved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker.batch.batch import Batch
+
+    from .acquisition import Acquisition
+    from .cutting import Cutting
+    from .memory import Estimator
+    from .pace import Pace
+    from .room import Room
+    from .scheduler import Scheduler
+    from .turn import Turn
+
+#: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
+#: the writer is at in that moment is not given up, and a disk may hang for longer.
+PATIENCE_S: Final = 2.0
+_LOOK_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A step that fits, and what it is thought to need beside weights and KV.
+
+    If the step is empty nothing fits now: look again after `pause_s`, or, where that is None, when a command
+    comes. `hopeless` is a prompt that never will go on, and the bytes that its next piece needs.
+    """
+
+    step: Step[Turn]
+    scratch_bytes: int = 0
+    pause_s: float | None = 0.0
+    hopeless: tuple[Turn, int] | None = None
+
+
+class Chooser:
+    """Chooses steps for the turns of one scheduler."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Turn],
+        pace: Pace,
+        room: Room,
+        estimator: Estimator,
+        batch: Batch,
+        cutting: Cutting,
+        acquisition: Acquisition,
+        starve: Callable[[Starved], None],
+    ) -> None:
+        """`starve` is called where only what waits for the disk can make room."""
+        self._scheduler = scheduler
+        self._pace = pace
+        self._room = room
+        self._estimator = estimator
+        self._batch = batch
+        self._cutting = cutting
+        self._acquisition = acquisition
+        self._starve = starve
+        self._patient_until_s: float | None = None
+
+    def choose(self) -> Choice:
+        """Choose a step.
+
+        If none fits, idle sessions leave first, then prompts run in smaller pieces, then they wait for the
+        answers to end. Where no answer runs, one prompt goes on alone.
+        """
+        if self._batch.is_ahead:
+            return Choice(Step(self._scheduler.decoding, ()))
+        num_rows = len(self._scheduler.decoding)
+        budget = self._pace.budget(num_rows)
+        while True:
+            step = self._scheduler.next(budget)
+            if (choice := self._fitting(step)) is not None:
+                return choice
+            if budget > LEAST:
+                budget = max(budget // 2, LEAST)
+            elif num_rows:
+                budget = 0
+            elif len(step.prefill) > 1:
+                budget = 1  # one of them
+            elif self._room.is_promised:
+                return Choice(_NOTHING, pause_s=_LOOK_S)  # its turn, or its end, is the next command
+            else:
+                return self._alone()
+
+    def _alone(self) -> Choice:
+        """Let the prompt that has come the furthest go on alone, and the others begin anew if they must.
+
+        Any other one would take what it needs to come to its end. A prompt that has the device to itself
+        waits a while for what the disk may let go, then it is hopeless.
+        """
+        turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
+        step = self._scheduler.next(LEAST, turn)
+        while (choice := self._fitting(step)) is None and self._give_way(turn):
+            pass
+        if choice is not None:
+            return choice
+        if self._patient_until_s is None:
+            self._starve(Starved())
+            self._patient_until_s = time.monotonic() + PATIENCE_S
+        if time.monotonic() < self._patient_until_s:
+            return Choice(_NOTHING, pause_s=_LOOK_S)
+        self._patient_until_s = None
+        return Choice(_NOTHING, hopeless=(turn, sum(self._needs(step))))
+
+    def _fitting(self, step: Step[Turn]) -> Choice | None:
+        """Take a step that fits, or that has answers alone; wait where idle sessions have to leave for it."""
+        scratch_bytes, growth_bytes = self._needs(step)
+        fits = self._room.has(scratch_bytes + growth_bytes)
+        if not fits and self._room.comes(scratch_bytes + growth_bytes):
+            return Choice(_NOTHING, pause_s=None)
+        if not fits and step.prefill:
+            return None
+        self._patient_until_s = None
+        self._scheduler.taken(step)
+        return Choice(step, scratch_bytes)
+
+    def _needs(self, step: Step[Turn]) -> tuple[int, int]:
+        """Estimate what a step needs while it runs, and what it leaves allocated."""
+        pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
+        scratch_bytes = self._estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_held)
+        growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
+        growth_bytes = self._estimator.growth_bytes(
+            [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
+        )
+        return scratch_bytes, growth_bytes + self._batch.leaving_bytes + self._cutting.size_bytes(step)
+
+    def _give_way(self, to: Turn) -> bool:
+        """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
+
+        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
+        Before that, turns that wait for another one's KV lose their own.
+        """
+        if self._acquisition.drop_held():
+            return True
+        holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
+        if not holding:
+            return False
+        turn = min(holding, key=lambda turn: turn.num_cached)
+        self._cutting.cut(turn)  # what was to be cut later
+        self._acquisition.begin_anew(turn)
+        return True
+
+
+_NOTHING: Final[Step[Turn]] = Step((), ())
+
+
+def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
+    """Say whether caches have to allocate for so many tokens more."""
+    return not caches or layers.grows(caches[0], num_tokens) is not False
