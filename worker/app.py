@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from worker.device.turn import Report
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
 
@@ -190,7 +189,6 @@ class App:
         self._loop = asyncio.get_running_loop()
         self._device = Device(
             lambda: model.load(folder, dtype=dtype, kv_bits=settings.kv_bits, progress=self._progress),
-            self._hand_over,
             self._device_died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
@@ -383,10 +381,6 @@ class App:
                 "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
             )
         return min(settings.max_memory or room, room)
-
-    def _hand_over(self, report: Report) -> None:
-        """Carry a step's report from the device thread to the event loop."""
-        self._loop.call_soon_threadsafe(self._engine.handle, report)
 
     def _device_died(self, error: BaseException) -> None:
         """Hear, on the device thread, that it ends: without it nothing would ever be answered again."""

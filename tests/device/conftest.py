@@ -86,13 +86,13 @@ class Rig:
         self.deaths: list[BaseException] = []
         self.device = Device(
             lambda: loaded(model),
-            self._take,
             self.deaths.append,
             block_tokens=block_tokens,
             max_batch=max_batch,
             stall_s=0.25,
             limit_bytes=limit_bytes,
         )
+        self.device.listen(self._take)
         self.device.start()
         if room is not None:
             self.device.cut_snapshots(room)

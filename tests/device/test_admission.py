@@ -263,10 +263,8 @@ async def make_engine(make_model):
 
     async def make(num_tokens: int, *, limit_bytes: int | None = None) -> Engine:
         model = loaded(make_model("llama"))
-        loop = asyncio.get_running_loop()
         device = Device(
             lambda: model,
-            lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
             lambda error: None,
             block_tokens=8,
             max_batch=8,

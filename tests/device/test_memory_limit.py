@@ -274,7 +274,6 @@ def test_wired_memory_is_refused_where_it_would_do_nothing() -> None:
     device = Device(
         lambda: pytest.fail("the model was loaded"),
         lambda _: None,
-        lambda _: None,
         block_tokens=8,
         max_batch=1,
         stall_s=0.25,
@@ -300,7 +299,6 @@ def test_wired_memory_is_what_metal_is_told(make_model, monkeypatch, refused: bo
     monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
     device = Device(
         lambda: loaded(make_model("llama")),
-        lambda _: None,
         lambda _: None,
         block_tokens=8,
         max_batch=1,

@@ -96,10 +96,8 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
         kv_bits: int | None = None,
     ) -> AsyncIterator[Process]:
         recorded = Recorded(make_model(kind, kv_bits))
-        loop = asyncio.get_running_loop()
         device = Device(
             lambda: loaded(recorded),
-            lambda report: loop.call_soon_threadsafe(engine.handle, report) and None,
             lambda error: None,
             block_tokens=BLOCK,
             max_batch=4,

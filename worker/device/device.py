@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
 
 from . import machine
 from .room import Ask
 from .runner import Runner
-from .turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,41 +26,11 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
 
     from .memory import Estimator
-    from .turn import Report
+    from .turn import Report, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    turn: Turn
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    turn: Turn
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Drop:
-    key: SessionKey
-
-
-@dataclass(frozen=True, slots=True)
-class _Release:
-    key: SessionKey
-
-
-@dataclass(frozen=True, slots=True)
-class _MadeRoom:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Command = Turn | _Cancel | _Grant | _Drop | Ask | _Release | _MadeRoom | _Stop
+#: A call on the runner, on its thread; None stops that.
+_Command: TypeAlias = "Callable[[Runner], object] | None"
 
 
 class Device:
@@ -71,7 +39,6 @@ class Device:
     def __init__(
         self,
         load: Callable[[], LoadedModel],
-        report: Callable[[Report], None],
         died: Callable[[BaseException], None],
         *,
         block_tokens: int,
@@ -83,18 +50,17 @@ class Device:
         wired_bytes: int | None = None,
         trials: Path | None = None,
     ) -> None:
-        """`load` runs on the thread; `report` is called there after each step and must only hand over.
+        """`load` runs on the thread; `died` is called there if it ends for another reason than `stop`.
 
-        `died` is called there if the thread ends for another reason than `stop`. `limit_bytes` is
-        for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be paged out.
-        `trials` is the file that remembers how a model's rows run together.
+        `limit_bytes` is for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be
+        paged out. `trials` is the file that remembers how a model's rows run together.
         """
         self._load = load
         self._died = died
         self._wired_bytes = wired_bytes
         self._make_runner = partial(
             Runner,
-            report=report,
+            report=self._hand_over,
             block_tokens=block_tokens,
             max_batch=max_batch,
             max_tenant_rows=max_tenant_rows,
@@ -103,6 +69,7 @@ class Device:
             max_draft=max_draft,
             trials=trials,
         )
+        self._report: Callable[[Report], object]  # known before the first turn comes
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -126,48 +93,55 @@ class Device:
             raise loaded
         return loaded
 
+    def listen(self, report: Callable[[Report], object]) -> None:
+        """Have `report` called on the thread after each step. It must only hand over."""
+        self._report = report
+
     def cut_snapshots(self, room: Callable[[], int]) -> None:
         """Cut snapshots from now on, while `room()`, called on the device thread, has the bytes for one."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
         """Run a turn. A session has at most one under way."""
-        self._commands.put(turn)
+        self._commands.put(lambda runner: runner.begin(turn))
 
     def cancel(self, turn: Turn) -> None:
         """End a turn after the step that is running; one that is over already is left alone."""
-        self._commands.put(_Cancel(turn))
+        self._commands.put(lambda runner: runner.cancel(turn))
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
         """Let a turn go on to so many tokens; one that is over already is left alone."""
-        self._commands.put(_Grant(turn, num_tokens))
+        self._commands.put(lambda runner: runner.grant(turn, num_tokens))
 
     def drop(self, key: SessionKey) -> None:
         """Forget the KV of a session that has no turn under way."""
-        self._commands.put(_Drop(key))
+        self._commands.put(lambda runner: runner.room.take(key))
 
     def made_room(self) -> None:
         """Answer a `Short`: all that can be dropped for it has been told to `drop`."""
-        self._commands.put(_MadeRoom())
+        self._commands.put(lambda runner: runner.room.made())
 
     def hold(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
         """Keep room for a restore of so many tokens until the session's turn is submitted, or `release`.
 
         `answer` is called on the device thread once there is room; with False where there never will be.
         """
-        self._commands.put(Ask(key, num_tokens, answer))
+        self._commands.put(lambda runner: runner.room.ask(Ask(key, num_tokens, answer)))
 
     def release(self, key: SessionKey) -> None:
         """Give up what `hold` keeps or waits for."""
-        self._commands.put(_Release(key))
+        self._commands.put(lambda runner: runner.room.release(key))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the step that is running; False if it did not end in time."""
-        self._commands.put(_Stop())
+        self._commands.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # Everything below runs on the device thread.
+
+    def _hand_over(self, report: Report) -> None:
+        self._report(report)
 
     def _run(self) -> None:
         try:
@@ -214,20 +188,6 @@ class Device:
             except queue.Empty:
                 return True
             pause_s = 0.0
-            match command:
-                case Turn():
-                    runner.begin(command)
-                case _Cancel(turn):
-                    runner.cancel(turn)
-                case _Grant(turn, num_tokens):
-                    runner.grant(turn, num_tokens)
-                case _Drop(key):
-                    runner.room.take(key)
-                case Ask():
-                    runner.room.ask(command)
-                case _Release(key):
-                    runner.room.release(key)
-                case _MadeRoom():
-                    runner.room.made()
-                case _Stop():
-                    return False
+            if command is None:
+                return False
+            command(runner)

@@ -8,7 +8,7 @@ messages, the log or the order of a session's requests; the session sees to it t
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import Admission, Claim, place
+from .flights import Flights
 from .memory import GROWTH_TOKENS, grown
 from .residency import LEAST_SHARED
 from .turn import (
@@ -121,12 +122,10 @@ class _Run:
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
     turn: Turn | None = None
-    is_submitted: bool = False
     is_paused: bool = False
     is_cancelled: bool = False
     is_abandoned: bool = False  # nobody waits for its end
     is_complete: bool = False  # the whole context has its KV
-    events: asyncio.Queue[Sampled | Finished | Faulted] = field(default_factory=asyncio.Queue)
     held: Held | None = None
     room: asyncio.Future[bool] | None = None
     num_reused: int | None = None  # of the prompt, by the turns up to the one that came to its end
@@ -173,6 +172,7 @@ class Engine:
         self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, _Run] = {}
         self._turns: dict[Turn, _Run] = {}  # that have memory reserved
+        self._flights = Flights(device, self._handle)
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -279,7 +279,7 @@ class Engine:
             if run.admitted is not None and not run.admitted.done():
                 run.admitted.set_exception(StoppingError())
 
-    def handle(self, report: Report) -> None:
+    def _handle(self, report: Report) -> None:
         """Take in what the device thread did in one step."""
         self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
         if report.measured_bytes > self.measured_bytes:
@@ -324,7 +324,7 @@ class Engine:
                 self._residency.pop(turn.key)
         if run is None:
             return
-        run.events.put_nowait(event)
+        self._flights.tell(event)
         if not isinstance(event, Sampled):
             # Its memory is free now, not when the task runs that waits for it, if one still does.
             self._end_turn(run, turn, goes_on=isinstance(event, Finished) and not self._is_over(run, turn))
@@ -334,8 +334,7 @@ class Engine:
 
         Idle ones first, then those whose turns are still on their way there: such a turn finds less KV.
         """
-        begun = {turn.key for turn, run in self._turns.items() if run.is_submitted}
-        for key in self._residency.oldest(short.num_bytes, {short.but, *begun}):
+        for key in self._residency.oldest(short.num_bytes, {short.but, *self._flights.keys}):
             self._residency.pop(key)
             self._device.drop(key)
         self._apply(self._admission.look_again())
@@ -349,7 +348,7 @@ class Engine:
     def _end_turn(self, run: _Run, turn: Turn, *, goes_on: bool) -> None:
         """Give back what a turn has reserved; where it was only paused, ask for it again in one go."""
         del self._turns[turn]
-        run.turn, run.is_submitted = None, False
+        run.turn = None
         if goes_on and not run.is_abandoned:
             self._ask(
                 run, len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
@@ -373,8 +372,6 @@ class Engine:
                 return is_stopped
             run.started_s = run.started_s or monotonic()
             turn.num_granted = run.num_granted
-            self._device.submit(turn)
-            run.is_submitted = True
             return await self._follow(run, turn, publish)
         finally:
             if self._store is not None and run.held is not None:
@@ -382,9 +379,9 @@ class Engine:
             if run.room is not None:
                 self._device.release(turn.key)
             run.held = run.room = None
-            if turn in self._turns and run.is_submitted:  # its end is still to come
+            if turn in self._flights:  # its end is still to come
                 run.is_abandoned = True
-                self._device.cancel(turn)
+                self._flights.cancel(turn)
             elif turn in self._turns:
                 self._end_turn(run, turn, goes_on=False)
 
@@ -405,11 +402,10 @@ class Engine:
         )
 
     async def _follow(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
-        """Pass on tokens until the turn ends; False where it was only paused."""
+        """Submit a turn and pass on its tokens until it ends; False where it was only paused."""
+        flight = self._flights.submit(turn)
         while True:
-            events = [await run.events.get()]
-            while not run.events.empty():
-                events.append(run.events.get_nowait())
+            events = await flight.news()
             sampled = [event for event in events if isinstance(event, Sampled)]
             if sampled:
                 run.first_token_s = run.first_token_s or monotonic()
@@ -490,7 +486,7 @@ class Engine:
         under_way = {other.key for other in self._turns}
         alike = self._residency.alike(turn.key.tenant, turn.context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in under_way)
-        running = ((other.key, other.context) for other, run in self._turns.items() if run.is_submitted)
+        running = ((other.key, other.context) for other in self._flights)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
@@ -585,8 +581,7 @@ class Engine:
 
     def _end(self, run: _Run) -> None:
         """Have a run's turn end as it is; one that is not on the device yet does not go there."""
-        if run.turn is not None and run.is_submitted:
-            self._device.cancel(run.turn)
+        self._flights.cancel(run.turn)
         _answer(run.room, granted=False)
 
 
