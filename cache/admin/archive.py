@@ -179,9 +179,7 @@ class _Intake:
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000
-        self._catalog.put(
-            [Row(digest, name.parent, name.start, name.tokens, member.size, used, name.resumable)]
-        )
+        self._catalog.put([Row.of(digest, name, member.size, used)])
         self._used_bytes += member.size
         self.carried.num_files += 1
         self.carried.size_bytes += member.size

@@ -193,9 +193,7 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                name = read_name(file)
-                used = mtime_ns // 1000
-                row = Row(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
+                row = Row.of(digest, read_name(file), size_bytes, mtime_ns // 1000)
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:

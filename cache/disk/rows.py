@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import xor
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import xxhash
 
@@ -32,6 +32,11 @@ class Row(NamedTuple):
     used: int
     resumable: bool = True
     proof: bytes | None = None
+
+    @classmethod
+    def of(cls, digest: bytes, name: Name, size_bytes: int, used: int) -> Self:
+        """Make the row of a file with this digest, which holds what the name says."""
+        return cls(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
 
     @property
     def name(self) -> Name:

@@ -17,6 +17,7 @@ import queue
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import structlog
@@ -85,22 +86,6 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class _Unlink:
-    rows: list[Row]
-    quarantined: bool
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(row.size_bytes for row in self.rows)
-
-
-@dataclass(slots=True, eq=False)
-class _Use:
-    used: int
-    digest: bytes
-
-
-@dataclass(slots=True, eq=False)
 class PinNote:
     """A note that prefixes were pinned or unpinned; `made` says that it is on disk."""
 
@@ -120,12 +105,16 @@ class Erasure:
     clean: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Barrier:
-    passed: asyncio.Future[None]
+def _nothing() -> None:
+    pass
 
 
-_Job = Write | _Unlink | _Use | PinNote | Erasure | _Barrier
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the thread is to do, and what the event loop does once that is done."""
+
+    work: Callable[[], object]
+    settle: Callable[[], None] = _nothing
 
 
 @dataclass(slots=True)
@@ -203,7 +192,7 @@ class Writer:
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += draft.size_bytes
         self._in_flight[entry] = write
-        self._jobs.put(write)
+        self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
     def abandon(self, entry: Entry, reason: DropReason | Literal["cancelled"]) -> None:
         """Give up an entry's write, wherever it is. It stays in flight until the writer has let go of it."""
@@ -219,24 +208,25 @@ class Writer:
 
     def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
         """Queue the removal of files and rows, of `quarantined` files too. Takes no room, and never waits."""
-        job = _Unlink(rows, quarantined)
-        self.unlinking_bytes += job.size_bytes
-        self._jobs.put(job)
+        size_bytes = sum(row.size_bytes for row in rows)
+        self.unlinking_bytes += size_bytes
+        work = partial(self._unlink, rows, quarantined=quarantined)
+        self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
 
     def use(self, used: int, digest: bytes) -> None:
         """Queue a note of when a snapshot was used."""
-        self._jobs.put(_Use(used, digest))
+        self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
         """Queue a note that prefixes were pinned, or unpinned."""
         note = PinNote(pins, on)
-        self._jobs.put(note)
+        self._jobs.put(_Job(partial(self._note, note)))
         return note
 
     def erase(self, packed: bytes) -> Erasure:
         """Queue a search for what is left of tokens whose files were unlinked before, and its removal."""
         erasure = Erasure(packed)
-        self._jobs.put(erasure)
+        self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
 
     def clear(self) -> Erasure:
@@ -244,13 +234,14 @@ class Writer:
         for write in self._in_flight.values():
             write.abandon("cancelled")
         erasure = Erasure(None)
-        self._jobs.put(erasure)
+        self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
 
     async def barrier(self) -> None:
         """Wait until everything that was queued before is settled, and has been counted."""
         passed: asyncio.Future[None] = self._loop.create_future()
-        self._jobs.put(_Barrier(passed))
+        # Whoever waits may be cancelled before.
+        self._jobs.put(_Job(_nothing, lambda: None if passed.done() else passed.set_result(None)))
         await passed
 
     async def stop(self, timeout_s: float) -> bool:
@@ -268,17 +259,14 @@ class Writer:
     def _settle(self, job: _Job, measured: tuple[int, int] | None) -> None:
         if measured is not None:
             self.free_bytes, self.quarantined_bytes = measured
-        match job:
-            case Write():
-                self._count(job)
-                self._settled(job)
-            case _Unlink():
-                self.unlinking_bytes -= job.size_bytes
-            case _Barrier():
-                if not job.passed.done():  # whoever waited may have been cancelled
-                    job.passed.set_result(None)
-            case _Use() | PinNote() | Erasure():
-                pass
+        job.settle()
+
+    def _ended(self, write: Write) -> None:
+        self._count(write)
+        self._settled(write)
+
+    def _unlinked(self, size_bytes: int) -> None:
+        self.unlinking_bytes -= size_bytes
 
     def _count(self, write: Write) -> None:
         del self._in_flight[write.entry]
@@ -325,20 +313,7 @@ class Writer:
         job = self._jobs.get()
         if job is None:
             return False
-        match job:
-            case Write():
-                self._write(job)
-            case _Unlink():
-                self._unlink(job)
-            case _Use():
-                self._in_catalog(self._catalog.use, [(job.used, job.digest)])
-            case PinNote():
-                change = self._catalog.pin if job.on else self._catalog.unpin
-                job.made = self._in_catalog(change, job.pins) and self._catalog.is_lasting
-            case Erasure():
-                self._erase(job)
-            case _Barrier():
-                pass
+        job.work()
         try:
             self._loop.call_soon_threadsafe(self._settle, job, self._measured())
         except RuntimeError:  # the event loop is closed: nobody is left to be told
@@ -379,10 +354,14 @@ class Writer:
         write.state = State.CANCELLED if write.abandoned == "cancelled" else State.DROPPED
         return True
 
-    def _unlink(self, job: _Unlink) -> None:
-        self._remove(job.rows)
+    def _note(self, note: PinNote) -> None:
+        change = self._catalog.pin if note.on else self._catalog.unpin
+        note.made = self._in_catalog(change, note.pins) and self._catalog.is_lasting
+
+    def _unlink(self, rows: list[Row], *, quarantined: bool) -> None:
+        self._remove(rows)
         try:
-            for row in job.rows if job.quarantined else ():
+            for row in rows if quarantined else ():
                 self._folder.release(row.digest)
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))

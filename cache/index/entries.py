@@ -103,9 +103,7 @@ class Entry(Node):
     @property
     def row(self) -> Row:
         """What the catalog keeps of it."""
-        return Row(
-            self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, self.resumable
-        )
+        return Row.of(self.digest, self.name, self.size_bytes, self.used)
 
     def chain(self) -> Iterator[Entry]:
         """Go up to the first entry of its chain, from the entry itself on."""

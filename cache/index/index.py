@@ -113,7 +113,7 @@ class Index:
     def add(self, name: Name, size_bytes: int) -> Entry:
         """Take in a new snapshot, which is on its way, as the most recently used one."""
         digest, up = name.digest, self._node(name.parent)
-        row = Row(digest, up.digest, name.start, name.tokens, size_bytes, self.next_use(), name.resumable)
+        row = Row.of(digest, name, size_bytes, self.next_use())
         entry = self._entries[digest] = Entry(row, up, durable=False)
         if isinstance(up.children, list):
             insort(up.children, entry, key=PLACE)

@@ -82,11 +82,8 @@ def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) 
             doubtful += 1
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
             continue
-        name, used = header.name, stat.st_mtime_ns // 1000
         identities.add(bytes.fromhex(header.identity))
-        adopted[digest] = Row(
-            digest, name.parent, name.start, name.tokens, stat.st_size, used, name.resumable
-        )
+        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
     kept: dict[bytes, Row] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
