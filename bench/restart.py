@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import random
 from collections import defaultdict
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ from .tokens import Texts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
+    from pathlib import Path
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
@@ -65,6 +67,7 @@ class Plan:
     rounds: Annotated[int, Option("How often every case is measured.", smoke=1)] = 5
     turn_tokens: Annotated[int, Option("Tokens of a turn.")] = 16
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=8)] = 16
+    from_disk: Annotated[bool, Option("Drop snapshots from the page cache first.")] = False
     turn_timeout: TurnTimeout = 300.0
     seed: Seed = 0
     corpus: Corpus = "mt-bench"
@@ -78,15 +81,22 @@ MEASURES = (FIRST, ENDING, STARTING, PREFILLED)
 
 AGAINST = (Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD))
 
-RECENT = "Snapshots were read soon after they were written: mostly from the page cache."
 PLOTS = (
-    Plot("by x", "First token", (FIRST,), f"To a worker that is ready. {RECENT}", log=True),
+    Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
     Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
     Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
     Plot(
         "bars", "As a user feels it", (ENDING, STARTING, FIRST), "The old process, the new one, and the turn."
     ),
 )
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Say where snapshots were read from."""
+    if plan.from_disk:
+        yield "Snapshots were read from the disk: the page cache had none of them."
+    else:
+        yield "Snapshots were read soon after they were written: mostly from the page cache."
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -139,6 +149,8 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
 async def measure(run: Run[Plan]) -> None:
     """Begin a session of each length for each lasting case, and go through the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
+    if plan.from_disk and not hasattr(os, "posix_fadvise"):
+        raise BenchError("this system cannot drop a file from its page cache; leave out --from-disk")
     async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
         memory, context = await _room_for_one(client, plan)
         run.facts["max_memory"] = memory
@@ -200,6 +212,8 @@ class _Lives:
                 if case == SPILLED:
                     await self._push_out()
                 facts["resident"] = "yes" if (await session.info()).resident else "no"
+            if self._run.plan.from_disk:
+                _drop_from_page_cache(self._worker.data_dir)
             turn = await self._ask(session, own if case != COLD else self._contexts[length])
             await self._run.settle(session)
             if case == COLD:
@@ -239,6 +253,13 @@ class _Lives:
             await session.close(timeout_s=timeout_s)
 
 
+def _drop_from_page_cache(data_dir: Path) -> None:
+    """Make the system read all snapshots from the disk the next time."""
+    for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
     """Choose the worker's memory so that one session can fill it: its bytes, and its tokens."""
     session = client.session("probe")
@@ -263,4 +284,5 @@ BENCH = Bench(
     plots=PLOTS,
     checks=checks,
     measure=measure,
+    notes=notes,
 )
