@@ -22,7 +22,8 @@ BLOCK = 64
 class Room:
     """Has room for nothing, or for everything; `waits` says that idle sessions could leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
         self.is_open, self.waits, self.is_promised = False, True, False
 
     def has(self, size_bytes: int) -> bool:
@@ -39,11 +40,11 @@ def estimator(make_model) -> Estimator:
     return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
 
 
-def chooser_of(scheduler: Scheduler[Turn], room: Room, estimator: Estimator) -> Chooser:
+def chooser_of(scheduler: Scheduler[Turn], room: Room) -> Chooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_held=0, growing=[], leaving_bytes=0)
     none: Any = SimpleNamespace(size_bytes=lambda step: 0, cut=lambda turn: None, drop_held=lambda: False)
     at: Any = room
-    return Chooser(scheduler, Pace(0.25, BLOCK), at, estimator, batch, none, none, lambda event: None)
+    return Chooser(scheduler, Pace(0.25, BLOCK), at, batch, none, none, lambda event: None)
 
 
 def turns() -> list[Turn]:
@@ -55,8 +56,8 @@ def turns() -> list[Turn]:
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
 def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: str) -> None:
-    room, scheduler, untouched = Room(), Scheduler[Any](4, BLOCK), Scheduler[Any](4, BLOCK)
-    chooser = chooser_of(scheduler, room, estimator)
+    room, scheduler, untouched = Room(estimator), Scheduler[Any](4, BLOCK), Scheduler[Any](4, BLOCK)
+    chooser = chooser_of(scheduler, room)
     some = turns()
     for turn in some:
         scheduler.add(turn)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
-    from .memory import Estimator
     from .room import Room
     from .turn import Turn
 
@@ -30,15 +29,12 @@ log = structlog.get_logger()
 class Acquisition:
     """Gives turns their caches."""
 
-    def __init__(
-        self, loaded: LoadedModel, batch: Batch, room: Room, estimator: Estimator, *, trimmable: bool
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, batch: Batch, room: Room, *, trimmable: bool) -> None:
         """`trimmable` says that KV can be cut at any token."""
         self._model = loaded.model
         self._vocab_size = loaded.vocab_size
         self._batch = batch
         self._room = room
-        self._estimator = estimator
         self._trimmable = trimmable
         self._sharing = Sharing()
         self._short: list[Turn] = []  # whose copy of another session's KV waits for room
@@ -83,7 +79,7 @@ class Acquisition:
         False where a copy of another session's KV will have room once idle sessions have left.
         """
         usable, source = turn.num_kept, self._source(turn)
-        copy_bytes = self._estimator.kv.held(len(source.tokens)) if source is not None else 0
+        copy_bytes = self._room.estimator.kv.held(len(source.tokens)) if source is not None else 0
         if source is not None and not self._room.has(copy_bytes):
             if self._room.comes(copy_bytes, but=turn.source):
                 self._short.append(turn)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from .acquisition import Acquisition
     from .cutting import Cutting
-    from .memory import Estimator
     from .pace import Pace
     from .room import Room
     from .scheduler import Scheduler
@@ -57,7 +56,6 @@ class Chooser:
         scheduler: Scheduler[Turn],
         pace: Pace,
         room: Room,
-        estimator: Estimator,
         batch: Batch,
         cutting: Cutting,
         acquisition: Acquisition,
@@ -67,7 +65,6 @@ class Chooser:
         self._scheduler = scheduler
         self._pace = pace
         self._room = room
-        self._estimator = estimator
         self._batch = batch
         self._cutting = cutting
         self._acquisition = acquisition
@@ -134,9 +131,9 @@ class Chooser:
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate what a step needs while it runs, and what it leaves allocated."""
         pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-        scratch_bytes = self._estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_held)
+        scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_held)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
-        growth_bytes = self._estimator.growth_bytes(
+        growth_bytes = self._room.estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )
         return scratch_bytes, growth_bytes + self._batch.leaving_bytes + self._cutting.size_bytes(step)

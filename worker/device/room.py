@@ -40,7 +40,7 @@ class Room:
         """`ask` tells the event loop what is short."""
         #: Whether the event loop was asked to drop sessions, and has not answered: `made`.
         self.is_asked = False
-        self._estimator = estimator
+        self.estimator = estimator
         self._block = block
         self._ask = ask
         self._held: dict[SessionKey, Held] = {}
@@ -89,7 +89,7 @@ class Room:
         """
         while self._asking:
             ask = self._asking[0]
-            size_bytes = self._estimator.restore_bytes(ask.num_tokens, self._block)
+            size_bytes = self.estimator.restore_bytes(ask.num_tokens, self._block)
             fits = self.has(size_bytes)
             if not fits and (self.comes(size_bytes) or is_busy or self._promised):
                 return
@@ -130,4 +130,4 @@ class Room:
 
     def _excess(self, size_bytes: int) -> int:
         promised = sum(self._promised.values())
-        return mx.get_active_memory() + promised + size_bytes - self._estimator.limit_bytes
+        return mx.get_active_memory() + promised + size_bytes - self.estimator.limit_bytes

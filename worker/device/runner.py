@@ -121,19 +121,9 @@ class Runner:
         )
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens)
-        self._acquisition = Acquisition(
-            loaded, self._batch, self.room, self.estimator, trimmable=self.trimmable
-        )
-        self._chooser = Chooser(
-            self._scheduler,
-            self._pace,
-            self.room,
-            self.estimator,
-            self._batch,
-            self.cutting,
-            self._acquisition,
-            self._emit,
-        )
+        self._acquisition = Acquisition(loaded, self._batch, self.room, trimmable=self.trimmable)
+        parts = (self._batch, self.cutting, self._acquisition)
+        self._chooser = Chooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
