@@ -43,6 +43,10 @@ MLX = {
 }
 NATS = {*(f"protocol/turnkeep_client/{name}.py" for name in ("client", "nats_client")), "worker/wire"}
 
+#: Of the worker: the way from the device thread to the event loop, and what drives the client.
+ASYNCIO = {"worker/app.py", "worker/device", "worker/commands"}
+BARE_TASKS = {"worker/commands/stream.py"}
+
 
 def modules() -> list[Path]:
     return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
@@ -114,6 +118,21 @@ def test_only_the_named_places_touch_mlx():
 
 def test_only_the_named_places_touch_nats():
     assert users("nats") == NATS
+
+
+def test_only_the_named_places_of_the_worker_touch_asyncio():
+    assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
+
+
+def test_in_the_worker_task_groups_start_all_tasks():
+    starts = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
+    paths = [path for path in modules() if path.relative_to(ROOT).parts[0] == "worker"]
+    bare = {path for path in paths if starts & {node.attr for node in attributes(path)}}
+    assert {str(path.relative_to(ROOT)) for path in bare} == BARE_TASKS
+
+
+def attributes(path: Path) -> list[ast.Attribute]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
 
 
 def test_no_module_imports_itself_over_others():

@@ -12,10 +12,13 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import sqlite3
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import psutil
 import structlog
+from anyio import Event, current_time, sleep, to_thread
 
 from cache.names.errors import CacheError
 from cache.names.identity import folder_identity
@@ -48,14 +51,15 @@ from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
 
+from .concurrency import in_thread, shielded, task_group
 from .datadir import DataDir
-from .tasks import end
 from .telemetry import Telemetry
 from .words import size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from anyio.abc import TaskGroup
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
@@ -65,6 +69,9 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 log = structlog.get_logger()
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 VERSION = importlib.metadata.version("turnkeep")
 
@@ -77,6 +84,9 @@ _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
 #: So many logs are read from their beginning at a time: each takes a thread, and memory for a page or two.
 _MAX_FOLDS = 4
+
+#: So many threads do at a time what must not hold up the event loop: tokenising, most of all.
+_MAX_THREADS = 6
 
 #: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
 _STOP_S = 10.0
@@ -105,12 +115,13 @@ class App:
         self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
         self._telemetry = Telemetry()
-        self._stop = asyncio.Event()
+        self._stop = Event()
+        self._starting: TaskGroup
         self._store: Store | None = None
         self._has_unopened = False
         self._intake: Intake | None = None
         self._fatal = ""
-        self.ready = asyncio.Event()
+        self.ready = Event()
 
     def stop(self) -> None:
         """Ask the worker to go down; event loop only."""
@@ -134,7 +145,8 @@ class App:
     async def run(self) -> None:
         """Serve until `stop`. Raises `TurnkeepError`, with one line, for what a user can mend."""
         settings = self._settings
-        async with contextlib.AsyncExitStack() as stack:
+        to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
+        async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # What a user may have got wrong comes first: no server is started and no stream made for a model
             # that cannot be loaded, and no model fetched for a server that is not there.
@@ -142,8 +154,9 @@ class App:
                 server = broker.EmbeddedServer(directory, settings)
                 server.check()
                 loaded = await self._load_model(directory, stack)
-                stack.push_async_callback(server.stop)
+                stack.push_async_callback(shielded, server.stop)
                 await server.start()
+                await stack.enter_async_context(self._beside("nats-server", server.supervise))
                 nc = await self._connect(server.url, directory, stack)
             else:
                 nc = await self._connect(settings.nats, directory, stack)
@@ -152,8 +165,12 @@ class App:
             names = await streams.ensure(js, self._subjects, settings)
             await self._open_store(directory, loaded, stack)
             if self._store is None:
-                self._has_unopened = await asyncio.to_thread(may_hold, directory.snapshots)
+                self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run a step of the start on a thread, a download say; a cancelled start waits for it last."""
+        return await self._starting.start_soon(partial(in_thread, work, *args, **named))
 
     async def _connect(self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
         """Connect to NATS, and be the one worker of the prefix there."""
@@ -164,7 +181,7 @@ class App:
             on_reconnected=self._reconnected,
             on_closed=self._closed,
         )
-        stack.push_async_callback(nc.close)
+        stack.push_async_callback(shielded, nc.close)
         lease = Lease(
             nc.jetstream(),
             self._subjects,
@@ -172,8 +189,9 @@ class App:
             directory=directory.name,
             lost=self._fail,
         )
-        stack.push_async_callback(lease.give_back)
+        stack.push_async_callback(shielded, lease.give_back)
         await lease.take()
+        await stack.enter_async_context(self._beside("lease", lease.keep))
         return nc
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
@@ -182,8 +200,8 @@ class App:
         if blas.advice:
             log.warning(blas.advice)
         auto = settings.dtype == "auto"
-        self._dtype = dtype = await asyncio.to_thread(model.default_dtype) if auto else settings.dtype
-        folder = await asyncio.to_thread(
+        self._dtype = dtype = await self._in_thread(model.default_dtype) if auto else settings.dtype
+        folder = await self._in_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
         self._loop = asyncio.get_running_loop()
@@ -199,8 +217,8 @@ class App:
             wired_bytes=settings.wired_memory,
             trials=directory.models / "trials.json",
         )
-        loaded = await asyncio.to_thread(self._device.start)
-        stack.push_async_callback(asyncio.to_thread, self._device.stop)
+        loaded = await self._in_thread(self._device.start)
+        stack.push_async_callback(shielded, partial(in_thread, self._device.stop))
         self._weights_loaded()
         log.info(
             "loaded the model",
@@ -232,12 +250,12 @@ class App:
                 cache_class=self._device.unsupported_cache,
             )
             return
-        identity = await asyncio.to_thread(
+        identity = await self._in_thread(
             folder_identity,
             loaded.folder,
             kv_dtype=self._dtype,
             block_tokens=settings.block_tokens,
-            code=await asyncio.to_thread(code_digest, loaded.model),
+            code=await self._in_thread(code_digest, loaded.model),
             caches=self._device.caches,
             memo=directory.models / "digests.json",
         )
@@ -257,71 +275,81 @@ class App:
         discard = settings.snapshots == "temporary"
         if discard and not await self._store.clear():
             log.warning("snapshots of an earlier run are still being removed")
-        stack.push_async_callback(self._store.close, discard=discard)
+        stack.push_async_callback(shielded, self._store.close, discard=discard)
         self._device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
-        """Take requests until told to stop; raises `WorkerError` if a part ends that must not."""
-        settings, telemetry, subjects = self._settings, self._telemetry, self._subjects
+        """Take requests until told to stop; raises `WorkerError` if a part ends that must not.
+
+        The groups end from the inside out: that is the order of the stop.
+        """
         self._loaded = loaded
-        ledger = Ledger(self._kv_bytes)
+        async with task_group() as parts:
+            async with task_group() as asides:
+                async with task_group() as work:
+                    desk, intake, sessions = self._assemble(nc, js, names, work=work, asides=asides)
+                    await desk.open()
+                    for name, part in (
+                        ("keep-alive", intake.keep_alive),
+                        ("sweep", sessions.sweep),
+                        ("retention", self._retention.run),
+                        ("loop-lag", self._telemetry.watch_loop),
+                        ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
+                    ):
+                        parts.start_soon(self._run_part, name, part)
+                    async with self._beside("intake", partial(intake.pull, sessions.ring)):
+                        url = nc.connected_url
+                        log.info(
+                            "ready",
+                            worker=self._settings.worker,
+                            nats=shown(url.geturl()) if url else None,
+                            kv_layers=self._device.kv_layers,
+                        )
+                        self.ready.set()
+                        await self._stop.wait()
+                        log.info("stopping")
+                    self._engine.stop()
+                    sessions.stop()
+                    work.cancel_scope.deadline = current_time() + _STOP_S
+                await desk.close()
+                asides.cancel_scope.cancel()
+            await intake.give_back()
+            parts.cancel_scope.cancel()  # the keep-alive: until here the deliveries were this worker's
+        if self._fatal:
+            raise WorkerError(self._fatal)
+
+    def _assemble(
+        self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
+    ) -> tuple[Desk, Intake, Sessions]:
+        """Build what serves: `work` are tasks of sessions, `asides` those that are cancelled behind them."""
+        settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = Engine(
             self._device,
-            ledger,
+            Ledger(self._kv_bytes),
             self._store,
-            telemetry,
+            self._telemetry,
             kv=loaded.kv,
             piece_tokens=settings.block_tokens,
             max_tenant_bytes=settings.max_memory_per_tenant,
             has_unopened=self._has_unopened,
         )
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
-        retention = self._retention = Retention(
+        self._retention = Retention(
             journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
         )
-        folder = Folder(loaded.tokenizer)
-        execution = Execution(
-            journal=journal,
-            engine=self._engine,
-            folder=folder,
-            tokenizer=loaded.tokenizer,
-            telemetry=telemetry,
-            retention=retention,
-            max_result_bytes=settings.max_message_bytes,
-            context_tokens=self._context_tokens,
-            vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
-        )
-        intake = Intake(
+        intake = self._intake = Intake(
             nc,
             names,
-            telemetry,
+            self._telemetry,
             journal.refuse,
             ack_wait_s=settings.ack_wait_s,
             max_sessions=settings.max_waiting,
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
             max_message_bytes=settings.max_message_bytes,
         )
-        self._intake = intake
-        trails = Trails(journal, loaded.tokenizer, max_message_bytes=settings.max_message_bytes)
-        services = Services(
-            journal=journal,
-            outbox=outbox,
-            engine=self._engine,
-            execution=execution,
-            folder=folder,
-            telemetry=telemetry,
-            trails=trails,
-            release=intake.release,
-            folds=Gate(_MAX_FOLDS),
-            shares=Shares(settings.max_batch),
-            attempts=Attempts(journal, settings.max_attempts),
-            retention=retention,
-            company=Company(),
-            model=loaded.name,
-            worker=settings.worker,
-        )
-        self._sessions = Sessions(services, idle_timeout_s=settings.idle_timeout_s)
+        trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
+        services = self._services(journal, outbox, trails, intake)
+        self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
         control = Control(
             self._sessions,
             self._engine,
@@ -330,40 +358,60 @@ class App:
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
-        desk = Desk(nc, js, subjects, control, outbox, ask_timeout_s=settings.token_ttl_s)
-        await desk.open()
-        pull = asyncio.create_task(intake.pull(self._sessions.ring), name="intake")
-        others = [
-            asyncio.create_task(intake.keep_alive(), name="keep-alive"),
-            asyncio.create_task(self._sessions.sweep(), name="sweep"),
-            asyncio.create_task(retention.run(), name="retention"),
-            asyncio.create_task(telemetry.watch_loop(), name="loop-lag"),
-            asyncio.create_task(self._publish_metrics(outbox, intake), name="metrics"),
-        ]
-        log.info(
-            "ready",
-            worker=settings.worker,
-            nats=shown(nc.connected_url.geturl()) if nc.connected_url else None,
-            kv_layers=self._device.kv_layers,
+        desk = Desk(nc, js, subjects, control, outbox, asides, ask_timeout_s=settings.token_ttl_s)
+        return desk, intake, self._sessions
+
+    def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
+        """Bring together what all sessions share."""
+        settings, loaded = self._settings, self._loaded
+        folder = Folder(loaded.tokenizer)
+        execution = Execution(
+            journal=journal,
+            engine=self._engine,
+            folder=folder,
+            tokenizer=loaded.tokenizer,
+            telemetry=self._telemetry,
+            retention=self._retention,
+            max_result_bytes=settings.max_message_bytes,
+            context_tokens=self._context_tokens,
+            vocab_size=loaded.vocab_size,
+            kv_bits=settings.kv_bits,
         )
-        self.ready.set()
-        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        return Services(
+            journal=journal,
+            outbox=outbox,
+            engine=self._engine,
+            execution=execution,
+            folder=folder,
+            telemetry=self._telemetry,
+            trails=trails,
+            release=intake.release,
+            folds=Gate(_MAX_FOLDS),
+            shares=Shares(settings.max_batch),
+            attempts=Attempts(journal, settings.max_attempts),
+            retention=self._retention,
+            company=Company(),
+            model=loaded.name,
+            worker=settings.worker,
+        )
+
+    @asynccontextmanager
+    async def _beside(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Run a part of the worker until the block is over."""
+        async with task_group() as tasks:
+            tasks.start_soon(self._run_part, name, part)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _run_part(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
+        """Run a part that must not end before it is cancelled; where it does, the worker goes down."""
+        why: Exception | None = None
         try:
-            done, _ = await asyncio.wait([stopped, pull, *others], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            log.info("stopping")
-            await end([stopped, pull])
-            self._engine.stop()
-            await self._sessions.stop(_STOP_S)
-            await desk.close()
-            await trails.stop()
-            await intake.give_back()
-            await end(others)  # the keep-alive among them: until here the deliveries were this worker's
-        if self._fatal:
-            raise WorkerError(self._fatal)
-        for task in done - {stopped}:
-            error = task.exception()
-            raise WorkerError(f"the {task.get_name()} task ended: {error!r}") from error
+            await part()
+        except Exception as error:
+            log.exception("a part of the worker has failed", part=name)
+            why = error
+        self._fail(f"the {name} task ended: {why!r}")
 
     def _kv_limit(self, context_tokens: int) -> int:
         """Return the bytes of KV that settings and device allow. Raises `WorkerError` if there are none."""
@@ -402,7 +450,7 @@ class App:
     async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
             await outbox.metrics(self._metrics(intake))
-            await asyncio.sleep(self._settings.metrics_interval_s)
+            await sleep(self._settings.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:
         telemetry, engine = self._telemetry, self._engine

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+
+from anyio import current_time, sleep
 
 from turnkeep_client.messages import Histogram
 
@@ -61,8 +62,7 @@ class Telemetry:
 
     async def watch_loop(self) -> None:
         """Measure, until cancelled, how late the event loop runs a task that is due."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _LAG_PERIOD_S
-            await asyncio.sleep(_LAG_PERIOD_S)
-            self.event_loop_lag.observe(max(loop.time() - due, 0.0))
+            due = current_time() + _LAG_PERIOD_S
+            await sleep(_LAG_PERIOD_S)
+            self.event_loop_lag.observe(max(current_time() - due, 0.0))

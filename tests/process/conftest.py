@@ -41,13 +41,29 @@ def directory(settings):
         yield opened
 
 
+class Supervised(EmbeddedServer):
+    """An embedded server with the task that a worker supervises it by."""
+
+    _task = None
+
+    async def start(self):
+        await super().start()
+        self._task = asyncio.create_task(self.supervise())
+
+    async def stop(self):
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await super().stop()
+
+
 @pytest.fixture
 async def embed():
     """Make embedded servers; all are gone afterwards, whatever the test did to them."""
     servers = []
 
     def make(directory, settings):
-        servers.append(EmbeddedServer(directory, settings))
+        servers.append(Supervised(directory, settings))
         return servers[-1]
 
     yield make

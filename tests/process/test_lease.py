@@ -20,6 +20,22 @@ from worker.wire.lease import Lease
 PATIENCE_S = 30
 
 
+class Kept(Lease):
+    """A lease with the task that a worker keeps it by."""
+
+    task = None
+
+    async def take(self):
+        await super().take()
+        self.task = asyncio.create_task(self.keep())
+
+    async def give_back(self):
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+            await super().give_back()
+
+
 @pytest.fixture
 async def leases(nats_url):
     """Make leases of one prefix, each on a connection of its own; `lost` collects what they are told."""
@@ -29,7 +45,7 @@ async def leases(nats_url):
     async def make(worker, directory, url=nats_url):
         connections.append(await connect(url, name=worker))
         lost = []
-        lease = Lease(
+        lease = Kept(
             connections[-1].jetstream(), subjects, worker=worker, directory=directory, lost=lost.append
         )
         lease.told = lost
@@ -45,8 +61,8 @@ async def leases(nats_url):
 
 def kill(lease):
     """End a lease as `kill -9` does: it is neither renewed nor given back."""
-    lease._keeping.cancel()
-    lease._keeping = None
+    lease.task.cancel()
+    lease.task = None
 
 
 async def until(condition):
@@ -136,11 +152,10 @@ async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(lease
 async def test_who_lost_the_lease_is_told_who_has_it(leases):
     paused, other = await leases("paused", "one"), await leases("other", "two")
     await paused.take()
-    task, paused._keeping = paused._keeping, None
-    task.cancel()
+    kill(paused)
     async with asyncio.timeout(PATIENCE_S):
         await other.take()
-    paused._keeping = asyncio.create_task(paused._keep())
+    paused.task = asyncio.create_task(paused.keep())
     await until(lambda: paused.told)
     assert "worker 'other' (pid " in paused.told[0]
     assert other.told == []

@@ -66,7 +66,7 @@ def question(number: int, **more: Any) -> Generate:
 
 async def stored(world: World) -> None:
     """Wait until what is to be stored is."""
-    while tasks := world.trails._tasks:
+    while tasks := {task for task in world.tasks.started if not task.done()}:
         await asyncio.gather(*tasks)
 
 
@@ -390,7 +390,7 @@ async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
         await asyncio.sleep(0.01)
     assert any(body["type"] == "checkpoint" for body in heard)
     before = await one.position("s")
-    await one.worker.app._sessions.stop(5)
+    one.worker.app._sessions.stop()
     one.worker.app._sessions._sessions.clear()
     found = []
     confirmed = trail.Trail._confirmed
@@ -411,5 +411,5 @@ def test_the_parts_of_a_checkpoint_are_small_enough_for_the_log() -> None:
     """With base64 and its frame, in the smallest messages that a log may be set to."""
     journal: Any = None
     for size in (64 * 2**10, 2**20):
-        trails = Trails(journal, journal, max_message_bytes=size)
+        trails = Trails(journal, journal, journal, max_message_bytes=size)
         assert len(Piece(bytes(trails.part_bytes), begins=True, before="9" * 60).pack()) < size

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
+from anyio import TaskHandle
 from hypothesis import given, settings
 
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
@@ -188,6 +189,18 @@ class Outbox:
         self.ended.append(request_id)
 
 
+class Tasks:
+    """A task group that lasts as long as the event loop."""
+
+    def __init__(self) -> None:
+        self.started: list[asyncio.Task[None]] = []
+
+    def start_soon(self, work: Any, *args: Any, name: str) -> TaskHandle[None]:
+        handle: TaskHandle[None] = TaskHandle(work(*args), name)
+        self.started.append(asyncio.create_task(handle._run_coro()))
+        return handle
+
+
 class World:
     """A session on a log, which can be put down and taken up again."""
 
@@ -218,7 +231,9 @@ class World:
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
-        self.trails = Trails(self.log, self._tokenizer, max_message_bytes=self.max_message_bytes)  # type: ignore[arg-type]
+        self.tasks = Tasks()
+        size = self.max_message_bytes
+        self.trails = Trails(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
         services = Services(
             execution=execution,
             trails=self.trails,

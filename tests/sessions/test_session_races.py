@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from test_fold import PAGE, STORED, World
 
-from turnkeep_client.messages import Append, Chunk, Close, Generate, Open, encode
+from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.attempts import Company
 from worker.telemetry import Telemetry
@@ -185,7 +186,7 @@ async def test_a_close_that_is_refused_does_not_end_the_checkpoints(world: World
     assert (await world.ask(Close(id="c", expect_position=7))).code == "position_conflict"
     for n in range(40):
         await world.ask(Append(id=f"b{n}", text="a"))
-    await asyncio.gather(*world.trails._tasks)
+    await asyncio.gather(*world.tasks.started)
     assert any(entry.kind == "checkpoint" for entry in world.log.entries)
 
 
@@ -298,3 +299,23 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
         (5, True, 9),
         (10, False, 9),
     ]
+
+
+@pytest.mark.parametrize(
+    "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
+)
+async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """A bare generate too: a template that looks back renders all that was ever said."""
+    await world.ask(Append(id="a", messages=(Message(role="user", content="hello"),)))
+    extend, threads = world.folder.extend, []
+
+    def noting(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return extend(*args)
+
+    monkeypatch.setattr(world.folder, "extend", noting)
+    assert isinstance(await world.ask(Generate(id="g", max_tokens=2, **given)), Generated)
+    assert threads
+    assert threading.main_thread() not in threads

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+import anyio
 import structlog
 
+from worker.concurrency import task_group
 from worker.heap import Spare
 from worker.logs import configure
 from worker.models.blas import computes_on_linux_cpu, preload
@@ -19,7 +20,7 @@ from worker.settings import SettingsError
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from worker.app import App
     from worker.settings import Settings
@@ -41,14 +42,12 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
-    asyncio.run(_serve(settings, read_again, spare))
+    anyio.run(_serve, settings, read_again, spare)
 
 
 async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: Spare) -> None:
     from worker.app import App
 
-    loop = asyncio.get_running_loop()
-    told = False
     with terminal_progress(log.info) as progress:
 
         def loaded() -> None:
@@ -57,29 +56,34 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
             gc.freeze()  # else each full collection looks at all that was imported: 30 ms of nobody's turn
 
         app = App(settings, progress=progress, loaded=loaded)
-        running = asyncio.create_task(app.run())
+        starting = anyio.CancelScope()
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+            async with task_group() as tasks:
+                tasks.start_soon(_obey, received, app, starting, read_again)
+                with starting:
+                    await app.run()
+                tasks.cancel_scope.cancel()
 
-        def stop(number: signal.Signals) -> None:
-            nonlocal told
-            if told:  # threads cannot be interrupted: a download, say
-                os._exit(128 + number)
+
+async def _obey(
+    received: AsyncIterator[signal.Signals],
+    app: App,
+    starting: anyio.CancelScope,
+    read_again: Callable[[], Settings],
+) -> None:
+    """Do what signals say. What is still starting is cancelled, what serves is told to stop."""
+    told = False
+    async for number in received:
+        if number == signal.SIGHUP and not os.isatty(0):
+            _reload(app, read_again)
+        elif told:  # threads cannot be interrupted: a download, say
+            os._exit(128 + number)
+        else:
             told = True
             if app.ready.is_set():
                 app.stop()
             else:
-                running.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
-        if os.isatty(0):
-            loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
-        else:
-            loop.add_signal_handler(signal.SIGHUP, _reload, app, read_again)
-        try:
-            await running
-        except asyncio.CancelledError:
-            if not told:
-                raise
+                starting.cancel()
 
 
 def _reload(app: App, read_again: Callable[[], Settings]) -> None:

@@ -7,12 +7,12 @@ not count. The last attempt is made alone on the device, so that nobody fails fo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
+from anyio import Event
 from msgspec import Struct
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Company:
     def __init__(self) -> None:
         self._num = 0
         self._is_shut = False  # while somebody is alone, or waits for the others to leave
-        self._waiting: list[asyncio.Future[None]] = []
+        self._changed = Event()
 
     @asynccontextmanager
     async def enter(self, given_up: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
@@ -85,12 +85,12 @@ class Company:
         Whoever has `given_up` leaves the device alone and gets by at once; `look_again` after it did.
         """
         while self._is_shut and not given_up():
-            await self._change()
+            await self._changed.wait()
         shuts = alone and not self._is_shut
         self._is_shut = self._is_shut or shuts
         try:
             while shuts and self._num and not given_up():
-                await self._change()
+                await self._changed.wait()
             self._num += 1
             try:
                 yield
@@ -104,12 +104,5 @@ class Company:
 
     def look_again(self) -> None:
         """Have all who wait look whether they still must, in the order in which they came."""
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
-
-    async def _change(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
+        changed, self._changed = self._changed, Event()
+        changed.set()

@@ -6,7 +6,6 @@ the session's business, so a failure in here has changed nothing but which KV is
 
 from __future__ import annotations
 
-import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +33,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.batch.sampling import Sampling
+from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.text import TextStream
 
@@ -159,14 +159,12 @@ class Execution:
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        reading = pending.published or asyncio.create_task(
-            self._journal.published(key, request.id, pending.seq, pending.stored)
-        )
-        try:
+        async with task_group() as tasks:
+            reading = pending.published or tasks.start_soon(
+                self._journal.published, key, request.id, pending.seq, pending.stored
+            )
             extended = await self._extend(history, request)
             published = await reading
-        finally:
-            reading.cancel()
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(
@@ -202,7 +200,7 @@ class Execution:
         """
         num_given = len(request.text or request.tokens or ())
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
-            return await asyncio.to_thread(self._folder.extend, history, request)
+            return await in_thread(self._folder.extend, history, request)
         return self._folder.extend(history, request)
 
     def _resume(self, published: list[Chunk], answer: Answer) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+
+from anyio import Event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ class Gate:
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self._waiting: dict[str, deque[Event]] = {}  # in the order of their turns
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:
@@ -31,24 +32,30 @@ class Gate:
             self._leave()
 
     async def _wait(self, tenant: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
+        turn = Event()
         self._waiting.setdefault(tenant, deque()).append(turn)
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place had been handed over already
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():  # the place had been handed over already
                 self._leave()
+            else:
+                self._withdraw(tenant, turn)
             raise
+
+    def _withdraw(self, tenant: str, turn: Event) -> None:
+        queue = self._waiting[tenant]
+        queue.remove(turn)
+        if not queue:
+            del self._waiting[tenant]
 
     def _leave(self) -> None:
         """Hand the place to whose turn it is."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind the others
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._num_free += 1
+        if not self._waiting:
+            self._num_free += 1
+            return
+        tenant = next(iter(self._waiting))
+        queue = self._waiting.pop(tenant)
+        queue.popleft().set()
+        if queue:
+            self._waiting[tenant] = queue  # behind the others

@@ -5,7 +5,6 @@ Pure: entries in, state out. Whoever holds a record sees to it that one caller a
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
@@ -32,6 +32,8 @@ from .history import DivergedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from anyio import TaskHandle
 
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.wire.journal import Entry
@@ -60,9 +62,9 @@ class Pending:
     cancelled: bool = False
     expired: bool = False
     held_text: str = ""
-    published: asyncio.Task[list[Chunk]] | None = None
+    published: TaskHandle[list[Chunk]] | None = None
     named: str | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: Event = field(default_factory=Event)
 
     @property
     def id(self) -> str | None:

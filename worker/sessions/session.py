@@ -6,14 +6,14 @@ result yet, one request at a time. The sequence of its last result fences it aga
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import structlog
+from anyio import Lock, sleep
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
@@ -33,6 +33,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import session_key
+from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.text.templates import CutOffError
 from worker.wire.journal import FencedError, TooLargeError
@@ -44,8 +45,10 @@ from .record import Record, pending_at
 from .trail import Trail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
     from typing import Any
+
+    from anyio.abc import TaskGroup
 
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
@@ -124,7 +127,7 @@ class Session:
         self._note = Note()  # of the attempts, where in doubt
         self._tried_seq = 0  # the request that this worker has noted
         self._num_failures = 0  # of this worker, for reasons that it does not know
-        self._log_lock = asyncio.Lock()  # reading and committing must not overtake each other
+        self._log_lock = Lock(fast_acquire=True)  # reading and committing must not overtake each other
         self.active: Pending | None = None
         self.num_lookers = 0  # who use it beside its task
         self.used_s = monotonic()
@@ -187,14 +190,16 @@ class Session:
             try:
                 is_stopped = bool(self._record.pending) and self._record.pending[0].stopped
                 async with self._services.shares.enter(self.key, self.priority, at_once=is_stopped):
-                    with self._reading_ahead() as give:
+                    async with task_group() as asides:
+                        give = self._read_ahead(asides)
                         await self.catch_up()
                         await self._end_in_doubt()
                         if self._record.pending:
                             give(self._record.pending[0])
-                            await self._answer(self._record.pending[0])
+                            await self._answer(self._record.pending[0], asides)
                             await self._doubt_no_more()
                             self._num_failures = 0
+                        asides.cancel_scope.cancel()
                     if not self.has_work:
                         await self._doubt_no_more()
                         if not self.has_work:  # a delivery that came meanwhile has no cover but the anchor
@@ -207,11 +212,10 @@ class Session:
             except CutOffError:
                 self._begin_again(whole=True)  # with all that was said, for a request that goes far back
 
-    @contextmanager
-    def _reading_ahead(self) -> Iterator[Callable[[Pending], None]]:
+    def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Look for published tokens of the generate that was delivered, beside reading the log.
 
-        They are given to the request if that is the next one, and if the log did not take so long that
+        What is returned gives them to a request, if that is the one, and if the log did not take so long that
         another worker may have gone on with it since.
         """
         delivery, self._delivered = self._delivered, None
@@ -219,21 +223,17 @@ class Session:
         with suppress(InvalidMessageError):
             request = decode_request(delivery.body) if delivery and not self._record.pending else None
         if delivery is None or not isinstance(request, Generate) or self._bad_name is not None:
-            yield lambda _: None
-            return
+            return lambda _: None
         begun_s = monotonic()
-        reading = asyncio.create_task(
-            self._services.journal.published(self.key, request.id, delivery.seq, delivery.stored)
+        reading = asides.start_soon(
+            self._services.journal.published, self.key, request.id, delivery.seq, delivery.stored
         )
 
         def give(pending: Pending) -> None:
             if pending.seq == delivery.seq and monotonic() - begun_s < _FRESH_S:
                 pending.published = reading
 
-        try:
-            yield give
-        finally:
-            reading.cancel()
+        return give
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
         """Read the log until there is a request to answer, or as far as deliveries have told of it.
@@ -284,7 +284,7 @@ class Session:
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.take_results(results)
             # A fold tokenises everything that was ever said; that is not for the event loop.
-            await asyncio.to_thread(record.take_requests, requests)
+            await in_thread(record.take_requests, requests)
             if record.proven_seq == record.in_seq and (cut := record.checkpoint(record.in_seq)):
                 cuts.append(cut)
         while more_results:
@@ -450,33 +450,26 @@ class Session:
             held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
         await self._end_tokens(pending, request.id, len(tokens), held_text)
 
-    async def _answer(self, pending: Pending) -> None:
+    async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
-        alarm = self._set_alarm(pending)
+        if pending.deadline_s is not None and pending.deadline_s <= time():
+            pending.expired = True
+        elif pending.deadline_s is not None:
+            asides.start_soon(self._expire, pending, pending.deadline_s)
         try:
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
                 result, history = await self._attempt(pending)
                 await self._commit(pending, result, history)
         finally:
-            if alarm is not None:
-                alarm.cancel()
             self.active = None
             self.used_s = monotonic()
 
-    def _set_alarm(self, pending: Pending) -> asyncio.TimerHandle | None:
-        """See to it that a request ends at its deadline."""
-        if pending.deadline_s is None:
-            return None
-        left_s = pending.deadline_s - time()
-        if left_s <= 0:
-            pending.expired = True
-            return None
-
-        def expire() -> None:
+    async def _expire(self, pending: Pending, deadline_s: float) -> None:
+        """End a request at its deadline, with what there is."""
+        await sleep(deadline_s - time())
+        if pending is self.active:
             pending.expired = True
             self._stop_active()
-
-        return asyncio.get_running_loop().call_later(left_s, expire)
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry a request out, unless it has ended too many workers; in doubt, it is counted before."""

@@ -1,24 +1,25 @@
 """All sessions that this worker holds in memory: wake them, let go of idle ones.
 
-Owns the sessions' tasks. What is not held is in the log, and is read from there when it is asked for.
+What is not held is in the log, and is read from there when it is asked for.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
+from anyio import Event, move_on_after, sleep
 
 from worker.device.engine import StoppingError
-from worker.tasks import end
 
 from .session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from anyio.abc import TaskGroup
 
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
@@ -39,13 +40,15 @@ _MAX_IDLE_BYTES = 64 * 2**20
 class Sessions:
     """The sessions in memory, by name. Event loop only."""
 
-    def __init__(self, services: Services, *, idle_timeout_s: float) -> None:
+    def __init__(self, services: Services, tasks: TaskGroup, *, idle_timeout_s: float) -> None:
+        """`tasks` are to be those of the sessions at work: these end by themselves behind a `stop`."""
         self._services = services
+        self._tasks = tasks
         self._idle_timeout_s = idle_timeout_s
         self._sessions: dict[SessionKey, Session] = {}
         self._size_bytes = 0  # of all sessions, as they were when they were looked at last
-        self._tasks: dict[SessionKey, asyncio.Task[None]] = {}
-        self._stopping = asyncio.Event()
+        self._at_work: set[SessionKey] = set()
+        self._stopping = Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -70,20 +73,16 @@ class Sessions:
     async def sweep(self) -> None:
         """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
         while True:
-            await asyncio.sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
+            await sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._drop(key)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Wait for the sessions' tasks, then cancel them; the engine must have been told to stop before."""
+    def stop(self) -> None:
+        """Begin nothing any more; what runs ends once the engine is told to stop."""
         self._stopping.set()
         self._services.shares.stop()
-        tasks = set(self._tasks.values())
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=timeout_s)
-            await end(late)
 
     def _hold(self, key: SessionKey) -> Session:
         session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
@@ -115,11 +114,12 @@ class Sessions:
 
     def _is_idle(self, key: SessionKey) -> bool:
         session = self._sessions[key]
-        return not (key in self._tasks or session.has_work or session.num_lookers)
+        return not (key in self._at_work or session.has_work or session.num_lookers)
 
     def _wake(self, session: Session) -> None:
-        if session.key not in self._tasks and session.has_work and not self._stopping.is_set():
-            self._tasks[session.key] = asyncio.create_task(self._run(session), name=str(session.key))
+        if session.key not in self._at_work and session.has_work and not self._stopping.is_set():
+            self._at_work.add(session.key)
+            self._tasks.start_soon(self._run, session, name=str(session.key))
 
     async def _run(self, session: Session) -> None:
         """Run a session's task to its end; what breaks it is logged, and its log is read anew."""
@@ -134,11 +134,11 @@ class Sessions:
                     except Exception as error:
                         log.exception("a session failed; trying again from its log")
                         await self._fail(session, error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), pause_s)
+                with move_on_after(pause_s):
+                    await self._stopping.wait()
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
-            del self._tasks[session.key]
+            self._at_work.discard(session.key)
             self._count(session)
             self._let_go()
 

@@ -7,13 +7,14 @@ nothing.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import itertools
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Final
+
+from anyio import Event
 
 from worker.device.admission import place
 from worker.device.engine import StoppingError
@@ -33,7 +34,7 @@ class _Tenant:
 
     seen_s: float
     num_at_work: int = 0
-    waiting: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
+    waiting: list[tuple[float, int, Event]] = field(default_factory=list)
     floods: bool = False
 
 
@@ -46,7 +47,7 @@ class Shares:
         self._least = max(num_rows // 4, 1)
         self._clock = clock
         self._present: dict[str, _Tenant] = {}  # the one seen last is the last
-        self._turns: dict[SessionKey, asyncio.Future[None]] = {}  # of those that wait
+        self._turns: dict[SessionKey, Event] = {}  # of those that wait
         self._numbers = itertools.count()
         self._is_stopped = False
 
@@ -59,20 +60,26 @@ class Shares:
         if self._is_stopped:
             raise StoppingError
         mine = self._seen(key.tenant)
-        turn = self._turns[key] = asyncio.get_running_loop().create_future()
-        heapq.heappush(mine.waiting, (place(mine.seen_s, priority), next(self._numbers), turn))
+        turn = self._turns[key] = Event()
+        waiting = (place(mine.seen_s, priority), next(self._numbers), turn)
+        heapq.heappush(mine.waiting, waiting)
         if at_once:
             self.let_in(key)
         self._share_out()
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had been let in already
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():  # it had been let in already
                 self._leave(key.tenant)
+            else:
+                mine.waiting.remove(waiting)
+                heapq.heapify(mine.waiting)
             raise
         finally:
             del self._turns[key]
         try:
+            if self._is_stopped:
+                raise StoppingError
             yield
         finally:
             self._leave(key.tenant)
@@ -80,18 +87,15 @@ class Shares:
     def let_in(self, key: SessionKey) -> None:
         """Let a session in that waits, whatever its tenant's share is: it needs no device any more."""
         turn = self._turns.get(key)
-        if turn is not None and not turn.done():
+        if turn is not None and not turn.is_set():
             self._present[key.tenant].num_at_work += 1
-            turn.set_result(None)
+            turn.set()
 
     def stop(self) -> None:
         """Send away all who wait, and who come from now on."""
         self._is_stopped = True
-        for tenant in self._present.values():
-            for _, _, turn in tenant.waiting:
-                if not turn.done():
-                    turn.set_exception(StoppingError())
-            tenant.waiting.clear()
+        for key in self._turns:
+            self.let_in(key)  # to find out
 
     def _seen(self, name: str) -> _Tenant:
         tenant = self._present.pop(name, None) or _Tenant(0.0)
@@ -120,6 +124,6 @@ class Shares:
             share = beside_floods if tenant.floods else self._most
             while tenant.waiting and tenant.num_at_work < max(share, self._least):
                 _, _, turn = heapq.heappop(tenant.waiting)
-                if not turn.done():
+                if not turn.is_set():
                     tenant.num_at_work += 1
-                    turn.set_result(None)
+                    turn.set()

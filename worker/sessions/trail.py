@@ -6,18 +6,21 @@ and the end of its log; a checkpoint that the log does not confirm is ignored, a
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
+from worker.concurrency import in_thread
 from worker.wire.journal import answers
 
 from .checkpoint import Checkpoint, Link, Piece, digest, restore
 
 if TYPE_CHECKING:
+    from anyio import TaskHandle
+    from anyio.abc import TaskGroup
+
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
     from worker.wire.journal import Entry, Journal
@@ -33,27 +36,15 @@ _PART_BYTES: Final = 128 * 2**10
 
 
 class Trails:
-    """What the trails of a worker share, and the tasks that store. Event loop only."""
+    """What the trails of a worker share; `tasks` are those that store. Event loop only."""
 
-    def __init__(self, journal: Journal, tokenizer: Tokenizer, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
+    ) -> None:
         self.journal = journal
         self.tokenizer = tokenizer
+        self.tasks = tasks
         self.part_bytes = min(_PART_BYTES, max_message_bytes // 2)
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, trail: Trail) -> asyncio.Task[None]:
-        """Store what a trail has waiting, as a task."""
-        task = asyncio.create_task(trail.store(), name=f"checkpoint {trail.key}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def stop(self) -> None:
-        """Give up what is not stored yet: it is in the log, and the next worker makes it again."""
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Trail:
@@ -65,7 +56,8 @@ class Trail:
         self.link: Link | None = None
         self._trails = trails
         self._waiting: deque[Cut] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._storing: TaskHandle[None] | None = None
+        self._is_storing = False
         self._ended = False
 
     def add(self, cut: Cut) -> None:
@@ -73,39 +65,43 @@ class Trail:
         if self._ended:
             return
         self._waiting.append(cut)
-        if self._task is None or self._task.done():
-            self._task = self._trails.start(self)
+        if not self._is_storing:
+            self._is_storing = True
+            self._storing = self._trails.tasks.start_soon(self.store, name=f"checkpoint {self.key}")
 
     def end(self) -> None:
         """Store nothing any more, but what is on its way."""
         self._ended = True
         self._waiting.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self._storing is not None:
+            self._storing.cancel()
 
     async def finish(self) -> None:
         """End it, and wait for what is on its way: so it is removed with the rest of the session."""
         self._ended = True
         self._waiting.clear()
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._storing is not None:
+            await self._storing.wait()
 
     async def store(self) -> None:
         """Store what waits; what cannot be stored now is tried again with the next one."""
-        while self._waiting:
-            link = await self._store(self._waiting[0])
-            if link is None or self._ended:
-                if len(self._waiting) > _MAX_WAITING:
-                    log.warning("giving up a session's checkpoints until it is opened again")
-                    self._ended = True
-                    self._waiting.clear()
-                return
-            self.link = link
-            self._waiting.popleft()
+        try:
+            while self._waiting:
+                link = await self._store(self._waiting[0])
+                if link is None or self._ended:
+                    if len(self._waiting) > _MAX_WAITING:
+                        log.warning("giving up a session's checkpoints until it is opened again")
+                        self._ended = True
+                        self._waiting.clear()
+                    return
+                self.link = link
+                self._waiting.popleft()
+        finally:
+            self._is_storing = False
 
     async def _store(self, cut: Cut) -> Link | None:
         trails = self._trails
-        body = await asyncio.to_thread(lambda: cut.pack(trails.tokenizer.fingerprint))
+        body = await in_thread(lambda: cut.pack(trails.tokenizer.fingerprint))
         link = self.link
         for start in range(0, len(body), trails.part_bytes):
             if self._ended:
@@ -128,9 +124,7 @@ class Trail:
         link = Link.parse(text)
         bodies = await self._read(link)
         tokenizer = self._trails.tokenizer
-        found = await asyncio.to_thread(
-            lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole)
-        )
+        found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole))
         if not found or not await self._confirmed(found, named):
             log.warning("reading a session's whole log: its checkpoint is not one of this log and tokenizer")
             return None
@@ -176,4 +170,4 @@ class Trail:
                     if entry.seq != named.seq:
                         return False
                     confirmed = True
-        return confirmed and history == await asyncio.to_thread(found.history.digest)
+        return confirmed and history == await in_thread(found.history.digest)

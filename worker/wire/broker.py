@@ -5,7 +5,6 @@ Owns the server process and its files in the data directory. Knows nothing of st
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import hashlib
@@ -23,6 +22,18 @@ from urllib.parse import urlsplit
 
 import psutil
 import structlog
+from anyio import (
+    BrokenResourceError,
+    DelimiterNotFound,
+    IncompleteRead,
+    connect_tcp,
+    current_time,
+    fail_after,
+    sleep,
+)
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from worker.concurrency import in_thread
 
 from .connection import BrokerError, connect
 
@@ -40,6 +51,7 @@ _HEALTH_S: Final = 5.0
 _READY_S: Final = 120.0  # a log of many GiB is checked before the server listens
 _STOP_S: Final = 10.0
 _BACKOFF_S: Final = (0.1, 10.0)
+_MAX_GREETING_BYTES: Final = 64 * 2**10
 _STABLE_S: Final = 30.0  # a server that lived this long may be restarted at once
 
 log = structlog.get_logger(__name__)
@@ -87,13 +99,11 @@ def server_name(root: Path) -> str:
 
 async def greet(port: int) -> dict[str, Any] | None:
     """Read what the server on a local port says of itself to whoever connects; None where none answers."""
-    with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
-        async with asyncio.timeout(2.0):
-            reader, writer = await asyncio.open_connection(HOST, port)
-            try:
-                word, _, said = (await reader.readline()).partition(b" ")
-            finally:
-                writer.close()
+    with contextlib.suppress(OSError, ValueError, BrokenResourceError, IncompleteRead, DelimiterNotFound):
+        with fail_after(2.0):
+            async with await connect_tcp(HOST, port) as stream:
+                line = await BufferedByteReceiveStream(stream).receive_until(b"\n", _MAX_GREETING_BYTES)
+        word, _, said = line.partition(b" ")
         if word == b"INFO":
             greeting: dict[str, Any] = json.loads(said)
             return greeting
@@ -104,8 +114,8 @@ class EmbeddedServer:
     """A nats-server process of the worker's own, with JetStream in the worker's data directory.
 
     It runs in its own session, so neither Ctrl-C nor `kill -9` on the worker ends it: what clients publish
-    is stored while no worker runs, and the next worker on the data directory adopts it. If it dies it is
-    started again, for ever. Use it from one event loop; the data directory's lock keeps others away.
+    is stored while no worker runs, and the next worker on the data directory adopts it. `supervise` starts it
+    again whenever it dies. Use it from one event loop; the data directory's lock keeps others away.
     """
 
     def __init__(self, directory: DataDir, settings: Settings) -> None:
@@ -120,7 +130,6 @@ class EmbeddedServer:
         self._room_bytes = 4 * settings.max_message_bytes
         self._process: psutil.Process | None = None
         self._child: subprocess.Popen[bytes] | None = None  # None for an adopted server
-        self._supervisor: asyncio.Task[None] | None = None
         self._started_at = 0.0
         self._backoff_s = _BACKOFF_S[0]
 
@@ -150,15 +159,9 @@ class EmbeddedServer:
             await self._end()
         if not self._process:
             await self._launch()
-        self._supervisor = asyncio.create_task(self._supervise(), name="nats-server supervisor")
 
     async def stop(self) -> None:
-        """End the server and wait until it is gone. Without a server this does nothing."""
-        if self._supervisor:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-            self._supervisor = None
+        """End the server, which nobody may `supervise` any more; without a server this does nothing."""
         await self._end()
 
     def _render(self, directory: DataDir, settings: Settings) -> str:
@@ -237,7 +240,7 @@ class EmbeddedServer:
         except OSError as error:
             await self._end()
             raise BrokerError(f"nats-server cannot be started: {error}") from None
-        self._started_at = asyncio.get_running_loop().time()
+        self._started_at = current_time()
         try:
             await self._wait_until_ready()
         except BrokerError:
@@ -259,9 +262,8 @@ class EmbeddedServer:
 
     async def _wait_until_ready(self) -> None:
         """Return when this very server answers and its JetStream does; raises `BrokerError`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _READY_S
-        while loop.time() < deadline:
+        deadline = current_time() + _READY_S
+        while current_time() < deadline:
             if not self._alive():
                 raise BrokerError(f"nats-server ended at once: {self._last_words()}")
             greeting = await greet(self.port)
@@ -271,7 +273,7 @@ class EmbeddedServer:
                 client = await connect(self.url, name="turnkeep readiness")
                 await client.close()
                 return
-            await asyncio.sleep(0.05)
+            await sleep(0.05)
         raise BrokerError(f"nats-server was not ready within {_READY_S:g} s; see {self._log_file}")
 
     def _last_words(self) -> str:
@@ -286,21 +288,21 @@ class EmbeddedServer:
                 return f"{(faults or lines)[-1].strip()} (in {self._log_file})"
         return f"see {self._log_file}"
 
-    async def _supervise(self) -> None:
-        loop = asyncio.get_running_loop()
-        next_check = loop.time() + _HEALTH_S
+    async def supervise(self) -> None:
+        """Start the server again whenever it dies or cannot recover, until cancelled."""
+        next_check = current_time() + _HEALTH_S
         known: str | None = None
         while True:
-            await asyncio.sleep(_POLL_S)
+            await sleep(_POLL_S)
             if not self._alive():
                 code = self._child.returncode if self._child else None
                 log.error(
                     "nats-server ended; starting it again", pid=self.pid, code=code, said=self._last_words()
                 )
                 await self._restart()
-            elif loop.time() >= next_check:
-                next_check = loop.time() + _HEALTH_S
-                illness = await asyncio.to_thread(self._illness)
+            elif current_time() >= next_check:
+                next_check = current_time() + _HEALTH_S
+                illness = await in_thread(self._illness)
                 if illness and illness != known:
                     log.error("nats-server is not healthy", reason=illness)
                 # After one failed write (a full disk) a stream stores nothing more and tells nobody: its
@@ -329,11 +331,11 @@ class EmbeddedServer:
 
     async def _restart(self) -> None:
         """Start the server until it runs, waiting longer each time; a stable life resets the wait."""
-        if asyncio.get_running_loop().time() - self._started_at > _STABLE_S:
+        if current_time() - self._started_at > _STABLE_S:
             self._backoff_s = _BACKOFF_S[0]
         await self._end()
         while True:
-            await asyncio.sleep(self._backoff_s)
+            await sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
             try:
                 await self._launch()
@@ -344,14 +346,13 @@ class EmbeddedServer:
 
     async def _end(self) -> None:
         """End the process by its id, politely first, and forget it."""
-        loop = asyncio.get_running_loop()
         for signal_it, patience_s in ((psutil.Process.terminate, _STOP_S), (psutil.Process.kill, _STOP_S)):
-            deadline = loop.time() + patience_s
+            deadline = current_time() + patience_s
             if self._process and self._alive():
                 with contextlib.suppress(psutil.Error):
                     signal_it(self._process)  # psutil refuses if the id has gone to another process
-            while self._alive() and loop.time() < deadline:  # noqa: ASYNC110  # an adopted one sends no event
-                await asyncio.sleep(0.02)
+            while self._alive() and current_time() < deadline:  # noqa: ASYNC110  # an adopted one sends no event
+                await sleep(0.02)
         self._process = None
         self._child = None
         with contextlib.suppress(OSError):

@@ -5,17 +5,18 @@ Owns what is logged of the connection's life. Knows nothing of the server proces
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import nats.errors
 import nats.js.errors
 import structlog
+from anyio import fail_after
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats
 from turnkeep_client.redact import redact
 from turnkeep_client.redact import shown as shown_urls
+from worker.concurrency import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -50,7 +51,7 @@ async def connect(
     shown = shown_urls(urls)
     watch = _Watch(client, shown, on_reconnected, on_closed)
     try:
-        async with asyncio.timeout(timeout_s):
+        with fail_after(timeout_s):
             await client.connect(
                 urls.split(","),
                 name=name,
@@ -65,14 +66,14 @@ async def connect(
         watch.is_connected = True
         await _check_server(client, shown, min_payload_bytes, timeout_s)
     except TimeoutError:
-        await client.close()
+        await shielded(client.close)
         reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
         raise BrokerError(
             f"no NATS server answers at {shown} within {timeout_s:g} s{reason}; start one there with"
             " JetStream (nats-server -js), or leave out --nats to run the worker's own"
         ) from None
     except BaseException:
-        await client.close()
+        await shielded(client.close)
         raise
     return client
 

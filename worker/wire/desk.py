@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -10,11 +9,12 @@ from uuid import uuid4
 
 import nats.errors
 import structlog
+from anyio import fail_after
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
-from worker.tasks import end
+from worker.concurrency import shielded
 
 from .connection import heard
 from .journal import MESSAGE_TOO_LARGE
@@ -22,6 +22,7 @@ from .journal import MESSAGE_TOO_LARGE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from anyio.abc import TaskGroup
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
@@ -54,10 +55,11 @@ class Desk:
         subjects: Subjects,
         control: Control,
         outbox: Outbox,
+        tasks: TaskGroup,
         *,
         ask_timeout_s: float,
     ) -> None:
-        """After `ask_timeout_s` an ask's result is no longer waited for; it still comes on `out`."""
+        """`tasks` answer. An ask waits `ask_timeout_s` for its result, which comes on `out` in any case."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
@@ -65,7 +67,8 @@ class Desk:
         self._outbox = outbox
         self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = tasks
+        self._num_asked = 0
         self._tenants: Counter[str] = Counter()  # of those who asked
 
     async def open(self) -> None:
@@ -78,40 +81,37 @@ class Desk:
         await heard(self._nc)
 
     async def close(self) -> None:
-        """Stop to answer; who still waits runs into a time-out, and finds the result on `out`."""
+        """Take no more questions. Who waits when the tasks are cancelled finds the result on `out`."""
         for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
-        await end(self._tasks)
 
     def _aside(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
         """Handle each message in a task of its own: one long answer must not hold up the next question."""
 
-        async def guarded(message: Msg) -> None:
+        async def answer(message: Msg, tenant: str) -> None:
             try:
                 await handle(message)
             except Exception:
                 log.exception("answering failed", subject=message.subject)
+            finally:
+                self._num_asked -= 1
+                self._tenants[tenant] -= 1
+                if not self._tenants[tenant]:
+                    del self._tenants[tenant]
 
         async def spawn(message: Msg) -> None:
             tenant = message.subject.rsplit(".", 3)[1]
             share = _MAX_ASKED // (len(self._tenants) or 1)
-            if len(self._tasks) >= _MAX_ASKED and self._tenants[tenant] >= share:
+            if self._num_asked >= _MAX_ASKED and self._tenants[tenant] >= share:
                 if message.reply:
                     await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
                 return
-            task = asyncio.create_task(guarded(message))
-            self._tasks.add(task)
+            self._num_asked += 1
             self._tenants[tenant] += 1
-            task.add_done_callback(lambda task: self._answered(task, tenant))
+            self._tasks.start_soon(answer, message, tenant)
 
         return spawn
-
-    def _answered(self, task: asyncio.Task[None], tenant: str) -> None:
-        self._tasks.discard(task)
-        self._tenants[tenant] -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
 
     async def _controlled(self, message: Msg) -> None:
         reply = await self._control.answer(message.subject, message.data)
@@ -134,12 +134,13 @@ class Desk:
             seq = await self._store(key, request)
             if isinstance(seq, Failed):
                 return seq
-            return await asyncio.wait_for(_result(results, seq), self._ask_timeout_s)
+            with fail_after(self._ask_timeout_s):
+                return await _result(results, seq)
         except TimeoutError:
             text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
             return failure(request.id, "overloaded", text)
         finally:
-            await results.unsubscribe()
+            await shielded(results.unsubscribe)
 
     async def _store(self, key: SessionKey, request: Generate) -> int | Failed:
         """Put the request into the log; returns its sequence, or why it could not be stored."""

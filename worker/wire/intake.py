@@ -10,7 +10,6 @@ Tenants share the places for sessions: what is over a tenant's share is given ba
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -20,8 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
+from anyio import Event, move_on_after, sleep
 
 from turnkeep_client.subjects import ID_RULE, SessionKey
+from worker.concurrency import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -128,7 +129,7 @@ class Intake:
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the pull that is out; older ones may still be answered
-        self._pull_over = asyncio.Event()
+        self._pull_over = Event()
 
     @property
     def num_held(self) -> int:
@@ -151,24 +152,23 @@ class Intake:
                         await self._pull_some(f"{inbox}.{number}")
                 finally:
                     with contextlib.suppress(nats.errors.Error):
-                        await subscription.unsubscribe()
+                        await shielded(subscription.unsubscribe)
             except (nats.errors.Error, OSError) as error:  # a lost connection: nats-py reconnects by itself
                 log.warning("pulling requests failed, trying again", error=str(error) or type(error).__name__)
-                await asyncio.sleep(_RETRY_S)
+                await sleep(_RETRY_S)
 
     async def _pull_some(self, inbox: str) -> None:
         self._num_to_come = _FETCH
         self._fault = ""
         self._inbox = inbox
-        self._pull_over.clear()
+        self._pull_over = Event()
         # The raw request, since nats-py's `fetch` takes any message with a header `Status` for the server's
         # word on the pull. That header is the publisher's to set: it would lose the request, or end the pull.
         request = {"batch": _FETCH, "max_bytes": self._fetch_bytes, "expires": int(_EXPIRES_S * 1e9)}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._names.log}.{self._names.consumer}"
         await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
-        with contextlib.suppress(TimeoutError):  # the server's word may have been lost
-            async with asyncio.timeout(_EXPIRES_S + 1.0):
-                await self._pull_over.wait()
+        with move_on_after(_EXPIRES_S + 1.0):  # the server's word may have been lost
+            await self._pull_over.wait()
         if self._fault:
             raise nats.errors.Error(self._fault)
 
@@ -250,7 +250,7 @@ class Intake:
         It must outlive the pulling: while the worker drains, its deliveries are still its own.
         """
         while True:
-            await asyncio.sleep(self._ack_wait_s / 3)
+            await sleep(self._ack_wait_s / 3)
             for message in list(self._anchors.values()):
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()

@@ -6,10 +6,10 @@ this worker last read. What entries mean is `history`'s business.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
+import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import nats.errors
 import structlog
+from anyio import Lock, create_memory_object_stream, fail_after, sleep
 from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -26,6 +27,7 @@ from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+    from anyio.streams.memory import MemoryObjectSendStream
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
@@ -102,7 +104,7 @@ class Journal:
             last = entries[-1].seq if entries else after
             if num_more or last >= until or await self.get(until) is None:
                 return entries, num_more > 0
-            await asyncio.sleep(pause_s)
+            await sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def backlog(self, key: SessionKey, after: int) -> tuple[list[Entry], int]:
@@ -336,7 +338,7 @@ class Journal:
         log.warning(
             "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
         )
-        await asyncio.sleep(pause_s)
+        await sleep(pause_s)
 
     async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:
         """Iterate over a subject's messages with sequences above `after`, some hundred per request."""
@@ -379,9 +381,9 @@ class _Replies:
     def __init__(self, nc: Client) -> None:
         self._nc = nc
         self._inbox = nc.new_inbox()
-        self._opening = asyncio.Lock()
+        self._opening = Lock(fast_acquire=True)
         self._subscription: Subscription | None = None
-        self._waiting: dict[str, asyncio.Queue[Msg]] = {}
+        self._waiting: dict[str, MemoryObjectSendStream[Msg]] = {}
         self._numbers = itertools.count()
 
     @asynccontextmanager
@@ -394,22 +396,25 @@ class _Replies:
             if self._subscription is None:
                 self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._take)
         inbox = f"{self._inbox}.{next(self._numbers)}"
-        queue = self._waiting[inbox] = asyncio.Queue()
-        try:
-            await self._nc.publish(subject, body, reply=inbox)
+        arrived: MemoryObjectSendStream[Msg]
+        arrived, replies = create_memory_object_stream(math.inf)
+        self._waiting[inbox] = arrived
 
-            async def reply() -> Msg:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    return await queue.get()
+        async def reply() -> Msg:
+            with fail_after(_TIMEOUT_S):
+                return await replies.receive()
 
-            yield reply
-        finally:
-            del self._waiting[inbox]
+        with arrived, replies:
+            try:
+                await self._nc.publish(subject, body, reply=inbox)
+                yield reply
+            finally:
+                del self._waiting[inbox]
 
     async def _take(self, message: Msg) -> None:
-        queue = self._waiting.get(message.subject)
-        if queue is not None:  # else nobody waits for it any more
-            queue.put_nowait(message)
+        waiting = self._waiting.get(message.subject)
+        if waiting is not None:  # else nobody waits for it any more
+            waiting.send_nowait(message)
 
 
 def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:

@@ -7,7 +7,6 @@ workers would do badly: clean one disk of two, answer `info` for each other's se
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from contextlib import suppress
@@ -17,10 +16,9 @@ from uuid import uuid4
 import msgspec
 import nats.errors
 import structlog
+from anyio import current_time, move_on_after, sleep
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
-
-from worker.tasks import end
 
 from .connection import BrokerError
 from .streams import DEDUPE_S, ensure_stream, reason
@@ -60,7 +58,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One worker's hold on its prefix, from `take` to `give_back`. Event loop only."""
+    """One worker's hold on its prefix, from `take` to `give_back`, with `keep` meanwhile. Event loop only."""
 
     def __init__(
         self,
@@ -79,10 +77,10 @@ class Lease:
         self._me = Holder(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex)
         self._lost = lost
         self._seq = 0
-        self._keeping: asyncio.Task[None] | None = None
+        self._is_taken = False
 
     async def take(self) -> None:
-        """Take the lease, and keep it. Raises `BrokerError` where a living worker has it.
+        """Take the lease. Raises `BrokerError` where a living worker has it.
 
         The lease of a worker that was killed is taken once it has run out, or at once with the same data
         directory, whose lock says that nobody else lives on it.
@@ -96,19 +94,15 @@ class Lease:
                 f"the lease of the prefix cannot be taken ({reason(error)}); let the user publish to"
                 f" {self._subject}, and read the stream {self._stream}"
             ) from None
-        self._keeping = asyncio.create_task(self._keep(), name="lease")
+        self._is_taken = True
 
     async def _free(self) -> int:
         """Wait until nobody has the lease; returns the sequence of what is to be replaced, 0 for nothing."""
-        deadline_s = asyncio.get_running_loop().time() + _STALE_S
+        deadline_s = current_time() + _STALE_S
         seen = 0
         while True:
             holder, seq = await self._holder()
-            if (
-                holder is None
-                or holder.directory == self._me.directory
-                or asyncio.get_running_loop().time() > deadline_s
-            ):
+            if holder is None or holder.directory == self._me.directory or current_time() > deadline_s:
                 return seq
             if seen and seq != seen:
                 raise BrokerError(
@@ -116,20 +110,19 @@ class Lease:
                     " choose another --prefix"
                 )
             seen = seq
-            await asyncio.sleep(_LOOK_S)
+            await sleep(_LOOK_S)
 
     async def give_back(self) -> None:
-        """Let the next worker have the lease at once."""
-        if self._keeping is None:
+        """Let the next worker have the lease at once; nobody may `keep` it any more."""
+        if not self._is_taken:
             return
-        await end([self._keeping])
-        with suppress(APIError, nats.errors.Error, OSError, TimeoutError):  # then it runs out
-            async with asyncio.timeout(TTL_S):
-                await self._js.delete_msg(self._stream, self._seq)
+        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # then it runs out
+            await self._js.delete_msg(self._stream, self._seq)
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Renew the lease, until cancelled or lost."""
         while True:
-            await asyncio.sleep(_RENEW_S)
+            await sleep(_RENEW_S)
             try:
                 other = await self._renew()
             except NoStreamResponseError:  # it was in the memory of a server that is a new one now

@@ -8,7 +8,6 @@ Requests of the next life may lie between a close and its result, and so may ans
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -16,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import nats.errors
 import structlog
+from anyio import Lock, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -64,11 +64,11 @@ class Retention:
         self._looked_at = 0  # all notes up to this one have been followed, or need their time
         self._forgotten: set[int] = set()  # notes behind it that were followed already
         self._nearly_full = False
-        self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
-    def lock(self, key: SessionKey) -> asyncio.Lock:
+    def lock(self, key: SessionKey) -> Lock:
         """Return what is held while a session's log is read: half of it could be gone by the second page."""
-        return self._locks.setdefault(key, asyncio.Lock())
+        return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note(self, key: SessionKey, *, forget: bool) -> int | None:
         """Note that a session is about to be closed; with `forget` count the entries that will leave."""
@@ -91,7 +91,7 @@ class Retention:
                 await self.sweep()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("closed sessions could not be removed, trying again", error=str(error))
-            await asyncio.sleep(_PERIOD_S)
+            await sleep(_PERIOD_S)
 
     async def sweep(self) -> None:
         """Remove what is due; more than that, oldest first, where the log is nearly full."""

@@ -1,0 +1,137 @@
+"""Groups own their tasks to the end, and an error comes out of one as it is."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from anyio import CancelScope, fail_after, sleep, sleep_forever
+from anyio.lowlevel import checkpoint
+
+from tests.parts import free_port
+from turnkeep_client.errors import TurnkeepError
+from worker.app import WorkerError
+from worker.concurrency import in_thread, shielded, task_group
+from worker.wire.intake import Intake
+from worker.wire.retention import Retention
+
+ROOT = Path(__file__).parents[2]
+
+
+class WrongError(TurnkeepError):
+    pass
+
+
+async def test_the_error_of_a_groups_body_comes_out_as_it_is():
+    cause = ValueError("why")
+
+    async def body():
+        async with task_group() as outer, task_group() as inner:
+            outer.start_soon(sleep_forever)
+            inner.start_soon(sleep_forever)
+            raise WrongError from cause
+
+    with pytest.raises(WrongError) as caught:
+        await body()
+    assert caught.value.__cause__ is cause
+
+
+async def test_the_error_of_a_task_comes_out_as_it_is_where_somebody_awaits_the_task():
+    async def fails():
+        raise WrongError
+
+    async def body():
+        async with task_group() as tasks:
+            await tasks.start_soon(in_thread, lambda: None)
+            await tasks.start_soon(fails)
+
+    with pytest.raises(WrongError):
+        await body()
+
+
+async def test_a_task_that_swallows_cancels_ends_with_its_group():
+    """As nats-py's calls do where a cancel meets the reply."""
+    swallowed = 0
+
+    async def swallows():
+        nonlocal swallowed
+        while swallowed < 5:
+            try:
+                await sleep_forever()
+            except asyncio.CancelledError:
+                swallowed += 1
+        await sleep_forever()
+
+    with fail_after(5):
+        async with task_group() as tasks:
+            tasks.start_soon(swallows)
+            await checkpoint()
+            tasks.cancel_scope.cancel()
+    assert swallowed == 5
+
+
+async def test_what_is_shielded_is_done_though_everything_around_it_is_cancelled():
+    done = []
+
+    async def end(what):
+        await sleep(0.01)
+        done.append(what)
+
+    with CancelScope() as scope:
+        scope.cancel()
+        try:
+            await sleep_forever()
+        finally:
+            await shielded(end, "part")
+    assert done == ["part"]
+
+
+@pytest.mark.parametrize(("part", "name"), [(Intake.keep_alive, "keep-alive"), (Retention.run, "retention")])
+@pytest.mark.parametrize("how", ["ends", "fails"])
+async def test_a_part_that_ends_takes_the_worker_down_in_order_with_one_line(
+    local_worker, monkeypatch, part, name, how
+):
+    go_on = asyncio.Event()
+
+    async def ends(_):
+        await go_on.wait()
+        if how == "fails":
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(Intake if part is Intake.keep_alive else Retention, part.__name__, ends)
+    worker = await local_worker()
+    assert (await worker.client.session("s").append(text="hello")).position == 5
+    go_on.set()
+    await worker.client.close()
+    with pytest.raises(WorkerError) as caught:
+        await worker.task
+    why = "RuntimeError('no more')" if how == "fails" else "None"
+    assert str(caught.value) == f"the {name} task ended: {why}"
+    assert not [task for task in asyncio.all_tasks() if "worker." in task.get_name()]
+
+
+SLOW_START = """
+import sys, time
+from worker.models import model
+model.load = lambda *args, **named: (print("loading", file=sys.stderr, flush=True), time.sleep(60))
+from worker.__main__ import main
+main()
+"""
+
+
+@pytest.mark.process
+async def test_a_second_signal_ends_a_start_that_waits_for_a_thread(tmp_path, tiny_model):
+    command = [sys.executable, "-c", SLOW_START, "serve", "--data-dir", tmp_path / "data"]
+    command += ["--nats-port", str(free_port()), "--model", tiny_model]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:  # noqa: ASYNC220
+        async with asyncio.timeout(60):
+            while await asyncio.to_thread(process.stderr.readline) != "loading\n":
+                pass
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait) == 128 + signal.SIGINT
+            assert process.stderr.read() == ""
