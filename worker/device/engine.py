@@ -1,7 +1,7 @@
-"""The event loop's side of the device: which KV is where, who may run, and what became of it.
+"""The event loop's side of the device: who may run, whose KV stays there, and what became of a turn.
 
-It owns the ledger of device memory, and with it whose KV stays on the device (`residency`). It brings a
-turn's KV together (device, then SSD), submits it, and passes on what comes back. It knows nothing of
+It owns the ledger of device memory, and with it whose KV stays on the device (`residency`). It has a turn's
+KV found (`finding`), submits the turn (`flights`), and passes on what comes back. It knows nothing of
 messages, the log or the order of a session's requests; the session sees to it that it has one turn under way.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,9 @@ from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import Admission, Claim, place
+from .finding import Finder, Holding, answer_waiting
 from .flights import Flights
 from .memory import GROWTH_TOKENS, grown
-from .residency import LEAST_SHARED
 from .turn import (
     Cut,
     Event,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from cache.kv.size import KvSize
     from cache.names.blocks import Tokens
-    from cache.store import Held, Store
+    from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
@@ -56,12 +55,6 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger()
-
-#: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
-#: the whole prefix, and reading a token is about this much faster than computing it.
-_RESTORE_GAIN = 16
-#: Of a chain with a doubtful file, what is before that may still be of use.
-_RESTORE_TRIES = 2
 
 #: An answer is likely to need no more than so many tokens, and reserves as many. It asks for as many again
 #: when fewer than half of them are left.
@@ -118,6 +111,7 @@ class _Run:
     num_most: int
     cancelled: Callable[[], bool]
     progress: Progress
+    holding: Holding
     num_asked: int = 0
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
@@ -126,8 +120,6 @@ class _Run:
     is_cancelled: bool = False
     is_abandoned: bool = False  # nobody waits for its end
     is_complete: bool = False  # the whole context has its KV
-    held: Held | None = None
-    room: asyncio.Future[bool] | None = None
     num_reused: int | None = None  # of the prompt, by the turns up to the one that came to its end
     num_covered: int = 0
     live_bytes: int = 0
@@ -173,6 +165,7 @@ class Engine:
         self._runs: dict[Claim, _Run] = {}
         self._turns: dict[Turn, _Run] = {}  # that have memory reserved
         self._flights = Flights(device, self._handle)
+        self._finder = Finder(device, store, ledger, self._flights)
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -230,6 +223,7 @@ class Engine:
             len(context) + max_new,
             cancelled,
             Progress(0, len(context)),
+            Holding(key),
         )
         self._runs[run.claim] = run
         is_over = False
@@ -256,7 +250,7 @@ class Engine:
             if run.claim.key == key:
                 run.is_cancelled = True
                 self._end(run)
-                _answer(run.admitted, granted=False)
+                answer_waiting(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
@@ -364,7 +358,8 @@ class Engine:
         run.progress = Progress(0, len(turn.context), run.progress.num_generated)
         self._turns[turn] = run
         try:
-            await self._find_kv(run, turn)
+            await self._finder.find(turn, run.holding, {other.key for other in self._turns})
+            run.progress.num_cached = max(turn.num_kept, turn.num_restored)
             if self._stopping:
                 raise StoppingError
             if (is_stopped := run.is_stopped) or run.is_paused:
@@ -374,11 +369,7 @@ class Engine:
             turn.num_granted = run.num_granted
             return await self._follow(run, turn, publish)
         finally:
-            if self._store is not None and run.held is not None:
-                self._store.release(run.held)
-            if run.room is not None:
-                self._device.release(turn.key)
-            run.held = run.room = None
+            self._finder.release(run.holding)
             if turn in self._flights:  # its end is still to come
                 run.is_abandoned = True
                 self._flights.cancel(turn)
@@ -433,84 +424,6 @@ class Engine:
         run.prefill_s += turn.prefill_s
         run.live_bytes = live_bytes
         run.is_complete = num_cached >= turn.target
-
-    async def _find_kv(self, run: _Run, turn: Turn) -> None:
-        """Give the turn the longest KV there is: its own, another session's, or what the SSD has more of."""
-        resident = self._residency.tokens(turn.key)
-        turn.num_kept = num_common(resident, turn.context)
-        # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
-        num_usable = len(turn.context) - (not self._device.trimmable)
-        if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
-            turn.num_kept = 0
-        turn.source, num_shared = self._share(turn)
-        if self._store is None:
-            return
-        found = max(turn.num_kept, num_shared)
-        least = found + found // _RESTORE_GAIN
-        turn.chain = self._store.chain(turn.key.tenant)
-        for _ in range(_RESTORE_TRIES):
-            if num_usable <= least:  # as in most turns of a session that is in memory
-                break
-            match = self._store.match(turn.chain, turn.context[:num_usable])
-            # With room for what the turn runs first, so that it need not copy the KV to grow.
-            room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            if match.num_tokens <= least or not await self._has_room(run, room_tokens):
-                self._store.release(match)
-                break
-            restored = await self._store.load(match, room_tokens=room_tokens)
-            if restored is not None:
-                if restored.num_tokens > found:
-                    turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
-                    turn.source = None
-                break
-        # Held until the turn is over: what it cuts continues what is there now.
-        run.held = self._store.hold(turn.chain, turn.context)
-        turn.edges = run.held.edges
-        # An append ends, and cuts its tail, before the last token.
-        end = len(turn.context) - (turn.answer is None)
-        # What is held is there; but of layers with states, the end of an append is looked for before that.
-        start = turn.edges[0] if self._device.trimmable else 0
-        turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
-        run.progress.num_cached = max(turn.num_kept, turn.num_restored)
-
-    def _share(self, turn: Turn) -> tuple[SessionKey | None, int]:
-        """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.
-
-        Of those that have as much, one that is idle, or else was submitted first, is the furthest.
-        """
-        if not self._device.trimmable:  # such KV cannot be cut to a beginning
-            return None, 0
-        found, most = None, turn.num_kept + LEAST_SHARED - 1
-        if len(turn.context) <= most:
-            return None, 0
-        under_way = {other.key for other in self._turns}
-        alike = self._residency.alike(turn.key.tenant, turn.context)
-        idle = ((key, self._residency.tokens(key)) for key in alike if key not in under_way)
-        running = ((other.key, other.context) for other in self._flights)
-        for key, tokens in chain(idle, running):
-            if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
-                continue
-            # Most others differ in the one token that would have to be the same.
-            if tokens[most] == turn.context[most] and (num := num_common(tokens, turn.context)) > most:
-                found, most = key, num
-        return found, most if found else 0
-
-    async def _has_room(self, run: _Run, num_tokens: int) -> bool:
-        """Wait until the device has room for a restore; False where it has not, or the turn is cancelled.
-
-        What has left the ledger is on the device until the step that runs is over.
-        """
-        if 2 * self.ledger.used_bytes <= self.ledger.max_bytes:
-            return True
-        loop = asyncio.get_running_loop()
-        room: asyncio.Future[bool] = loop.create_future()
-        run.room = room
-
-        def answer(granted: bool) -> None:
-            loop.call_soon_threadsafe(lambda: _answer(room, granted=granted))
-
-        self._device.hold(run.claim.key, num_tokens, answer)
-        return await room
 
     def _save(self, cut: Cut) -> None:
         if self._store is None:
@@ -570,7 +483,7 @@ class Engine:
         for claim in decision.granted:
             run = self._runs[claim]
             run.num_granted = run.num_asked
-            _answer(run.admitted, granted=True)
+            answer_waiting(run.admitted, granted=True)
             if run.turn is not None:
                 self._device.grant(run.turn, run.num_granted)
         for claim in decision.paused:
@@ -582,9 +495,4 @@ class Engine:
     def _end(self, run: _Run) -> None:
         """Have a run's turn end as it is; one that is not on the device yet does not go there."""
         self._flights.cancel(run.turn)
-        _answer(run.room, granted=False)
-
-
-def _answer(room: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    if room is not None and not room.done():
-        room.set_result(granted)
+        run.holding.give_up()
