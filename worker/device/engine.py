@@ -218,13 +218,8 @@ class Engine:
         the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
         is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
         """
-        run = _Run(
-            Claim(key, priority, place(monotonic(), priority)),
-            len(context) + max_new,
-            cancelled,
-            Progress(0, len(context)),
-            Holding(key),
-        )
+        claim, progress = Claim(key, priority, place(monotonic(), priority)), Progress(0, len(context))
+        run = _Run(claim, len(context) + max_new, cancelled, progress, Holding(key))
         self._runs[run.claim] = run
         is_over = False
         try:
