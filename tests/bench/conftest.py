@@ -9,7 +9,7 @@ import pytest
 from bench_runs import end_all
 from parts import make_tiny_model
 
-from worker.batch import batch
+from worker.batch.shared_pass import SharedPass
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,12 @@ def let_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Let reading a token take so many seconds: a tiny model is so fast that a busy machine hides it."""
 
     def let(seconds: float) -> None:
-        step = batch.Batch.step
+        step = SharedPass.step
 
-        def slow(self: batch.Batch, pieces: Any, **more: Any) -> None:
+        def slow(self: SharedPass, pieces: Any, **more: Any) -> None:
             time.sleep(seconds * sum(len(piece.tokens) for piece in pieces))
             step(self, pieces, **more)
 
-        monkeypatch.setattr(batch.Batch, "step", slow)
+        monkeypatch.setattr(SharedPass, "step", slow)
 
     return let

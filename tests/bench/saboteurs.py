@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from worker.batch.batch import Batch
+from worker.batch.shared_pass import SharedPass
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
@@ -105,13 +105,13 @@ def restore_badly() -> None:
 
 def let_tokens_cost() -> None:
     """Make prefill slow: a tiny model is so fast that a busy machine hides it."""
-    step = Batch.step
+    step = SharedPass.step
 
-    def slow(self: Batch, pieces: Any, **more: Any) -> None:
+    def slow(self: SharedPass, pieces: Any, **more: Any) -> None:
         time.sleep(3e-4 * sum(len(piece.tokens) for piece in pieces))
         step(self, pieces, **more)
 
-    Batch.step = slow
+    SharedPass.step = slow
 
 
 def prefill_anew() -> None:

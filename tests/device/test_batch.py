@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import GREEDY, alone, kv, prefill, prompt
+from tiny_models import GREEDY, alone, begin, kv, prompt
 
-from worker.batch import batch as batch_module
-from worker.batch import slots
+from worker.batch import shared_pass, slots
 from worker.batch.batch import Batch, Piece, Row
+from worker.batch.choosing import batch_for
+from worker.batch.merged_rows import MergedRows
+from worker.batch.one_by_one import OneByOne
 from worker.batch.sampling import Sampling
+from worker.batch.shared_pass import SharedPass
 
 SAMPLINGS = [
     GREEDY,
@@ -22,14 +25,6 @@ SAMPLINGS = [
     Sampling(1.2, top_k=20, seed=2),
     Sampling(0.0, repetition_penalty=1.4),
 ]
-
-
-def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
-    """Prefill all but the last token, which draws the first one of the answer."""
-    caches = make_prompt_cache(model)
-    prefill(model, caches, tokens[:-1])
-    row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
-    return Piece(caches, len(tokens) - 1, tokens[-1:], row)
 
 
 def run(batch: Batch, pieces: list[Piece], num_steps: int, *, go_on: bool = True) -> list[list[int]]:
@@ -44,6 +39,24 @@ def run(batch: Batch, pieces: list[Piece], num_steps: int, *, go_on: bool = True
     return drawn
 
 
+@pytest.mark.parametrize(
+    ("kind", "kv_bits", "way"),
+    [
+        ("llama", None, SharedPass),
+        ("llama", 8, SharedPass),
+        ("exaone4", None, MergedRows),
+        ("exaone4", 8, MergedRows),
+        ("gemma2", None, MergedRows),
+        ("qwen3_next", None, MergedRows),
+        ("llama4", None, OneByOne),
+    ],
+)
+def test_a_model_is_run_in_the_way_that_its_caches_and_its_attention_allow(
+    make_model, kind, kv_bits, way
+) -> None:
+    assert type(batch_for(make_model(kind, kv_bits))) is way
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ahead", [0.0, 0.8])
 @pytest.mark.parametrize("smallest", [4, 256])
@@ -52,12 +65,12 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
 ) -> None:
     """Random joins, leaves and lengths, in one pool or moving from one to the next, with steps run ahead."""
     monkeypatch.setattr(slots, "SMALLEST", smallest)
-    monkeypatch.setattr(batch_module, "_ROOM", 2)
+    monkeypatch.setattr(shared_pass, "_ROOM", 2)
     model, dice = make_model("llama"), random.Random(seed)
     waiting = deque(
         (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
     )
-    batch = Batch(model)
+    batch = batch_for(model)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     left: dict[Row, tuple[list[int], Sampling, list[int], list[Any]]] = {}
     while waiting or running:
@@ -86,14 +99,14 @@ def test_every_other_class_of_cache_decodes_beside_others_too(make_model, kind) 
     """Windows share a pass with pieces of prompts, recurrent states are merged: see test_merged.py."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
-    drawn = run(Batch(model), [begin(model, tokens) for tokens in prompts], 12)
+    drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 12)
     assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
 
 
 def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> None:
     """Pieces of three prompts and two rows in one pass, each as if it were alone."""
     model = make_model("llama")
-    batch = Batch(model)
+    batch = batch_for(model)
     early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
     answers = run(batch, early, 3, go_on=False)
     late = [prompt(n, salt=n) for n in (30, 12, 21)]
@@ -121,7 +134,7 @@ def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
     """A prompt of one token: there is nothing in its caches before its first step."""
     model = make_model("llama")
     prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
-    drawn = run(Batch(model), [begin(model, tokens) for tokens in prompts], 6)
+    drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 6)
     assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
@@ -129,7 +142,7 @@ def test_a_row_alone_steps_on_its_own_caches(make_model) -> None:
     """Nothing is copied for a session that runs alone."""
     model = make_model("llama")
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
-    batch = Batch(model)
+    batch = batch_for(model)
     batch.step([one])
     batch.step([])
     assert batch.caches(one.row) is one.caches
@@ -146,7 +159,7 @@ def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> N
     """So that a short session does not pay for a long one."""
     monkeypatch.setattr(slots, "SMALLEST", 64)
     model = make_model("llama")
-    batch = Batch(model)
+    batch = batch_for(model)
     pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 12, 100)]
     run(batch, pieces, 3)
     short, other, _, long = (piece.row for piece in pieces)
@@ -157,7 +170,7 @@ def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> N
 
 def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
     model = make_model("llama")
-    batch = Batch(model)
+    batch = batch_for(model)
     batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
     batch.step([])
     batch.clear()
@@ -196,8 +209,8 @@ def test_guessing_changes_nothing_but_the_number_of_steps(
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
-    monkeypatch.setattr(batch_module, "Lookup", lambda known, most: Oracle(known, answers, most))
-    batch = Batch(model, max_draft=6)
+    monkeypatch.setattr(shared_pass, "Lookup", lambda known, most: Oracle(known, answers, most))
+    batch = batch_for(model, max_draft=6)
     pieces = [begin(model, tokens, sampling) for tokens in contexts]
     drawn = run(batch, pieces, 20)
     assert 0 < batch.num_accepted < batch.num_drafted
@@ -213,7 +226,7 @@ def test_guessing_changes_nothing_but_the_number_of_steps(
 
 def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
     model = make_model("llama")
-    batch = Batch(model, max_draft=8)
+    batch = batch_for(model, max_draft=8)
     piece = begin(model, prompt(9))
     piece.row.num_left = 30
     batch.step([piece])
@@ -226,7 +239,7 @@ def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
 @pytest.mark.parametrize("kind", ["exaone4", "mamba2"])
 def test_what_cannot_be_trimmed_is_never_guessed(make_model, kind) -> None:
     model = make_model(kind)
-    batch = Batch(model, max_draft=8)
+    batch = batch_for(model, max_draft=8)
     drawn = run(batch, [begin(model, prompt(9))], 30)[0]
     assert batch.num_drafted == 0
     assert drawn == alone(model, prompt(9), 30)[0]

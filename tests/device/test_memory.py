@@ -10,7 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
 from cache.kv.size import KvSize
-from worker.batch.batch import Batch, Piece
+from worker.batch.batch import Piece
+from worker.batch.choosing import batch_for
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 
 GIB = 2**30
@@ -60,7 +61,7 @@ def test_a_configuration_that_says_nothing_still_has_a_shape() -> None:
 def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, num_new: int) -> None:
     """And not less than a fifth of it: a limit that is far too high would refuse what fits."""
     model = make_model("llama")
-    batch, caches = Batch(model), make_prompt_cache(model)
+    batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([Piece(caches, start, prompt(256))])
     estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
-from tiny_models import GREEDY, VOCABULARY, alone, generate, prefill, prompt
+from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, prompt
 
-from worker.batch import batch as batch_module
+from worker.batch import choosing
 from worker.batch import merged as merged_module
-from worker.batch.batch import Batch, Piece, Row
-from worker.batch.merged import merged_for
+from worker.batch.batch import Piece, Row
+from worker.batch.choosing import batch_for
 from worker.batch.sampling import Sampling
+from worker.batch.trials import Trials
 
 #: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.
 KINDS = [
@@ -37,13 +38,6 @@ KINDS = [
 SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
 
 
-def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
-    caches = make_prompt_cache(model)
-    prefill(model, caches, tokens[:-1])
-    row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
-    return Piece(caches, len(tokens) - 1, tokens[-1:], row)
-
-
 def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int]:
     """Take the likeliest tokens after `last`, alone."""
     tokens = []
@@ -57,33 +51,30 @@ def is_merged(row: Row) -> bool:
     return row.caches is None and row.pool is None
 
 
-@pytest.mark.parametrize("ahead", [0.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind, ahead) -> None:
+def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind) -> None:
     """Random joins, leaves and lengths, windows wrapped or not; who has left goes on alone."""
     model, dice = make_model(kind), random.Random(KINDS.index(kind))
     waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
-    batch = Batch(model)
+    batch = batch_for(model)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     left: list[tuple[list[int], Sampling, list[int], list[Any]]] = []
-    num_merged = num_ahead = 0
+    num_merged = 0
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 2)):
-            if waiting and len(running) < 5 and not batch.is_ahead:
+            if waiting and len(running) < 5:
                 tokens, sampling = waiting.popleft()
                 pieces.append(begin(model, tokens, sampling))
                 running[pieces[-1].row] = (tokens, sampling, [])
-        batch.step(pieces, go_on=dice.random() < ahead)
+        batch.step(pieces)
         num_merged += sum(map(is_merged, batch.rows)) > 1
-        num_ahead += batch.is_ahead
         for row, (tokens, sampling, drawn) in list(running.items()):
             drawn.extend(row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.1:
                 del running[row]
                 left.append((tokens, sampling, drawn, batch.remove(row)))
     assert num_merged > 5
-    assert num_ahead > 3 or not ahead
     for tokens, sampling, drawn, caches in left:
         assert drawn == alone(model, tokens, len(drawn), sampling)[0]
         known = tokens + drawn
@@ -92,14 +83,14 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_kv_can_be_read_after_any_step(make_model, kind) -> None:
-    """Also where the next step has run ahead: exactly what it was after the tokens that are known."""
+    """Exactly what it was after the tokens that are known."""
     model = make_model(kind)
-    batch = Batch(model)
+    batch = batch_for(model)
     pieces = [begin(model, prompt(n, salt=n)) for n in (9, 3, 17)]
     rows = [piece.row for piece in pieces]
     batch.step(pieces)
     for num_steps in range(12):
-        batch.step([], go_on=num_steps % 3 > 0)
+        batch.step([])
         for row in rows if num_steps % 4 > 1 else ():
             assert go_on(model, batch.caches(row), row.known[-1], 3) == alone(model, row.known, 3)[0]
     assert all(map(is_merged, rows))
@@ -121,15 +112,15 @@ class Broken:
 def test_a_failed_step_takes_nothing_from_merged_rows(
     make_model, monkeypatch, kind, num_steps, built
 ) -> None:
-    """Neither one that fails for a prompt, nor one with another behind it; a window that wraps included."""
+    """Neither as it is built nor as it runs; a window that wraps included."""
     model = make_model(kind)
-    batch = Batch(model)
+    batch = batch_for(model)
     contexts = [prompt(n, salt=n) for n in (10, 5)]
     pieces = [begin(model, tokens) for tokens in contexts]
     rows = [piece.row for piece in pieces]
     batch.step(pieces)
     for _ in range(num_steps):
-        batch.step([], go_on=True)
+        batch.step([])
     assert all(map(is_merged, rows))
     before = [row.known.copy() for row in rows]
     if built:
@@ -138,9 +129,9 @@ def test_a_failed_step_takes_nothing_from_merged_rows(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(batch_module.mx, "eval", fail)
+            patch.setattr(mx, "eval", fail)
             with pytest.raises(MemoryError):
-                batch.step([], go_on=True)
+                batch.step([])
     else:
         batch.step([])
         before = [row.known.copy() for row in rows]
@@ -149,7 +140,7 @@ def test_a_failed_step_takes_nothing_from_merged_rows(
     assert batch.roll_back()
     assert [row.known for row in rows] == before
     for _ in range(5):
-        batch.step([], go_on=True)
+        batch.step([])
     for row, tokens in zip(rows, contexts, strict=True):
         drawn = row.known[len(tokens) :]
         assert drawn == alone(model, tokens, len(drawn))[0]
@@ -159,7 +150,7 @@ def test_a_failed_step_takes_nothing_from_merged_rows(
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
 def test_a_row_on_its_own_caches_cannot_be_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
-    batch = Batch(model)
+    batch = batch_for(model)
     batch.step([begin(model, prompt(9))])
     batch.step([])
     assert not batch.roll_back()
@@ -167,7 +158,7 @@ def test_a_row_on_its_own_caches_cannot_be_rolled_back(make_model, kind) -> None
 
 def test_a_row_alone_is_not_copied(make_model) -> None:
     model = make_model("mamba2")
-    batch = Batch(model)
+    batch = batch_for(model)
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
     batch.step([one])
     batch.step([])
@@ -180,22 +171,37 @@ def test_a_row_alone_is_not_copied(make_model) -> None:
 
 def test_rows_without_room_to_be_merged_run_one_after_the_other(make_model) -> None:
     model = make_model("recurrent_gemma")
-    batch = Batch(model, lambda _: False)
+    batch = batch_for(model, lambda _: False)
     contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
     pieces = [begin(model, tokens) for tokens in contexts]
     batch.step(pieces)
     for _ in range(5):
-        batch.step([], go_on=True)
+        batch.step([])
     for piece, tokens in zip(pieces, contexts, strict=True):
         assert piece.row.caches is piece.caches
         assert piece.row.known[len(tokens) :] == alone(model, tokens, 6)[0]
+
+
+def test_windows_that_fail_the_trial_share_a_pass_and_are_not_merged(make_model, monkeypatch) -> None:
+    model = make_model("exaone4")
+    monkeypatch.setattr(choosing, "WAYS", ({},))
+    batch = batch_for(model)
+    contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
+    pieces = [begin(model, tokens) for tokens in contexts]
+    batch.step(pieces)
+    for _ in range(9):
+        batch.step([])
+    assert not any(map(is_merged, batch.rows))
+    assert not batch.roll_back()
+    for piece, tokens in zip(pieces, contexts, strict=True):
+        assert piece.row.known[len(tokens) :] == alone(model, tokens, 10)[0]
 
 
 def test_a_class_that_cannot_be_merged_runs_one_after_the_other(make_model) -> None:
     """Chunks (llama4): the same tokens, and a line in the log that says so."""
     model = make_model("llama4")
     with capture_logs() as lines:
-        batch = Batch(model)
+        batch = batch_for(model)
     assert {"missing": "ChunkedKVCache"}.items() <= lines[-2].items()
     assert lines[-1]["log_level"] == "warning"
     assert lines[-1]["event"].startswith("sessions of this model run one after the other")
@@ -231,21 +237,21 @@ class Forgetful(merged_module._Window):
 def test_what_gives_other_logits_than_a_row_alone_is_not_merged(make_model, monkeypatch, kind, like) -> None:
     """The comparison at load sees a mask, an order, or a position that is wrong."""
     model = make_model(kind)
-    assert merged_for(model) is not None
+    assert choosing.merged_for(model, Trials()) is not None
     wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}
-    monkeypatch.setattr(merged_module, "_WAYS", (wrong,))
-    assert merged_for(model) is None
+    monkeypatch.setattr(choosing, "WAYS", (wrong,))
+    assert choosing.merged_for(model, Trials()) is None
 
 
 def test_windows_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
-    assert merged_for(model).takes(make_prefilled(model))
+    assert choosing.merged_for(model, Trials()).takes(make_prefilled(model))
     sinks[0].update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8)))
-    assert not merged_for(model).takes(sinks)
-    monkeypatch.setattr(merged_module, "make_prompt_cache", lambda _: sinks)
-    assert merged_for(model) is None
+    assert not choosing.merged_for(model, Trials()).takes(sinks)
+    monkeypatch.setattr(choosing, "make_prompt_cache", lambda _: sinks)
+    assert choosing.merged_for(model, Trials()) is None
 
 
 def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
@@ -258,7 +264,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
-    merged = merged_for(model)
+    merged = choosing.merged_for(model, Trials())
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(200)])
     merged.run(mx.array([1] * 200))
@@ -274,7 +280,7 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
 def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
     """What the device is asked for before a row joins, and what `nbytes` counts afterwards."""
     model = make_model(kind)
-    merged = merged_for(model)
+    merged = choosing.merged_for(model, Trials())
     for i in range(6):
         caches = make_prefilled(model, 20 + 90 * i)
         said, before = merged.joining_bytes([caches]), mx.get_active_memory()
@@ -290,11 +296,11 @@ def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
 def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
     model = make_model("qwen3_next")
     sampling = Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
-    batch = Batch(model)
+    batch = batch_for(model)
     pieces = [begin(model, prompt(n, salt=n), sampling) for n in (8, 12)]
     batch.step(pieces)
     for _ in range(30):
-        batch.step([], go_on=True)
+        batch.step([])
     for piece, n in zip(pieces, (8, 12), strict=True):
         drawn = piece.row.known[n:]
         assert drawn == alone(model, prompt(n, salt=n), 31, sampling)[0]
@@ -305,7 +311,7 @@ def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
 def test_growth_is_told_before_it_happens(make_model) -> None:
     """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
-    merged = merged_for(model)
+    merged = choosing.merged_for(model, Trials())
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(3)])
     num_grown = 0

@@ -8,23 +8,19 @@ weights, nothing is padded, and no cache is merged.
 
 The models stay as they are. Their layers' caches are replaced by a view that answers `offset`, `make_mask`
 and `update_and_fetch`, and the function that they call for attention by one that knows the view. Not every
-architecture fits: `Forward.fits` runs a few tokens both ways and compares.
+architecture fits: `choosing` runs a few tokens both ways and compares.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import mlx.core as mx
-import numpy as np
-import structlog
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models import activations, base
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
-
-from cache.kv.states import leaves
+from mlx_lm.models.cache import make_prompt_cache
 
 from . import cpu
 
@@ -32,17 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
+    from .batch import Piece
+
     #: mlx-lm's function, with its scale: `attention(queries, keys, values, cache=, mask=)`.
     Attention: TypeAlias = Callable[..., mx.array]
-
-log = structlog.get_logger()
-
-#: Prompts of the comparison, as long as two chunks of the first one, and a decode step after them.
-_TRIAL: Final = ((16, 5), (3,))
-#: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
-#: or a position that is wrong they differ by much.
-_TOLERANCE: Final = {mx.float32: 1e-3}
-_COARSE: Final = 0.05
 
 
 class Part(Protocol):
@@ -60,9 +49,6 @@ class Part(Protocol):
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         """Return the attention's output for queries of shape (tokens, heads, 1, head_dim), in that shape."""
-
-    def states(self) -> list[Any]:
-        """List the arrays that the pass changed and that its logits may not depend on."""
 
 
 class OwnPart:
@@ -94,10 +80,6 @@ class OwnPart:
             return attention(queries, keys, values, cache=self._caches[layer], mask=mask)
         turned = queries.transpose(2, 1, 0, 3)
         return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
-
-    def states(self) -> list[Any]:
-        """Return the caches' states: of a prompt nothing else is evaluated."""
-        return [cache.state for cache in self._caches]
 
 
 class _Masks:
@@ -148,17 +130,24 @@ class Forward:
         self._selected = _select_hidden(model)
         _teach(model)
 
-    def __call__(self, parts: Sequence[Part], tokens: mx.array, wanted: Sequence[int]) -> mx.array:
-        """Return the logits, unevaluated, of the tokens whose indices are `wanted`: (wanted, vocabulary).
+    def __call__(
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[Piece] = ()
+    ) -> mx.array:
+        """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts behind them.
 
-        `tokens` holds the ids of all parts, in order. The parts' caches have the tokens afterwards.
+        Returns the logits of all these tokens and of the last ones of pieces that a row begins with, of shape
+        (rows, vocabulary). The caches have what was run afterwards.
         """
+        num_parts, wanted = len(parts), list(range(len(tokens)))
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array([*tokens, *(token for piece in pieces for token in piece.tokens)])
+        parts = [*parts, *(OwnPart(piece.caches, piece.start, len(piece.tokens)) for piece in pieces)]
+        ends = list(accumulate(len(part.offsets) for part in parts))
+        prompts = zip(pieces, ends[num_parts:], strict=True)
+        wanted += [end - 1 for piece, end in prompts if piece.row is not None]
         offset = mx.array([position for part in parts for position in part.offsets])
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part.offsets))
-        views = [_LayerView(i, parts, ends[1:], offset) for i in range(self._num_layers)]
-        chosen = mx.array(list(wanted))
+        views = [_LayerView(i, parts, ends, offset) for i in range(self._num_layers)]
+        chosen = mx.array(wanted or [0])
         if self._selected is None:
             logits = self._model(tokens[:, None], cache=views)[chosen]
         else:
@@ -169,56 +158,6 @@ class Forward:
                 self._selected.clear()
         last: mx.array = logits[:, -1]
         return last
-
-    def fits(self) -> bool:
-        """Say whether passes give what the model itself gives. Runs a few tokens both ways."""
-        try:
-            expected, found = self._plainly(), self._in_passes()
-            scale = mx.abs(expected).max() + 1e-6
-            worst = float(np.array(mx.abs(found - expected).max() / scale))
-        except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
-            log.info("this architecture cannot share a pass", error=f"{type(error).__name__}: {error}")
-            return False
-        fits = worst < tolerance(self._model)
-        if not fits:
-            log.info("this architecture cannot share a pass", deviation=worst)
-        return fits
-
-    def _plainly(self) -> mx.array:
-        rows = []
-        for chunks in _TRIAL:
-            caches = make_prompt_cache(self._model)
-            for length in chunks:
-                self._model(mx.array([_ids(length)]), cache=caches)
-            rows.append(self._model(mx.array([_ids(1)]), cache=caches)[0, -1])
-        return mx.stack(rows).astype(mx.float32)
-
-    def _in_passes(self) -> mx.array:
-        caches = [make_prompt_cache(self._model) for _ in _TRIAL]
-        at = [0] * len(_TRIAL)
-        for step in range(max(map(len, _TRIAL))):
-            lengths = [chunks[step] if step < len(chunks) else 0 for chunks in _TRIAL]
-            parts = [OwnPart(own, start, n) for own, start, n in zip(caches, at, lengths, strict=True) if n]
-            self(parts, mx.array([i for n in lengths for i in _ids(n)]), [0])
-            at = [start + n for start, n in zip(at, lengths, strict=True)]
-        parts = [OwnPart(own, start, 1) for own, start in zip(caches, at, strict=True)]
-        return self(parts, mx.array(_ids(1) * len(parts)), range(len(parts))).astype(mx.float32)
-
-
-def tolerance(model: Any) -> float:
-    """Say how far logits of the same tokens may lie apart, as a share of the largest.
-
-    Where KV is quantised, what rounding makes of a key may be enough for it to get another code.
-    """
-    if any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model))):
-        return _COARSE
-    parameters: Any = tree_flatten(model.parameters())
-    types = {array.dtype for _, array in parameters}
-    return max(_TOLERANCE.get(kind, _COARSE) for kind in types)
-
-
-def _ids(num: int) -> list[int]:
-    return list(range(1, num + 1))
 
 
 def _select_hidden(model: Any) -> list[mx.array] | None:

@@ -187,10 +187,6 @@ class PoolPart:
         with_free: mx.array = attention(spread, keys, values, cache=None, mask=mask)
         return with_free[self._places]
 
-    def states(self) -> list[Any]:
-        """Nothing: the rows' own logits depend on all that was written."""
-        return []
-
 
 def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
     cache = KVCache()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations

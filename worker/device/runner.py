@@ -20,7 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
 from cache.names.snapshot import ModelLayout
-from worker.batch.batch import Batch, Piece, Row
+from worker.batch.batch import Piece, Row
+from worker.batch.choosing import batch_for
 from worker.batch.trials import Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes
@@ -109,7 +110,7 @@ class Runner:
         self.estimator = _estimator(loaded, caches, limit_bytes)
         #: What idle sessions hold, who has room for a restore, and who waits for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
-        self._batch = Batch(
+        self._batch = batch_for(
             loaded.model,
             self.room.has_now,
             max_draft=max_draft,

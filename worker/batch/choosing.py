@@ -1,0 +1,176 @@
+"""In which way a model's rows are run, found out once, at load. Device thread only.
+
+What a model's classes do not say is tried: a few tokens are run both ways, and the logits compared. What has
+passed is remembered by `trials`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import structlog
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from cache.kv.states import leaves
+
+from .batch import Piece
+from .forward import Forward, OwnPart
+from .merged import WAYS, Merged, can_merge
+from .merged_rows import MergedRows
+from .one_by_one import OneByOne
+from .shared_pass import SharedPass
+from .trials import Trials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .batch import Batch
+
+log = structlog.get_logger()
+
+#: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
+#: or a position that is wrong they differ by much.
+_TOLERANCE: Final = {mx.float32: 1e-3}
+_COARSE: Final = 0.05
+
+
+def batch_for(
+    model: Any,
+    room: Callable[[int], bool] = lambda _: True,
+    *,
+    max_draft: int = 0,
+    trials: Trials | None = None,
+) -> Batch:
+    """Choose how a model's rows are run; logs what is slower than it could be.
+
+    `room` says whether so many bytes more may be allocated; `max_draft` bounds what a row speculates.
+    """
+    trials = trials or Trials()
+    forward = Forward(model)
+    share = partial(_deviation_shared, model, forward)
+    shares = trials.outcome("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
+    classes = {type(cache) for cache in make_prompt_cache(model)}
+    if shares and classes <= {KVCache, QuantizedKVCache}:
+        return SharedPass(forward, room, pools=classes == {KVCache}, max_draft=max_draft)
+    merged = merged_for(model, trials)
+    if shares:
+        return MergedRows(model, merged or Merged(model, {}), forward, room)
+    if merged is not None:
+        log.info("this model's prompts run one after the other; its answers decode together")
+        return MergedRows(model, merged, None, room)
+    log.warning("sessions of this model run one after the other: it can neither share a pass nor be merged")
+    return OneByOne(model)
+
+
+def merged_for(model: Any, trials: Trials) -> Merged[Any] | None:
+    """Return an empty batch whose steps give what the model itself gives; None where there is none."""
+    caches = make_prompt_cache(model)
+    missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
+    if missing is None:
+        tried = (
+            i
+            for i, way in enumerate(WAYS)
+            if _fits(model, "merge", partial(_deviation_merged, model, Merged(model, way)))
+        )
+        found = trials.outcome("merge", lambda: next(tried, None), len(WAYS))
+        if found is not None:
+            return Merged(model, WAYS[found])
+    log.info("caches of this model cannot be merged", missing=missing)
+    return None
+
+
+def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
+    """Say whether a trial gives the logits that the model gives, but for rounding."""
+    try:
+        worst = deviation()
+    except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
+        log.info("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
+        return False
+    if worst >= _tolerance(model):
+        log.info("a trial of this model failed", trial=trial, deviation=worst)
+        return False
+    return True
+
+
+def _deviation_shared(model: Any, forward: Forward) -> float:
+    """Say how far the logits of a shared pass lie from those of the rows alone, as a share of the largest.
+
+    Two prompts, of 21 tokens in two pieces, and of 3, and a token behind each.
+    """
+    alone = _prefilled(model, 16, 5), _prefilled(model, 3)
+    one, other = make_prompt_cache(model), make_prompt_cache(model)
+    forward([], (), [Piece(one, 0, _ids(16)), Piece(other, 0, _ids(3))])
+    forward([], (), [Piece(one, 16, _ids(5))])
+    found = forward([OwnPart(one, 21, 1), OwnPart(other, 3, 1)], (1, 1))
+    return _deviation(found, mx.concatenate([_alone(model, own, (1,)) for own in alone]))
+
+
+def _deviation_merged(model: Any, merged: Merged[int]) -> float:
+    """Say how far the logits of merged rows lie from those of the rows alone, as a share of the largest.
+
+    Sessions of three lengths: the second one leaves after two steps, and goes on alone, the third one joins
+    after one step. Then a step is taken back.
+    """
+    lengths, tokens = (7, 3, 5), (2, 3, 4, 5)
+    first = (0, 0, 1)  # of the tokens that each gets
+    expected = [_alone(model, _prefilled(model, n), tokens[i:]) for n, i in zip(lengths, first, strict=True)]
+    found: list[list[mx.array]] = [[], [], []]
+
+    def step(token: int) -> None:
+        merged.tidy()
+        rows = list(merged.rows)
+        logits = merged.run(mx.array([token] * len(rows)))
+        merged.settle()
+        for i, row in enumerate(rows):
+            found[row].append(logits[i : i + 1])
+
+    merged.join([(i, _prefilled(model, lengths[i])) for i in (0, 1)])
+    step(tokens[0])
+    merged.join([(2, _prefilled(model, lengths[2]))])
+    step(tokens[1])
+    found[1].append(_alone(model, merged.leave(1), tokens[2:]))
+    merged.tidy()
+    merged.run(mx.array([1, 1]))
+    merged.roll_back()
+    step(tokens[2])
+    step(tokens[3])
+    merged.clear()
+    return _deviation(mx.concatenate([one for row in found for one in row]), mx.concatenate(expected))
+
+
+def _tolerance(model: Any) -> float:
+    """Say how far logits of the same tokens may lie apart, as a share of the largest.
+
+    Where KV is quantised, what rounding makes of a key may be enough for it to get another code.
+    """
+    if any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model))):
+        return _COARSE
+    parameters: Any = tree_flatten(model.parameters())
+    types = {array.dtype for _, array in parameters}
+    return max(_TOLERANCE.get(kind, _COARSE) for kind in types)
+
+
+def _deviation(found: mx.array, expected: mx.array) -> float:
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    worst: Any = (mx.abs(found - expected).max() / (mx.abs(expected).max() + 1e-6)).item()
+    return float(worst)
+
+
+def _prefilled(model: Any, *lengths: int) -> list[Any]:
+    """Make caches that hold pieces of so many tokens."""
+    caches: list[Any] = make_prompt_cache(model)
+    for length in lengths:
+        model(mx.array([_ids(length)]), cache=caches)
+    return caches
+
+
+def _alone(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
+    """Run tokens one by one: their logits, (tokens, vocabulary)."""
+    return mx.concatenate([model(mx.array([[token]]), cache=caches)[:, -1] for token in tokens])
+
+
+def _ids(num: int) -> list[int]:
+    return list(range(1, num + 1))

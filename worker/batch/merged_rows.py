@@ -1,0 +1,102 @@
+"""Answers decode together in merged caches; prompts run on their own ones. Device thread only.
+
+For models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
+hybrids, attention of a model's own making. Owns which rows are merged; `merged` has their KV.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+
+from .batch import Batch
+from .forward import OwnPart
+from .one_by_one import run_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .batch import Piece, Row
+    from .forward import Forward, Part
+    from .merged import Merged
+
+#: A row alone is not merged: it needs no copies.
+_LEAST_ROWS: Final = 2
+
+
+class MergedRows(Batch):
+    """Rows are merged once there are two. One that has no room for that stays on its own caches."""
+
+    def __init__(
+        self, model: Any, merged: Merged[Row], forward: Forward | None, room: Callable[[int], bool]
+    ) -> None:
+        """`forward` runs pieces beside the rows in one pass; None where the model cannot share one.
+
+        `room` says whether so many bytes more may be allocated.
+        """
+        super().__init__()
+        self._model = model
+        self._merged = merged
+        self._forward = forward
+        self._room = room
+
+    @property
+    def growing(self) -> list[int]:
+        """Lengths of the rows for which the next step allocates, merged or not."""
+        return super().growing + self._merged.growing
+
+    @property
+    def leaving_bytes(self) -> int:
+        """The most that is allocated when a row is removed."""
+        return self._merged.leaving_bytes
+
+    def caches(self, row: Row) -> list[Any]:
+        """Show a row's KV, to be read before the next step."""
+        return self._merged.show(row) if row.caches is None else row.caches
+
+    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+        """Run the merged rows, and what is on its own caches beside them. Nothing begins ahead."""
+        del go_on
+        self._join()
+        merged, own = self._merged.rows, [row for row in self._rows if row.caches is not None]
+        if self._forward is not None and (own or pieces):
+            parts: list[Part] = [self._merged.part([row.num_cached for row in merged])] if merged else []
+            parts += [OwnPart(row.caches or [], row.num_cached, 1) for row in own]
+            logits = self._forward(parts, [row.known[-1] for row in (*merged, *own)], pieces)
+        else:  # called as it is, the model does without the views of a shared pass
+            first = [self._merged.run(mx.array([row.known[-1] for row in merged]))] if merged else []
+            logits = run_apart(self._model, own, pieces, first)
+        self._draw([*merged, *own], pieces, logits)
+        self._merged.settle()
+
+    def remove(self, row: Row) -> list[Any]:
+        """Take a row out, and return its KV as caches of its own."""
+        self._rows.remove(row)
+        if row.caches is None:
+            row.caches = self._merged.leave(row)
+        return row.caches
+
+    def roll_back(self) -> bool:
+        """Take back the step in merged caches; False where a row is not in them."""
+        self._merged.roll_back()
+        return set(self._rows) <= set(self._merged.rows)
+
+    def clear(self) -> None:
+        """Forget every row and its KV."""
+        super().clear()
+        self._merged.clear()
+
+    def _join(self) -> None:
+        """Merge the rows that are not, all at once or, where that has no room, as many as have."""
+        merged = self._merged
+        merged.tidy()
+        own = [row for row in self._rows if row.caches is not None and merged.takes(row.caches)]
+        if len(own) + len(merged.rows) < _LEAST_ROWS:
+            return
+        for some in (own, *([row] for row in own)):
+            newcomers = [(row, row.caches) for row in some if row.caches is not None]
+            if newcomers and self._room(merged.joining_bytes([caches for _, caches in newcomers])):
+                merged.join(newcomers)
+                for row, _ in newcomers:
+                    row.caches = None

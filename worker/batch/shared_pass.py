@@ -1,0 +1,235 @@
+"""Answers and pieces of prompts in one pass over the weights, for models of plain KV. Device thread only.
+
+A step runs what all rows and prompts have in one pass of `forward`, draws, and takes what was drawn. Three
+things make it faster, and none of them changes what is drawn: rows of like length attend together in a pool
+(`slots`), few rows speculate (`lookup`), and the next step may be in flight before the last tokens are known.
+
+What a step adds to such caches lies behind what they held: it is taken back by counting back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+
+from .batch import Batch
+from .forward import OwnPart
+from .lookup import Lookup
+from .sampling import draw_all, looks
+from .slots import Pool, capacity_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from .batch import Piece, Row
+    from .forward import Forward, Part
+
+    #: A row, and the tokens that it speculates behind its last one.
+    Draft: TypeAlias = tuple[Row, list[int]]
+
+#: A row joins a pool that has room for at least this many more tokens, so that it does not move at once.
+_ROOM: Final = 32
+#: Fewer rows of like length stay on their own caches.
+_POOLED_ROWS: Final = 3
+#: With more rows than this a step computes as much as it reads, and speculation costs other rows their time.
+_DRAFTING_ROWS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the device was told to run: tokens for `drafts`, then the first ones of rows that begin."""
+
+    drafts: list[Draft]
+    beginning: list[Row]
+    choice: mx.array | None
+    states: list[Any]
+
+
+class SharedPass(Batch):
+    """Each row's KV is in its session's own caches, or in a slot of a pool."""
+
+    def __init__(self, forward: Forward, room: Callable[[int], bool], *, pools: bool, max_draft: int) -> None:
+        """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's draft.
+
+        `pools` says that no KV is quantised: a slot holds arrays of keys and of values.
+        """
+        super().__init__()
+        self._forward = forward
+        self._room = room
+        self._has_pools = pools
+        self._max_draft = max_draft
+        self._pools: dict[int, Pool] = {}  # by capacity
+        self._flight: _Flight | None = None
+
+    @property
+    def leaving_bytes(self) -> int:
+        """The most that is allocated when a row is removed: a slot's copy."""
+        return max((pool.slot_bytes for pool in self._pools.values()), default=0)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step is in flight already, so that it can take no pieces."""
+        return self._flight is not None
+
+    def caches(self, row: Row) -> list[Any]:
+        """Show a row's KV, to be read before the next step."""
+        return row.caches or [] if row.pool is None else row.pool.views(row.slot, row.num_cached)
+
+    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+        """Run a token of each row, what it speculates, and the pieces, in one pass."""
+        if not self._rows and not pieces:
+            return
+        if self._flight is not None and pieces:
+            raise ValueError("the step that runs ahead takes no pieces")
+        flight, self._flight = self._flight or self._launch(pieces), None
+        if go_on:
+            self._flight = self._launch_next(flight)
+        mx.eval(flight.choice, flight.states)
+        self._take(flight)
+
+    def remove(self, row: Row) -> list[Any]:
+        """Take a row out, and return its KV as caches of its own."""
+        self._rows.remove(row)
+        if row.pool is not None:
+            self._leave_pool(row, row.pool)
+        elif self._flight is not None:
+            _forget_ahead(row)
+        if not self._rows:
+            self._flight = None
+        return row.caches or []
+
+    def roll_back(self) -> bool:
+        """Bring every row back: what the failed step wrote lies behind the rows' ends, and is overwritten."""
+        self._flight = None
+        for row in self._rows:
+            _forget_ahead(row)
+        return True
+
+    def clear(self) -> None:
+        """Forget every row and its KV."""
+        self._rows, self._pools, self._flight = [], {}, None
+
+    def _launch(self, pieces: Sequence[Piece]) -> _Flight:
+        """Build a step for every row and these pieces."""
+        self._place_rows()
+        drafts, parts = self._row_parts(self._rows)
+        tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
+        logits = self._forward(parts, tokens, pieces)
+        draws = [row.draw(i) for row, draft in drafts for i in range(len(draft) + 1)]
+        beginning = [piece.row for piece in pieces if piece.row is not None]
+        draws += [row.draw() for row in beginning]
+        choice = draw_all(logits, draws) if draws else None
+        return _Flight(drafts, beginning, choice, [piece.states for piece in pieces])
+
+    def _launch_next(self, flight: _Flight) -> _Flight | None:
+        """Begin with the step after `flight` before its tokens are known here: they stay on the device."""
+        if flight.choice is None or flight.beginning:
+            return None
+        order = {row: i for i, (row, _) in enumerate(flight.drafts)}
+        rows = [row for row in self._rows if row in order and row.num_left > 1]
+        if not rows or any(draft for _, draft in flight.drafts) or not all(map(self._may_run_ahead, rows)):
+            return None
+        drafts, parts = self._row_parts(rows, num_ahead=1)
+        tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
+        logits = self._forward(parts, tokens)
+        choice = draw_all(logits, [row.draw(num_ahead=1) for row, _ in drafts])
+        begin: Any = mx.async_eval
+        begin(flight.choice, choice)
+        return _Flight(drafts, [], choice, [])
+
+    def _may_run_ahead(self, row: Row) -> bool:
+        """Say whether a row's next token can be run unseen: nothing has to be decided by it."""
+        if row.pool is not None and row.num_cached + 1 >= row.pool.capacity:
+            return False
+        if row.sampling.repetition_penalty != 1.0 or looks(row.sampling):
+            return False
+        lookup = self._lookup(row)
+        return not (lookup and lookup.may_propose)
+
+    def _take(self, flight: _Flight) -> None:
+        """Give each row what was drawn for it: up to the first token that its draft had not foreseen."""
+        tokens: Any = [] if flight.choice is None else flight.choice.tolist()
+        for row in self._rows:
+            row.drawn = []
+        for row, draft in flight.drafts:
+            drawn, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
+            if row not in self._rows:  # it ended with the step before
+                continue
+            num_right = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
+            row.take(drawn[: num_right + 1])
+            row.num_cached += num_right + 1
+            if row.lookup is not None:
+                for token in row.drawn:
+                    row.lookup.push(token)
+                if draft:
+                    row.lookup.learn(len(draft), num_right)
+                    self.num_drafted += len(draft)
+                    self.num_accepted += num_right
+                    _forget_ahead(row)  # what was wrong in the draft
+        for row, token in zip(flight.beginning, tokens, strict=True):
+            row.take([token])
+        self._rows += flight.beginning
+
+    def _row_parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]]:
+        """Make the parts of a pass for these rows, and list the rows with their drafts in the parts' order.
+
+        `num_ahead` is 1 for the step after the one that is in flight: it speculates nothing.
+        """
+        drafts: list[Draft] = []
+        parts: list[Part] = []
+        for pool in self._pools.values():
+            pooled = sorted((row for row in rows if row.pool is pool), key=lambda row: row.slot)
+            if pooled:
+                lengths = [row.num_cached + num_ahead for row in pooled]
+                parts.append(pool.part([row.slot for row in pooled], lengths))
+                drafts += [(row, []) for row in pooled]
+        for row in rows:
+            if row.caches is not None:
+                lookup = None if num_ahead else self._lookup(row)
+                draft = lookup.propose(row.num_left - 1) if lookup else []
+                parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
+                drafts.append((row, draft))
+        return drafts, parts
+
+    def _lookup(self, row: Row) -> Lookup | None:
+        """Return what a row speculates by; None where it does not: a draft is cheap beside few rows."""
+        if not self._max_draft or len(self._rows) > _DRAFTING_ROWS:
+            return None
+        if row.pool is not None or row.sampling.repetition_penalty != 1.0:
+            return None
+        row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
+        return row.lookup
+
+    def _place_rows(self) -> None:
+        """Bring rows of like length into one pool, once there are enough of them to pay for the copies."""
+        if not self._has_pools:
+            return
+        for row in self._rows:
+            if row.pool is not None and row.num_cached >= row.pool.capacity:
+                self._leave_pool(row, row.pool)
+        wanted = {
+            row: row.pool.capacity if row.pool else capacity_for(row.num_cached + _ROOM) for row in self._rows
+        }
+        together = Counter(wanted.values())
+        for row, capacity in wanted.items():
+            if row.caches is None or together[capacity] < _POOLED_ROWS:
+                continue
+            pool = self._pools.get(capacity) or Pool(capacity)
+            if self._room(pool.growth_bytes(row.caches) + self.leaving_bytes):
+                self._pools[capacity] = pool
+                row.slot, row.pool, row.caches = pool.join(row.caches), pool, None
+
+    def _leave_pool(self, row: Row, pool: Pool) -> None:
+        row.caches, row.pool = pool.leave(row.slot, row.num_cached), None
+        if not pool.num_rows:
+            del self._pools[pool.capacity]
+
+
+def _forget_ahead(row: Row) -> None:
+    """Let what comes next overwrite what a row's caches hold beyond what is known to be right."""
+    for cache in row.caches or ():
+        cache.offset = row.num_cached
