@@ -151,15 +151,16 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
         whole = {label: found.ratios(DECODING, side, OFF, n) for label, (side, n) in places.items()}
         name = f"{where} answers decode at {least:.0%} of the speed without, or more"
         yield bounded(name, whole, at_least=least, unit="share", log=True)
-        left = {label: _left(found, *place) for label, place in places.items()}
+        left = {label: _speed_left(found, *place) for label, place in places.items()}
         name = f"{where} the steps beside a block leave {least:.0%} of the speed, or more"
         yield bounded(name, left, at_least=least, unit="share")
 
 
-def _left(found: Findings[Plan], side: str, batch: int) -> list[float]:
-    """Return the speed that blocks leave by the steps beside them, round by round.
+def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
+    """Return, for each round, the share of the decoding speed that is left where blocks are cut and saved.
 
-    Whole answers scatter by more than a block costs. So many tokens, of all sessions together, complete one.
+    Made of what the steps beside a block take longer, since whole answers scatter by more than that. All
+    sessions together complete a block every `block_tokens` tokens.
     """
     off, on = (found.blocks(BESIDE, case, batch) for case in (OFF, side))
     rates = found.blocks(DECODING, OFF, batch)

@@ -26,9 +26,9 @@ STRETCHES: Final = 10
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
-    """Hold the wait for the first chunk against what was reported as cached, by the client's clock.
+    """Check that tokens reported as cached cost next to no time until the first chunk, by the client's clock.
 
-    Each run of turns has its own name, and blocks of its own.
+    `runs` are named sets of turns that are judged apart.
     """
     name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
     return bounded(

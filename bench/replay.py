@@ -173,9 +173,9 @@ def _wanted(plan: Plan, session: str) -> bool:
 
 
 async def _make(run: Run[Plan]) -> Record:
-    """Hold a few conversations at once; every second one samples, without naming a seed.
+    """Record a few conversations that run at once; every second one samples, with the seed of the log.
 
-    The worker of the record has no options, so that a replay shows what those do.
+    The worker that is recorded runs with default settings; the one that replays gets the options under test.
     """
     plan, texts = run.plan, run.corpus.texts()
     said = [[next(texts) for _ in range(plan.record_turns)] for _ in range(plan.record_sessions)]

@@ -183,7 +183,7 @@ class Run(Generic[P]):
 
     @asynccontextmanager
     async def watching(self, client: Client, take: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
-        """Give `take` each account that the worker publishes, and when: nothing is asked of it for that."""
+        """Call `take` with each metrics message, and its time of arrival, while the block runs."""
 
         async def listen() -> None:
             name = None

@@ -153,14 +153,14 @@ class Store:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Store:
-        """Lock the directory, and bring index and files together.
+        """Lock the directory, reconcile the index with the files, and return the store.
 
-        Snapshots of other identities stay, count against `max_bytes`, and age until they are evicted.
-        `layout` is what the model's own caches hold: a file that differs is doubtful; where it has states,
-        saved whole, a match ends where a snapshot with one does. `queue_bytes` bounds what waits in memory
-        for the disk; `min_free_bytes` is left free on the file system, at the cost of snapshots. `model` is
-        what people call the model, for listings. `clock` orders uses, `monotonic` times pauses. Raises
-        `DirectoryLockedError`, `OSError`.
+        Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout` is
+        what the model's own caches hold: a file that differs goes to quarantine; with states, which are saved
+        whole, KV can be restored only up to the end of a snapshot that has one. `queue_bytes` bounds what
+        waits in memory for the disk; `min_free_bytes` stays free, at the cost of snapshots.
+        `model` is what people call the model, for listings. `clock` orders uses, `monotonic` times the pauses
+        after failed writes. Raises `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock)
         return cls(
@@ -374,7 +374,7 @@ class Store:
         return sorted(len(pin.tokens) // blocks.TOKEN_BYTES for pin in gone)
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
-        """Change limits from now on. What is over them leaves in the background, some snapshots at a time."""
+        """Change the limits. What exceeds them is evicted in the background, in small batches."""
         self._room.set_limits(
             self._room.max_bytes if max_bytes is None else max_bytes,
             self._room.min_free_bytes if min_free_bytes is None else min_free_bytes,

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import psutil
 import structlog
 from anyio import Event, current_time, sleep, to_thread
 
@@ -24,7 +23,6 @@ from cache.names.errors import CacheError
 from cache.names.identity import folder_identity
 from cache.store import Store, may_hold
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Metrics, SnapshotCounters
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
@@ -53,6 +51,7 @@ from worker.wire.retention import Retention
 
 from .concurrency import in_thread, shielded, task_group
 from .datadir import DataDir
+from .metrics import account
 from .telemetry import Telemetry
 from .words import size
 
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
+    from turnkeep_client.messages import Metrics
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
 
@@ -453,42 +453,15 @@ class App:
             await sleep(self._settings.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:
-        telemetry, engine = self._telemetry, self._engine
-        return Metrics(
+        return account(
+            telemetry=self._telemetry,
+            device=self._device,
+            engine=self._engine,
+            store=self._store,
+            sessions=self._sessions,
+            intake=intake,
+            retention=self._retention,
+            model=self._loaded.name,
             worker=self._settings.worker,
             version=VERSION,
-            model=self._loaded.name,
-            device=self._device.name,
-            uptime_s=telemetry.uptime_s,
-            requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
-            waiting=max(intake.num_held - engine.num_running, 0),
-            waiting_for_memory=engine.num_waiting,
-            returned=intake.num_returned,
-            log_bytes=self._retention.num_bytes,
-            log_max_bytes=self._retention.max_bytes,
-            ignored=dict(telemetry.ignored),
-            running=engine.num_running,
-            sessions=len(self._sessions),
-            resident_sessions=engine.ledger.num_resident,
-            prefilled_tokens=telemetry.prefilled_tokens,
-            cached_tokens=telemetry.cached_tokens,
-            generated_tokens=telemetry.generated_tokens,
-            draft_tokens=telemetry.draft_tokens,
-            accepted_draft_tokens=telemetry.accepted_draft_tokens,
-            time_to_first_token=telemetry.time_to_first_token.histogram(),
-            time_per_output_token=telemetry.time_per_output_token.histogram(),
-            batch_size=telemetry.batch_size.histogram(),
-            event_loop_lag=telemetry.event_loop_lag.histogram(),
-            kv_layers=self._device.kv_layers,
-            resident_kv_bytes=engine.ledger.used_bytes,
-            max_memory_bytes=engine.ledger.max_bytes,
-            device_memory_bytes=self._device.estimator.limit_bytes,
-            mlx_active_bytes=engine.active_bytes,
-            mlx_peak_bytes=engine.peak_bytes,
-            estimated_scratch_bytes=engine.estimated_bytes,
-            measured_scratch_bytes=engine.measured_bytes,
-            process_bytes=psutil.Process().memory_info().rss,
-            snapshots=SnapshotCounters(**dataclasses.asdict(self._store.stats()))
-            if self._store
-            else SnapshotCounters(),
         )

@@ -207,7 +207,10 @@ class Writer:
                 write.abandon(reason)
 
     def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
-        """Queue the removal of files and rows, of `quarantined` files too. Takes no room, and never waits."""
+        """Queue the removal of files and their index rows, and of the files `quarantined`.
+
+        Never waits, and does not count against the queue's bytes.
+        """
         size_bytes = sum(row.size_bytes for row in rows)
         self.unlinking_bytes += size_bytes
         work = partial(self._unlink, rows, quarantined=quarantined)

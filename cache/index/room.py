@@ -115,7 +115,7 @@ class Room:
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
-        """Evict whatever a limit that was lowered between two runs has no room for, before anybody waits."""
+        """Evict all that exceeds the limits, in one go: at a start, where no request waits for it yet."""
         used = self._index.stored_bytes + self._writer.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))

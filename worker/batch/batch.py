@@ -141,7 +141,7 @@ class Batch(ABC):
         self._rows = []
 
     def _draw(self, rows: Sequence[Row], pieces: Sequence[Piece], logits: mx.array) -> None:
-        """End a step: `logits` are those of all rows, in this order, and of those that begin with a piece."""
+        """Sample the step's tokens: `logits` are those of `rows`, then of prompts that a piece completes."""
         beginning = [piece.row for piece in pieces if piece.row is not None]
         every = [*rows, *beginning]
         choice = draw_all(logits, [row.draw() for row in every]) if every else None

@@ -134,7 +134,7 @@ class Merged(Generic[RowT]):
         )
 
     def joining_bytes(self, newcomers: Sequence[Sequence[Any]]) -> int:
-        """Say what is allocated at the most if rows with these caches join, beside what they hold now."""
+        """Return the most that is allocated while rows with these caches join, their own KV left out."""
         num_rows = len(self._rows) + len(newcomers)
         merged = _leaves(self._caches) or [None] * len(_leaves(newcomers[0]))
         theirs = zip(*(_leaves(caches) for caches in newcomers), strict=True)

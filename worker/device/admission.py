@@ -108,7 +108,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows: these have what they wanted, these idle sessions are dropped, these turns are paused."""
+    """The outcome of one round: claims granted, idle sessions whose KV is dropped, claims paused."""
 
     granted: list[Claim] = field(default_factory=list)
     dropped: list[SessionKey] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A door that a few may be behind at a time; tenants come in by turns."""
+"""A limit on how many do something at a time (folds, say), shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Lets `limit` in at a time; one tenant's queue costs another no more than a turn. Event loop only."""
+    """Lets `limit` callers in at a time, those that wait by tenant in rotation. Event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit

@@ -1,0 +1,74 @@
+"""The message that the worker publishes of itself every few seconds, and that `info` holds too.
+
+Puts together what the parts count; `telemetry` holds the counters that are no part's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import psutil
+
+from turnkeep_client.messages import Metrics, SnapshotCounters
+
+if TYPE_CHECKING:
+    from cache.store import Store
+    from worker.device.device import Device
+    from worker.device.engine import Engine
+    from worker.sessions.sessions import Sessions
+    from worker.telemetry import Telemetry
+    from worker.wire.intake import Intake
+    from worker.wire.retention import Retention
+
+
+def account(
+    *,
+    telemetry: Telemetry,
+    device: Device,
+    engine: Engine,
+    store: Store | None,
+    sessions: Sessions,
+    intake: Intake,
+    retention: Retention,
+    model: str,
+    worker: str,
+    version: str,
+) -> Metrics:
+    """Build the message from the parts as they are now. Event loop only."""
+    return Metrics(
+        worker=worker,
+        version=version,
+        model=model,
+        device=device.name,
+        uptime_s=telemetry.uptime_s,
+        requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
+        waiting=max(intake.num_held - engine.num_running, 0),
+        waiting_for_memory=engine.num_waiting,
+        returned=intake.num_returned,
+        log_bytes=retention.num_bytes,
+        log_max_bytes=retention.max_bytes,
+        ignored=dict(telemetry.ignored),
+        running=engine.num_running,
+        sessions=len(sessions),
+        resident_sessions=engine.ledger.num_resident,
+        prefilled_tokens=telemetry.prefilled_tokens,
+        cached_tokens=telemetry.cached_tokens,
+        generated_tokens=telemetry.generated_tokens,
+        draft_tokens=telemetry.draft_tokens,
+        accepted_draft_tokens=telemetry.accepted_draft_tokens,
+        time_to_first_token=telemetry.time_to_first_token.histogram(),
+        time_per_output_token=telemetry.time_per_output_token.histogram(),
+        batch_size=telemetry.batch_size.histogram(),
+        event_loop_lag=telemetry.event_loop_lag.histogram(),
+        kv_layers=device.kv_layers,
+        resident_kv_bytes=engine.ledger.used_bytes,
+        max_memory_bytes=engine.ledger.max_bytes,
+        device_memory_bytes=device.estimator.limit_bytes,
+        mlx_active_bytes=engine.active_bytes,
+        mlx_peak_bytes=engine.peak_bytes,
+        estimated_scratch_bytes=engine.estimated_bytes,
+        measured_scratch_bytes=engine.measured_bytes,
+        process_bytes=psutil.Process().memory_info().rss,
+        snapshots=SnapshotCounters(**dataclasses.asdict(store.stats())) if store else SnapshotCounters(),
+    )
