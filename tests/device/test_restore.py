@@ -355,7 +355,7 @@ STATEFUL = ["falcon_h1", "qwen3_next", "exaone4", "mamba2"]
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.parametrize("position", [BLOCK, 3 * BLOCK + 2])
+@pytest.mark.parametrize("position", [BLOCK, 3 * BLOCK - 1, 3 * BLOCK + 2])
 async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process, kind, position) -> None:
     """Such a session ends before its last token after an append: on, before and after a boundary."""
     tokens = prompt(position)

@@ -130,14 +130,16 @@ async def test_a_server_that_nobody_runs_is_said_without_credentials(name, unuse
 
 
 @pytest.mark.process
-async def test_a_worker_prints_no_credentials_whatever_happens_to_it(foreign_server, tmp_path, tiny_model):
+@pytest.mark.parametrize("kind", ["password", pytest.param("token", marks=pytest.mark.soak)])
+async def test_a_worker_prints_no_credentials_whatever_happens_to_it(
+    foreign_server, tmp_path, tiny_model, kind
+):
     """Its start, a lost server, a reload, the commands beside it, wrong credentials and its end."""
-    config = {
-        "jetstream": {"store_dir": str(tmp_path / "js")},
-        "authorization": {"user": USER, "password": PASSWORD},
-    }
+    right = f"{USER}:{PASSWORD}" if kind == "password" else TOKEN
+    asked = {"user": USER, "password": PASSWORD} if kind == "password" else {"token": TOKEN}
+    config = {"jetstream": {"store_dir": str(tmp_path / "js")}, "authorization": asked}
     plain = await foreign_server(**config)
-    url = plain.replace("://", f"://{USER}:{PASSWORD}@")
+    url = plain.replace("://", f"://{right}@")
     log_file = tmp_path / "worker.log"
     options = ["--data-dir", tmp_path / "data", "--nats", url, "--model", tiny_model, "--log-level", "debug"]
     options += ["--log-max-bytes", "64MiB", "--log-format", "json"]
