@@ -19,13 +19,13 @@ from .disk import format as snapshot_format
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
 from .disk.readers import Readers
-from .disk.restore import Outcome, Piece, Restored, leave, restore
+from .disk.restore import ChainFile, ReadOutcome, Restored, release_thread, restore
 from .disk.rows import Pin
 from .disk.writer import DropReason, Write, Writer
-from .index.leaving import Leaving
 from .index.opening import Opened, open_directory
 from .index.pins import Pinned
 from .index.prefixes import Prefixes
+from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from .index.entries import Entry
+    from .index.nodes import Node
     from .names.blocks import Span
     from .names.identity import Identity
     from .names.snapshot import ModelLayout, Tensor
 
-__all__ = ["Forgotten", "Held", "Match", "Store", "file_bytes", "may_hold"]
+__all__ = ["Forgotten", "HeldPrefix", "Match", "Store", "file_bytes", "may_hold"]
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -54,25 +54,25 @@ _LOAD_BYTES_PER_S: Final = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of some tokens: `num_tokens` of them, over these entries in order.
+    """The longest stored prefix of some tokens: `num_tokens` of them, over these nodes in order.
 
-    The last entry may hold more than is used of it, but not where a model's layers have states: then it ends
+    The last node may hold more than is used of it, but not where a model's layers have states: then it ends
     the prefix, and its state is that of all before it. All are pinned until `load` or `release`.
     """
 
     num_tokens: int
-    entries: tuple[Entry, ...] = ()
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPrefix:
     """What is there of some tokens' KV; it stays until it is released.
 
     `edges` are where the pieces of the last, partial block start and end; the first lies on the grid.
     """
 
     edges: tuple[int, ...]
-    entries: tuple[Entry, ...] = ()
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Forgotten:
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
     """Measure the file of a snapshot that is not saved."""
-    return snapshot_format.draft(name, identity, tensors).size_bytes
+    return snapshot_format.encode(name, identity, tensors).size_bytes
 
 
 class Store:
@@ -118,19 +118,19 @@ class Store:
             queue_bytes=queue_bytes,
             free_bytes=opened.free_bytes,
             quarantined_bytes=opened.quarantined_bytes,
-            settled=self._settled,
+            on_end=self._write_ended,
             monotonic=monotonic,
         )
-        self._leaving = Leaving(self._index, self._writer)
+        self._removal = Removal(self._index, self._writer)
         self._room = Room(
             self._index,
             self._writer,
             opened.pins,
-            self._leaving,
+            self._removal,
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
         )
-        self._readers = Readers(_IO_THREADS, leave)
+        self._readers = Readers(_IO_THREADS, release_thread)
         self._closing = False
         self._restored_bytes = 0
         self._timed_out = 0
@@ -179,30 +179,30 @@ class Store:
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
-        num_tokens, entries = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
-        if entries:
-            self._index.hold(entries[-1])
-            self._use(entries[-1])
-        return Match(num_tokens, tuple(entries))
+        num_tokens, nodes = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
+        if nodes:
+            self._index.hold(nodes[-1])
+            self._use(nodes[-1])
+        return Match(num_tokens, tuple(nodes))
 
-    def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> Held:
+    def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Pin what is stored or on its way of these tokens, until it is released.
 
         What continues it can then be saved, whatever others save or forget meanwhile.
         """
-        edges, entries = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
-        if entries:
-            self._index.hold(entries[-1])
-        used = next((entry for entry in reversed(entries) if entry.usable), None)
+        edges, nodes = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
+        if nodes:
+            self._index.hold(nodes[-1])
+        used = next((node for node in reversed(nodes) if node.usable), None)
         if used is not None:
             self._use(used)
-        return Held(edges, tuple(entries))
+        return HeldPrefix(edges, tuple(nodes))
 
-    def release(self, match: Match | Held) -> None:
+    def release(self, match: Match | HeldPrefix) -> None:
         """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
-        held = self._index.release(match.entries[-1]) if match.entries else None
+        held = self._index.release(match.nodes[-1]) if match.nodes else None
         if held is not None:
-            self._leaving.resume(held)
+            self._removal.discard_released(held)
         self._room.check()
 
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
@@ -212,29 +212,29 @@ class Store:
         returned; None where nothing is left, or where no state was read: match again then. None in time, too,
         where the disk hangs. Releases the match, however it ends.
         """
-        if not match.entries:
+        if not match.nodes:
             return None
         if self._closing:
             self.release(match)
             return None
-        pieces, at = [], 0
-        for entry in match.entries:
-            num_tokens = min(entry.num_tokens, match.num_tokens - at)
-            state = self._stateful and entry is match.entries[-1]
+        files, at = [], 0
+        for node in match.nodes:
+            num_tokens = min(node.num_tokens, match.num_tokens - at)
+            state = self._stateful and node is match.nodes[-1]
             # From where the one before ends, whatever a file says: nothing else would be left unwritten.
-            pieces.append(Piece(entry.digest, at, num_tokens, state=state))
+            files.append(ChainFile(node.digest, at, num_tokens, state=state))
             at += num_tokens
-        limit_s = LOAD_S + sum(entry.size_bytes for entry in match.entries) / _LOAD_BYTES_PER_S
+        limit_s = LOAD_S + sum(node.size_bytes for node in match.nodes) / _LOAD_BYTES_PER_S
 
-        def read() -> Outcome:
+        def read() -> ReadOutcome:
             help_out = partial(self._readers.submit, limit_s=limit_s)
             return restore(
-                self._folder, pieces, self._identity_digest, self._layout, room_tokens, limit_s, help_out
+                self._folder, files, self._identity_digest, self._layout, room_tokens, limit_s, help_out
             )
 
         try:
             outcome = await self._readers.run(read, limit_s)
-            if outcome.doubt is not None and (doubtful := match.entries[outcome.num_read]).doomed:
+            if outcome.doubt is not None and (doubtful := match.nodes[outcome.num_read]).doomed:
                 self._writer.unlink([doubtful.row], quarantined=True)  # nobody is to look at it any more
         except TimeoutError:
             self._timed_out += 1
@@ -249,7 +249,7 @@ class Store:
             self.release(match)
         self._hangs = False
         if outcome.doubt is not None:
-            self._rejected += self._leaving.reject(match.entries[outcome.num_read], outcome.doubt)
+            self._rejected += self._removal.reject(match.nodes[outcome.num_read], outcome.doubt)
         if outcome.restored is not None:
             self._restored_bytes += outcome.restored.size_bytes
         return outcome.restored
@@ -279,18 +279,18 @@ class Store:
             return True
         resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
         name = Name(parent, span.start, packed[span.start * blocks.TOKEN_BYTES :], resumable)
-        draft = snapshot_format.draft(name, self._identity, tensors)
-        reason = self._refusal(name, draft.size_bytes)
+        encoded = snapshot_format.encode(name, self._identity, tensors)
+        reason = self._refusal(name, encoded.size_bytes)
         if reason is not None:
             self._writer.drop(reason)
             return False
         # In the index first: as a child on its way it keeps its own chain from being evicted for it.
-        entry = self._index.add(name, draft.size_bytes)
-        if not self._room.make(draft.size_bytes):
-            self._index.remove(entry)
+        node = self._index.add(name, encoded.size_bytes)
+        if not self._room.make(encoded.size_bytes):
+            self._index.remove(node)
             self._writer.drop("disk_limit")
             return False
-        self._writer.write(entry, draft)
+        self._writer.write(node, encoded)
         return True
 
     def room(self) -> int:
@@ -316,7 +316,7 @@ class Store:
         comes back, not even by a write that was under way.
         """
         within = self._within(tenant, blocks.pack(tokens))
-        return self._leaving.discard(entry for entry in within if not entry.kept)
+        return self._removal.discard(node for node in within if not node.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
         """`forget`, and wait until that is settled; the answer comes in time whatever the disk does.
@@ -333,7 +333,7 @@ class Store:
                 await self._writer.barrier()
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
-        is_held = any(entry.doomed for entry in self._within(tenant, packed))
+        is_held = any(node.doomed for node in self._within(tenant, packed))
         is_unknown = bool(self._index.children(NO_NAME.parent))
         return Forgotten(num_snapshots, erasure.clean and not is_held and not is_unknown)
 
@@ -367,7 +367,7 @@ class Store:
     def unpin(self, tenant: str, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
         """Let go of all pinned prefixes of these tokens, or only of the one that is all of them.
 
-        Returns their lengths in tokens. They leave when others need the room.
+        Returns their lengths in tokens. They are evicted when others need the room.
         """
         gone = self._room.unpin(self._root(tenant), blocks.pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
@@ -391,7 +391,7 @@ class Store:
 
     def stats(self) -> SnapshotStats:
         """Take the counts."""
-        return SnapshotStats.take(
+        return SnapshotStats.collect(
             self._writer.counts,
             self._index,
             self._room,
@@ -431,8 +431,8 @@ class Store:
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
 
-    def _within(self, tenant: str, packed: bytes) -> Iterator[Entry]:
-        """Go through the entries that hold nothing but a part of these tokens, children first."""
+    def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
+        """Go through the nodes that hold nothing but a part of these tokens, children first."""
         for identity in self._identities:
             yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
 
@@ -452,11 +452,11 @@ class Store:
             return "queue_full"
         return None
 
-    def _use(self, entry: Entry) -> None:
-        self._index.use(entry)
-        self._writer.use(entry.used, entry.digest)
+    def _use(self, node: Node) -> None:
+        self._index.use(node)
+        self._writer.use(node.used, node.digest)
 
-    def _settled(self, write: Write) -> None:
+    def _write_ended(self, write: Write) -> None:
         """Take note of the end of a write. Called by the writer, on the event loop."""
-        self._leaving.settle(write)
+        self._removal.note_end(write)
         self._room.check()

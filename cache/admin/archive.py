@@ -51,15 +51,15 @@ _EMPTY: Final = {
 
 
 @dataclass(slots=True)
-class Carried:
-    """What was carried; `skipped` are names with the reason."""
+class Transferred:
+    """What was transferred; `skipped` are names with the reason."""
 
     num_files: int = 0
     size_bytes: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
-def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Carried:
+def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Transferred:
     """Write the chains that end in `digests` (beginnings of hex names; None: everything) to a tar file.
 
     Needs no lock. Every file is proved on the way. Raises `CacheError` where one is unknown, doubtful, or
@@ -69,9 +69,9 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Carr
     paths = _chains(directory, digests)
     if not paths:
         raise CacheError(f"there is nothing to export in {directory}")
-    carried = Carried()
+    transferred = Transferred()
     made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # its owner's alone
-    draft = target.parent / name
+    temporary = target.parent / name
     try:
         with (
             os.fdopen(made, "wb") as to,
@@ -79,20 +79,20 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Carr
         ):
             for path in paths:
                 prove(path)
-                carried.size_bytes += _put(tar, path)
-                carried.num_files += 1
-        draft.replace(target)
+                transferred.size_bytes += _add_file(tar, path)
+                transferred.num_files += 1
+        temporary.replace(target)
     except DoubtfulSnapshotError as error:
         raise CacheError(f"{path.name} is doubtful ({error.reason}): see turnkeep cache verify") from None
     except FileNotFoundError:
         raise CacheError(f"{path.name} was evicted meanwhile: export again, or pin it first") from None
     finally:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
-    return carried
+            temporary.unlink(missing_ok=True)
+    return transferred
 
 
-def restore(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: int) -> Carried:
+def import_files(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: int) -> Transferred:
     """Take the files of an archive into a cache, each after it is proved; the lock is held meanwhile.
 
     What is there already, is doubtful, lacks its prefix, or exceeds a limit is skipped with the reason.
@@ -101,18 +101,18 @@ def restore(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: in
     with source.open("rb") as file, opened(directory) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CacheError(f"{source} is no file: save the archive to one first")
-        intake = _Intake(folder, catalog, index, max_bytes, min_free_bytes)
+        importer = _Importer(folder, catalog, index, max_bytes, min_free_bytes)
         try:
             for member in _members(file):
                 try:
-                    intake.take(member, file)
+                    importer.add(member, file)
                 except DoubtfulSnapshotError as error:
-                    intake.carried.skipped.append((member.name, error.reason))
+                    importer.transferred.skipped.append((member.name, error.reason))
         except tarfile.TarError as error:
             raise CacheError(
                 f"{source} is no sound tar file ({error}); it must be whole, and not compressed"
             ) from None
-    return intake.carried
+    return importer.transferred
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
@@ -139,21 +139,21 @@ def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     raise tarfile.ReadError(f"more than {_MOST_OTHERS} members that are no snapshots")
 
 
-class _Intake:
+class _Importer:
     """Takes one member after the other into an open cache."""
 
     def __init__(
         self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
     ) -> None:
-        self.carried = Carried()
+        self.transferred = Transferred()
         self._folder = folder
         self._catalog = catalog
-        self._names = {entry.digest: entry.name for entry in index}
+        self._names = {node.digest: node.name for node in index}
         self._used_bytes = index.stored_bytes + folder.quarantined_bytes()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
 
-    def take(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
+    def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
         """Raise `DoubtfulSnapshotError` with the reason where a member is not taken."""
         digest = digest_of(member.name)
         if digest is None or not _is_snapshot(member):
@@ -181,8 +181,8 @@ class _Intake:
         used = time.time_ns() // 1000
         self._catalog.put([Row.of(digest, name, member.size, used)])
         self._used_bytes += member.size
-        self.carried.num_files += 1
-        self.carried.size_bytes += member.size
+        self.transferred.num_files += 1
+        self.transferred.size_bytes += member.size
 
     def _check_prefix(self, name: Name) -> None:
         if name.start == 0:
@@ -230,7 +230,7 @@ def _only(there: set[str], beginning: str) -> str:
     return fitting[0]
 
 
-def _put(tar: tarfile.TarFile, path: Path) -> int:
+def _add_file(tar: tarfile.TarFile, path: Path) -> int:
     """Add a file under its name, without who owned it: that says nothing where it is going."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())

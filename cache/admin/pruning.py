@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.rows import Pin
-    from cache.index.entries import Entry
     from cache.index.index import Index
+    from cache.index.nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +64,26 @@ def prune(
         Pins(index, catalog.pins())
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
-        victims: list[Entry] = []
+        victims: list[Node] = []
         gone: Counter[bytes] = Counter()
         num_pinned = 0
-        for entry in index:
+        for node in index:
             if to_bytes is not None and left_bytes <= to_bytes:
                 break
-            if older_than_s is not None and entry.used / 1e6 >= now_s - older_than_s:
+            if older_than_s is not None and node.used / 1e6 >= now_s - older_than_s:
                 break  # the rest was used later still
-            if len(entry.children) > gone[entry.digest] or not is_of_model(entry):
+            if len(node.children) > gone[node.digest] or not is_of_model(node):
                 continue
-            if entry.kept:
+            if node.kept:
                 num_pinned += 1
                 continue
-            victims.append(entry)
-            gone[entry.parent] += 1
-            left_bytes -= entry.size_bytes
-        for entry in victims:
-            folder.remove(entry.digest)
-        catalog.remove(entry.row for entry in victims)
-    return Pruned(len(victims), sum(entry.size_bytes for entry in victims), num_pinned, left_bytes)
+            victims.append(node)
+            gone[node.parent] += 1
+            left_bytes -= node.size_bytes
+        for node in victims:
+            folder.remove(node.digest)
+        catalog.remove(node.row for node in victims)
+    return Pruned(len(victims), sum(node.size_bytes for node in victims), num_pinned, left_bytes)
 
 
 def prune_all(directory: Path) -> Pruned:
@@ -110,10 +110,10 @@ def unpin(directory: Path, names: list[str]) -> list[Pin]:
     return found
 
 
-def _of_model(folder: Folder, model: str | None) -> Callable[[Entry], bool]:
-    def is_of_model(entry: Entry) -> bool:
+def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
+    def is_of_model(node: Node) -> bool:
         try:
-            return model is None or read_header(folder.path(entry.digest)).identity.startswith(model.lower())
+            return model is None or read_header(folder.path(node.digest)).identity.startswith(model.lower())
         except (DoubtfulSnapshotError, OSError):
             return False
 

@@ -26,7 +26,7 @@ from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cache.index.entries import Entry
+    from cache.index.nodes import Node
 
 
 #: How often the index is copied where its log begins anew meanwhile: once in some hundred changes.
@@ -42,7 +42,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class StoredChain:
     """One stored sequence of tokens, down to a leaf of the tree; `digest` names the leaf.
 
     `size_bytes` are those of the whole chain, `own_bytes` of what no other chain shares. `pinned_tokens`
@@ -60,7 +60,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ModelUsage:
     """What one model's snapshots take."""
 
     model: Model
@@ -76,8 +76,8 @@ class Survey:
     `doubtful` are file names with what is wrong with them, `quarantined` those that were moved for it.
     """
 
-    chains: list[Chain] = field(default_factory=list)
-    usage: list[Usage] = field(default_factory=list)
+    chains: list[StoredChain] = field(default_factory=list)
+    usage: list[ModelUsage] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
     doubtful: list[tuple[str, str]] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def check(directory: Path) -> None:
         )
 
 
-def look(directory: Path) -> Survey:
+def inspect(directory: Path) -> Survey:
     """List what is there. Reads one header for each chain. Raises `NotACacheError`, `OSError`."""
     check(directory)
     rows, survey, names = _read(directory)
@@ -107,21 +107,21 @@ def look(directory: Path) -> Survey:
     models: dict[str, Model] = {}
     usage: dict[str, list[int]] = {}
     counted: set[bytes] = set()
-    for entry in index:
-        if entry.children:
+    for node in index:
+        if node.children:
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile; or it was read once already
-            identity = read_header(directory / "snapshots" / f"{entry.digest.hex()}{SUFFIX}").identity
+            identity = read_header(directory / "snapshots" / f"{node.digest.hex()}{SUFFIX}").identity
             model = models.setdefault(identity, Model(identity, names.get(identity, "")))
-            links = list(entry.chain())
-            survey.chains.append(_chain(entry, links, model))
+            links = list(node.chain())
+            survey.chains.append(_stored_chain(node, links, model))
             sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
             for i, more in enumerate((1, len(new), sum(link.size_bytes for link in new))):
                 sums[i] += more
     survey.chains.sort(key=lambda chain: -chain.used_s)
-    survey.usage = [Usage(models[identity], *sums) for identity, sums in usage.items()]
+    survey.usage = [ModelUsage(models[identity], *sums) for identity, sums in usage.items()]
     with suppress(OSError):
         survey.quarantined_bytes = sum(path.stat().st_size for path in (directory / "quarantine").iterdir())
     return survey
@@ -246,19 +246,19 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _chain(entry: Entry, links: list[Entry], model: Model) -> Chain:
+def _stored_chain(node: Node, links: list[Node], model: Model) -> StoredChain:
     own_bytes = 0
     for link in links:
         if len(link.children) > 1:
             break
         own_bytes += link.size_bytes
-    return Chain(
-        digest=entry.digest,
+    return StoredChain(
+        digest=node.digest,
         model=model,
-        num_tokens=entry.end,
+        num_tokens=node.end,
         num_files=len(links),
         size_bytes=sum(link.size_bytes for link in links),
         own_bytes=own_bytes,
-        used_s=entry.used / 1e6,
+        used_s=node.used / 1e6,
         pinned_tokens=max((link.end for link in links if link.kept), default=0),
     )

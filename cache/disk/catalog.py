@@ -177,7 +177,7 @@ class Catalog:
             rows = [(identity, "") for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
-    def settle(self) -> bool:
+    def purge_log(self) -> bool:
         """See to it that what was deleted is in no file of the catalog any more; False where it cannot be."""
         # The log has the pages as they were before.
         return self.is_lasting and self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0

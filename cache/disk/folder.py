@@ -1,4 +1,4 @@
-"""The directory on SSD: its lock, its paths, and moving files between its rooms. Knows no index.
+"""The directory on SSD: its lock, its paths, and moving files between its subfolders. Knows no index.
 
 lock            held while a store is open
 index.sqlite    what is there and when it was last used; can be lost
@@ -99,12 +99,12 @@ class Folder:
 
     def _tighten(self) -> None:
         """Close what an older version has left open to others: once, since there may be very many files."""
-        rooms = (self.snapshots, self.tmp, self.quarantined)
+        subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
-        files += [(path for path in room.iterdir() if digest_of(path.name)) for room in rooms]
+        files += [(path for path in subfolder.iterdir() if digest_of(path.name)) for subfolder in subfolders]
         private.tighten(self.directory, chain(*files))
-        for room in rooms:
-            private.tighten(room, ())
+        for subfolder in subfolders:
+            private.tighten(subfolder, ())
 
     def close(self) -> None:
         """Give the lock back."""
@@ -140,13 +140,13 @@ class Folder:
         path.rename(self.path(digest))
         _sync(self.snapshots)
 
-    def mend(self, digest: bytes) -> None:
+    def repair(self, digest: bytes) -> None:
         """Make what was in a snapshot's way leave, and folders that were removed come back.
 
         Raises `OSError` where the directory itself is gone.
         """
-        for room in (self.snapshots, self.tmp, self.quarantined):
-            room.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
+        for subfolder in (self.snapshots, self.tmp, self.quarantined):
+            subfolder.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
         _discard(self.tmp / digest.hex())
         if self.path(digest).is_dir():
             self.quarantine(digest)
@@ -173,11 +173,11 @@ class Folder:
         except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
             _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
-    def release(self, digest: bytes) -> None:
+    def remove_quarantined(self, digest: bytes) -> None:
         """Remove a file from the quarantine, if it is there."""
         (self.quarantined / file_name(digest)).unlink(missing_ok=True)
 
-    def release_of(self, packed: bytes) -> None:
+    def remove_quarantined_of(self, packed: bytes) -> None:
         """Remove what the quarantine has of a run of tokens, and what does not say which it has."""
         for path in _within(self.quarantined):
             try:
@@ -190,9 +190,9 @@ class Folder:
 
     def sync(self) -> None:
         """See to it that what was removed stays removed, even if the power fails."""
-        for room in (self.snapshots, self.tmp, self.quarantined):
+        for subfolder in (self.snapshots, self.tmp, self.quarantined):
             with suppress(FileNotFoundError):  # gone, with all that was in it
-                _sync(room)
+                _sync(subfolder)
 
     def quarantined_bytes(self) -> int:
         """Measure the quarantine: it counts against the disk limit."""
@@ -204,11 +204,11 @@ class Folder:
     def clear(self) -> list[str]:
         """Remove all snapshots, the quarantined ones too; returns the names that could not be removed."""
         left = []
-        for room in (self.snapshots, self.quarantined):
-            with suppress(FileNotFoundError), os.scandir(room) as entries:
+        for subfolder in (self.snapshots, self.quarantined):
+            with suppress(FileNotFoundError), os.scandir(subfolder) as entries:
                 for entry in entries:
                     try:
-                        if room is self.quarantined and entry.is_dir(follow_symlinks=False):
+                        if subfolder is self.quarantined and entry.is_dir(follow_symlinks=False):
                             shutil.rmtree(entry.path)
                         else:
                             os.unlink(entry.path)  # noqa: PTH108  # there may be a hundred thousand of them

@@ -43,7 +43,7 @@ _MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class EncodedSnapshot:
     """A snapshot ready to be written. `header` is complete but for its checksums."""
 
     header: bytes
@@ -55,31 +55,31 @@ class Draft:
         return len(self.header) + sum(tensor.data.nbytes for tensor in self.tensors)
 
 
-def draft(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Draft:
+def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> EncodedSnapshot:
     """Lay out a file. Raises `ValueError` where the tensors do not fit the name: a fault of the caller."""
-    return Draft(headers.write(name, identity, tensors), tensors)
+    return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
-def write(draft: Draft, path: Path) -> None:
+def write(encoded: EncodedSnapshot, path: Path) -> None:
     """Write and fsync a file, over whatever is there, without copying a tensor.
 
     Runs on the writer thread. Raises `OSError`.
     """
     state = xxhash.xxh3_128()
-    for tensor in draft.tensors:
+    for tensor in encoded.tensors:
         if tensor.of_state:
             state.update(tensor.data)
-    header = draft.header[:STATE_AT] + state.hexdigest().encode() + draft.header[STATE_END:]
+    header = encoded.header[:STATE_AT] + state.hexdigest().encode() + encoded.header[STATE_END:]
     hasher = xxhash.xxh3_128(header)
-    for tensor in draft.tensors:
+    for tensor in encoded.tensors:
         if not tensor.of_state:
             hasher.update(tensor.data)
     header = header[:CHECKSUM_AT] + hasher.hexdigest().encode() + header[CHECKSUM_END:]
     # Few system calls for all tensors: one for each takes half as much of the processor again, and waits for
     # the GIL as often.
     with open(path, "wb", buffering=0, opener=private.opener) as file:
-        for group in _batches((memoryview(header), *(tensor.data for tensor in draft.tensors))):
-            _pour(file.fileno(), group)
+        for group in _batches((memoryview(header), *(tensor.data for tensor in encoded.tensors))):
+            _write_all(file.fileno(), group)
         os.fsync(file.fileno())
 
 
@@ -101,7 +101,7 @@ def prove(path: Path) -> Name:
     return name
 
 
-def look(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
+def peek(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
     """Read what tensors the snapshot `digest` has, from a header that nothing has verified yet.
 
     Raises `DoubtfulSnapshotError` where the file cannot be that snapshot, `OSError` as `prove` does.
@@ -128,7 +128,7 @@ def read(
     where it stays, and hashed there. The header is checked before anything is written; the checksum can only
     be checked afterwards: after a `DoubtfulSnapshotError` the places of this span hold what nobody may use.
 
-    `state` is the memory of the state's tensors, in the order of `look`, for the last snapshot of a chain
+    `state` is the memory of the state's tensors, in the order of `peek`, for the last snapshot of a chain
     whose model has such layers; None leaves a state unread.
 
     Returns the bytes of the file that were read; raises `OSError` as `prove` does. Safe on any thread: it
@@ -196,7 +196,7 @@ class _Found:
 
     def _read(self, groups: Iterable[list[memoryview]], hasher: xxhash.xxh3_128, claimed: bytes) -> None:
         for group in groups:
-            _fill(self._file, group)
+            _read_all(self._file, group)
             for buffer in group:
                 hasher.update(buffer)
         if hasher.hexdigest().encode() != claimed:
@@ -234,22 +234,22 @@ def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield batch
 
 
-def _fill(file: int, buffers: list[memoryview]) -> None:
+def _read_all(file: int, buffers: list[memoryview]) -> None:
     """Read on in a file until all buffers are full; a system call may do it in parts."""
     while num_read := os.readv(file, buffers):
-        buffers = _behind(buffers, num_read)
+        buffers = _skip_bytes(buffers, num_read)
         if not buffers:
             return
     raise DoubtfulSnapshotError("shorter than its header says")
 
 
-def _pour(file: int, buffers: list[memoryview]) -> None:
+def _write_all(file: int, buffers: list[memoryview]) -> None:
     """Write all buffers behind one another; a system call may do it in parts, as the disk gets full, say."""
     while buffers:
-        buffers = _behind(buffers, os.writev(file, buffers))
+        buffers = _skip_bytes(buffers, os.writev(file, buffers))
 
 
-def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+def _skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     """Leave out the first bytes of buffers, with those that are empty then."""
     full = 0
     while full < len(buffers) and num_bytes >= buffers[full].nbytes:

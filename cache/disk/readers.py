@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: How often it is looked whether a read takes too long.
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +32,10 @@ class _Job:
 
 
 class Readers:
-    """The threads; each calls `leave` before it ends, if it has worked."""
+    """The threads; each calls `on_exit` before it ends, if it has worked."""
 
-    def __init__(self, num_threads: int, leave: Callable[[], None]) -> None:
-        self._leave = leave
+    def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:
+        self._on_exit = on_exit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         #: Until when a thread may be at its job.
         self._until = [math.inf] * num_threads
@@ -61,7 +61,7 @@ class Readers:
         if not self.are_stuck():
             waiting = asyncio.wrap_future(self.submit(work, limit_s))
             while not self.are_stuck():
-                if (await asyncio.wait([waiting], timeout=_LOOK_S))[0]:
+                if (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
                     return waiting.result()
             waiting.cancel()
         raise TimeoutError("the disk does not answer")
@@ -84,12 +84,12 @@ class Readers:
 
     def _live(self, number: int) -> None:
         has_worked = False
-        while self._take(number):
+        while self._run_next(number):
             has_worked = True
         if has_worked:
-            self._leave()
+            self._on_exit()
 
-    def _take(self, number: int) -> bool:
+    def _run_next(self, number: int) -> bool:
         """Do one job; False for the end. What it was and what came of it is kept by nobody here."""
         job = self._jobs.get()
         if job is None:

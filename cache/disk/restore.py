@@ -31,7 +31,7 @@ Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChainFile:
     """One file of a chain, and how many of its tokens are used: all, unless it is the last.
 
     `state` is what the whole chain is resumed from: the last one's, where the model has such layers.
@@ -58,31 +58,31 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of reading a match. `doubt` is what was wrong with the piece after the first `num_read`."""
+class ReadOutcome:
+    """What came of reading a match. `doubt` is what was wrong with the file after the first `num_read`."""
 
     restored: Restored | None
     num_read: int
     doubt: str | None
 
 
-def leave() -> None:
+def release_thread() -> None:
     """Prepare an I/O thread for its end."""
     from cache.kv import arrays
 
-    arrays.leave_thread()
+    arrays.release_thread()
 
 
 def restore(
     folder: Folder,
-    pieces: Sequence[Piece],
+    files: Sequence[ChainFile],
     identity: bytes,
     model: ModelLayout,
     room_tokens: int,
     limit_s: float,
     help_out: Help,
-) -> Outcome:
-    """Read as many pieces as are beyond doubt, with the help of another I/O thread where one is free.
+) -> ReadOutcome:
+    """Read as many files as are beyond doubt, with the help of another I/O thread where one is free.
 
     The arrays get room for `room_tokens` at the least: a session that goes on and has none copies all its KV.
 
@@ -93,17 +93,17 @@ def restore(
 
     started = time.perf_counter()
     until = started + limit_s
-    last = pieces[-1]
+    last = files[-1]
     reading, restored, doubt = None, None, None
-    num_read = len(pieces) - 1  # that is the one in doubt, where its state is
+    num_read = len(files) - 1  # that is the one in doubt, where its state is
     try:
         states: States = ()
-        num_tokens = sum(piece.num_tokens for piece in pieces)
+        num_tokens = sum(file.num_tokens for file in files)
         if last.state:
-            states = snapshot_format.look(folder.path(last.digest), last.digest, last.start, identity)[1]
+            states = snapshot_format.peek(folder.path(last.digest), last.digest, last.start, identity)[1]
             model.check_states(states, num_tokens)
         blank = arrays.Blank(model.kv, max(num_tokens, room_tokens), states)
-        reading = _Reading(folder, pieces, identity, model.kv, blank, until)
+        reading = _Reading(folder, files, identity, model.kv, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
@@ -111,7 +111,7 @@ def restore(
         raise TimeoutError
     # With a doubt there is no state at the end of what was read.
     if reading is not None and num_read and not (last.state and doubt):
-        num_tokens = sum(piece.num_tokens for piece in pieces[:num_read])
+        num_tokens = sum(file.num_tokens for file in files[:num_read])
         size_bytes = sum(reading.sizes[:num_read])
         tensors = blank.arrays()
         try:
@@ -119,43 +119,43 @@ def restore(
                 model.prove(tensors, num_tokens)
             restored = Restored(num_tokens, tensors, time.perf_counter() - started, size_bytes)
         except ValueError as error:
-            num_read, doubt = len(pieces) - 1, str(error)
+            num_read, doubt = len(files) - 1, str(error)
     if doubt is not None:
-        folder.quarantine(pieces[num_read].digest)
-    return Outcome(restored, num_read, doubt)
+        folder.quarantine(files[num_read].digest)
+    return ReadOutcome(restored, num_read, doubt)
 
 
 class _Reading:
-    """The pieces of a restore, taken one after the other by the threads that read them."""
+    """The files of a restore, taken one after the other by the threads that read them."""
 
     def __init__(
         self,
         folder: Folder,
-        pieces: Sequence[Piece],
+        files: Sequence[ChainFile],
         identity: bytes,
         layout: Layout,
         blank: Blank,
         until: float,
     ) -> None:
-        #: What was read, by piece; 0 where it was not.
-        self.sizes = [0] * len(pieces)
+        #: What was read, by file; 0 where it was not.
+        self.sizes = [0] * len(files)
         self._folder = folder
-        self._pieces = pieces
+        self._files = files
         self._identity = identity
         self._layout = layout
         self._places = blank.places
         self._state = blank.state
         self._until = until
         self._doubts: dict[int, str] = {}
-        self._todo = deque(range(len(pieces)))
+        self._todo = deque(range(len(files)))
 
     def run(self, help_out: Help) -> tuple[int, str | None]:
-        """Read all; return how many pieces in a row are beyond doubt, and what is wrong with the next.
+        """Read all; return how many files in a row are beyond doubt, and what is wrong with the next.
 
         Raises `TimeoutError` where the other thread does not return in time.
         """
         helper = None
-        if len(self._pieces) > 1:
+        if len(self._files) > 1:
             with suppress(RuntimeError):  # the threads are ending: this one reads alone
                 helper = help_out(lambda: self._work_on_half(1))
         try:
@@ -164,12 +164,12 @@ class _Reading:
             else:
                 self._work_on_half(0)
         finally:
-            # It may be at its last piece, or still wait for a thread: then nobody needs it any more.
+            # It may be at its last file, or still wait for a thread: then nobody needs it any more.
             self._todo.clear()
             if helper is not None and not helper.cancel():
                 helper.result(max(0.0, self._until - time.perf_counter()))
             self._places, self._state = [], []
-        num_read = min(self._doubts, default=len(self._pieces))
+        num_read = min(self._doubts, default=len(self._files))
         return num_read, self._doubts.get(num_read)
 
     def _work_on_half(self, half: int) -> None:
@@ -185,21 +185,21 @@ class _Reading:
             if time.perf_counter() > self._until:
                 raise TimeoutError
             try:
-                self.sizes[i] = self._read(self._pieces[i])
+                self.sizes[i] = self._read(self._files[i])
             except DoubtfulSnapshotError as error:
                 self._doubts[i] = str(error)
                 self._todo.clear()  # whatever comes after it continues what is in doubt
 
-    def _read(self, piece: Piece) -> int:
+    def _read(self, file: ChainFile) -> int:
         return snapshot_format.read(
-            self._folder.path(piece.digest),
-            piece.digest,
-            piece.start,
+            self._folder.path(file.digest),
+            file.digest,
+            file.start,
             self._identity,
             layout=self._layout,
             places=self._places,
-            num_tokens=piece.num_tokens,
-            state=self._state if piece.state else None,
+            num_tokens=file.num_tokens,
+            state=self._state if file.state else None,
         )
 
 

@@ -27,11 +27,11 @@ from . import format as snapshot_format
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cache.index.entries import Entry
+    from cache.index.nodes import Node
 
     from .catalog import Catalog
     from .folder import Folder
-    from .format import Draft
+    from .format import EncodedSnapshot
     from .rows import Pin, Row
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 
 
-class State(enum.Enum):
+class WriteState(enum.Enum):
     """Where a snapshot is on its way to the disk. The last four are final."""
 
     QUEUED = "queued"
@@ -71,18 +71,18 @@ class Write:
     knows better, removes the file: so nothing that was abandoned comes back.
     """
 
-    entry: Entry  # the event loop's; the writer reads `row`
+    node: Node  # the event loop's; the writer reads `row`
     row: Row
-    draft: Draft | None  # None once it is abandoned
+    encoded: EncodedSnapshot | None  # None once it is abandoned
     size_bytes: int
-    state: State = State.QUEUED
+    state: WriteState = WriteState.QUEUED
     abandoned: DropReason | Literal["cancelled"] | None = None
     error: Exception | None = None
 
     def abandon(self, reason: DropReason | Literal["cancelled"]) -> None:
         """Give it up. Its tensors are free at once, unless the writer is at it: it may hang for long."""
         self.abandoned = self.abandoned or reason
-        self.draft = None  # after `abandoned`, which the writer reads behind this
+        self.encoded = None  # after `abandoned`, which the writer reads behind this
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class _Job:
     """What the thread is to do, and what the event loop does once that is done."""
 
     work: Callable[[], object]
-    settle: Callable[[], None] = _nothing
+    done: Callable[[], None] = _nothing
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Counts:
 
 
 class Writer:
-    """The event loop's end of the thread. `settled` is called there once for every write that ends."""
+    """The event loop's end of the thread. `on_end` is called there once for every write that ends."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Writer:
         queue_bytes: int,
         free_bytes: int,
         quarantined_bytes: int,
-        settled: Callable[[Write], None],
+        on_end: Callable[[Write], None],
         monotonic: Callable[[], float],
     ) -> None:
         self.counts = Counts()
@@ -155,11 +155,11 @@ class Writer:
         self.quarantined_bytes = quarantined_bytes
         self._folder = folder
         self._catalog = catalog
-        self._settled = settled
+        self._on_end = on_end
         self._monotonic = monotonic
         self._pause_s = 0.0
         self._paused_until = 0.0
-        self._in_flight: dict[Entry, Write] = {}
+        self._in_flight: dict[Node, Write] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
@@ -185,25 +185,25 @@ class Writer:
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
-    def write(self, entry: Entry, draft: Draft) -> None:
+    def write(self, node: Node, encoded: EncodedSnapshot) -> None:
         """Queue a snapshot; the caller has checked that there is room."""
-        write = Write(entry, entry.row, draft, draft.size_bytes)
+        write = Write(node, node.row, encoded, encoded.size_bytes)
         self.counts.accepted += 1
         self.counts.in_flight += 1
-        self.counts.in_flight_bytes += draft.size_bytes
-        self._in_flight[entry] = write
+        self.counts.in_flight_bytes += encoded.size_bytes
+        self._in_flight[node] = write
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
-    def abandon(self, entry: Entry, reason: DropReason | Literal["cancelled"]) -> None:
-        """Give up an entry's write, wherever it is. It stays in flight until the writer has let go of it."""
-        write = self._in_flight.get(entry)
+    def abandon(self, node: Node, reason: DropReason | Literal["cancelled"]) -> None:
+        """Give up a node's write, wherever it is. It stays in flight until the writer has let go of it."""
+        write = self._in_flight.get(node)
         if write is not None:
             write.abandon(reason)
 
     def abandon_queued(self, reason: DropReason) -> None:
         """Give up what the thread has not begun with. It leaves the index when the thread comes to it."""
         for write in self._in_flight.values():
-            if write.state is State.QUEUED:
+            if write.state is WriteState.QUEUED:
                 write.abandon(reason)
 
     def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
@@ -259,26 +259,26 @@ class Writer:
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
-    def _settle(self, job: _Job, measured: tuple[int, int] | None) -> None:
+    def _finish(self, job: _Job, measured: tuple[int, int] | None) -> None:
         if measured is not None:
             self.free_bytes, self.quarantined_bytes = measured
-        job.settle()
+        job.done()
 
     def _ended(self, write: Write) -> None:
         self._count(write)
-        self._settled(write)
+        self._on_end(write)
 
     def _unlinked(self, size_bytes: int) -> None:
         self.unlinking_bytes -= size_bytes
 
     def _count(self, write: Write) -> None:
-        del self._in_flight[write.entry]
+        del self._in_flight[write.node]
         self.counts.in_flight -= 1
         self.counts.in_flight_bytes -= write.size_bytes
-        if write.state is State.DURABLE:
+        if write.state is WriteState.DURABLE:
             self.counts.written_bytes += write.size_bytes
             self._resume()
-        if write.state is State.FAILED:
+        if write.state is WriteState.FAILED:
             self.counts.failed += 1
             self._pause(write)
         elif write.abandoned == "cancelled":
@@ -308,53 +308,53 @@ class Writer:
     # From here on: the thread.
 
     def _run(self) -> None:
-        while self._take():
+        while self._run_next():
             pass
 
-    def _take(self) -> bool:
+    def _run_next(self) -> bool:
         """Do one job; False for the end. Nothing here keeps its tensors: it may be long until the next."""
         job = self._jobs.get()
         if job is None:
             return False
         job.work()
         try:
-            self._loop.call_soon_threadsafe(self._settle, job, self._measured())
+            self._loop.call_soon_threadsafe(self._finish, job, self._measured())
         except RuntimeError:  # the event loop is closed: nobody is left to be told
             return False
         return True
 
     def _write(self, write: Write) -> None:
-        draft = write.draft
-        if self._let_go(write) or draft is None:
+        encoded = write.encoded
+        if self._end_if_abandoned(write) or encoded is None:
             return
-        write.state = State.WRITING
+        write.state = WriteState.WRITING
         digest = write.row.digest
         try:
             try:
-                self._place(write, draft)
+                self._place(write, encoded)
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     raise
-                self._folder.mend(digest)
-                self._place(write, draft)
+                self._folder.repair(digest)
+                self._place(write, encoded)
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread must go on
-            write.state, write.error = State.FAILED, error
+            write.state, write.error = WriteState.FAILED, error
             return
-        if write.state is State.DURABLE:
+        if write.state is WriteState.DURABLE:
             self._left.pop(digest, None)
             self._in_catalog(self._catalog.put, [write.row])
 
-    def _place(self, write: Write, draft: Draft) -> None:
+    def _place(self, write: Write, encoded: EncodedSnapshot) -> None:
         with self._folder.placing(write.row.digest) as path:
-            snapshot_format.write(draft, path)
-            if not self._let_go(write):
+            snapshot_format.write(encoded, path)
+            if not self._end_if_abandoned(write):
                 self._folder.place(path, write.row.digest)
-                write.state = State.DURABLE
+                write.state = WriteState.DURABLE
 
-    def _let_go(self, write: Write) -> bool:
+    def _end_if_abandoned(self, write: Write) -> bool:
         if write.abandoned is None:
             return False
-        write.state = State.CANCELLED if write.abandoned == "cancelled" else State.DROPPED
+        write.state = WriteState.CANCELLED if write.abandoned == "cancelled" else WriteState.DROPPED
         return True
 
     def _note(self, note: PinNote) -> None:
@@ -365,7 +365,7 @@ class Writer:
         self._remove(rows)
         try:
             for row in rows if quarantined else ():
-                self._folder.release(row.digest)
+                self._folder.remove_quarantined(row.digest)
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
@@ -394,11 +394,11 @@ class Writer:
                 clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
             else:
                 self._remove([row for row in self._left.values() if row.is_of(packed)])
-                self._folder.release_of(packed)
+                self._folder.remove_quarantined_of(packed)
                 clean = self._cleared and not any(row.is_of(packed) for row in self._left.values())
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
-            job.clean = clean and self._catalog.settle()
+            job.clean = clean and self._catalog.purge_log()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             _log.error("erasure_failed", error=str(error) or repr(error))
 

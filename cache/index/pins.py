@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from cache.disk.rows import Pin
 
-    from .entries import Entry
     from .index import Index
+    from .nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,33 @@ class Pinned:
     noted: bool
 
 
-class _Way(NamedTuple):
-    """Where in a pin's packed tokens a name ends, and the entries behind it with the tokens each shares."""
+class _Path(NamedTuple):
+    """Where in a pin's packed tokens a name ends, and the nodes behind it with the tokens each shares."""
 
     at: int
-    found: dict[Entry, int]
+    found: dict[Node, int]
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A pin, and the ways in the tree along which its tokens are stored or on their way now.
+class TrackedPin:
+    """A pin, and the paths in the tree along which its tokens are stored or on their way now.
 
-    There is a way for every name under which an entry that comes or goes may change what holds them.
+    There is a path for every name under which a node that comes or goes may change what holds them.
     """
 
     pin: Pin
-    ways: dict[bytes, _Way] = field(default_factory=dict)
+    paths: dict[bytes, _Path] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Count the pin's tokens that entries hold."""
-        ends = (way.at // TOKEN_BYTES + num for way in self.ways.values() for num in way.found.values())
+        """Count the pin's tokens that nodes hold."""
+        ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 
     @property
     def size_bytes(self) -> int:
-        """Measure the entries; what other pins hold too is counted for each."""
-        return sum(entry.size_bytes for way in self.ways.values() for entry in way.found)
+        """Measure the nodes; what other pins hold too is counted for each."""
+        return sum(node.size_bytes for path in self.paths.values() for node in path.found)
 
 
 class Pins:
@@ -70,8 +70,8 @@ class Pins:
 
     def __init__(self, index: Index, pins: Iterable[Pin]) -> None:
         self._index = index
-        self._pins: dict[bytes, Held] = {}
-        self._watching: dict[bytes, set[Held]] = {}
+        self._pins: dict[bytes, TrackedPin] = {}
+        self._watching: dict[bytes, set[TrackedPin]] = {}
         for pin in pins:
             self.add(pin)
         index.changed = self._changed
@@ -79,78 +79,78 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def get(self, pin: Pin) -> Held | None:
+    def get(self, pin: Pin) -> TrackedPin | None:
         """Find a pin."""
         return self._pins.get(pin.name)
 
-    def add(self, pin: Pin) -> Held:
+    def add(self, pin: Pin) -> TrackedPin:
         """Keep a prefix from now on; one that is pinned already stays so."""
-        held = self._pins.get(pin.name)
-        if held is None:
-            held = self._pins[pin.name] = Held(pin)
-            self._follow(held, pin.root, 0)
-        return held
+        tracked = self._pins.get(pin.name)
+        if tracked is None:
+            tracked = self._pins[pin.name] = TrackedPin(pin)
+            self._follow(tracked, pin.root, 0)
+        return tracked
 
     def remove(self, pin: Pin) -> None:
         """Let go of a prefix."""
-        held = self._pins.pop(pin.name)
-        self._leave(held, pin.root)
+        tracked = self._pins.pop(pin.name)
+        self._unfollow(tracked, pin.root)
 
     def within(self, root: bytes, tokens: bytes) -> list[Pin]:
         """List the pins of prefixes of these packed tokens."""
         return [
-            held.pin
-            for held in self._pins.values()
-            if held.pin.root == root and tokens.startswith(held.pin.tokens)
+            tracked.pin
+            for tracked in self._pins.values()
+            if tracked.pin.root == root and tokens.startswith(tracked.pin.tokens)
         ]
 
     def clear(self) -> None:
         """Forget all pins, of an index that was cleared."""
         self._pins, self._watching = {}, {}
 
-    def _changed(self, entry: Entry) -> None:
-        parent = entry.parent
-        for held in list(self._watching.get(parent, ())):
-            self._follow(held, parent, held.ways[parent].at)
+    def _changed(self, node: Node) -> None:
+        parent = node.parent
+        for tracked in list(self._watching.get(parent, ())):
+            self._follow(tracked, parent, tracked.paths[parent].at)
 
-    def _leave(self, held: Held, name: bytes) -> None:
-        """Let go of the entries behind a name, and of those behind them."""
+    def _unfollow(self, tracked: TrackedPin, name: bytes) -> None:
+        """Let go of the nodes behind a name, and of those behind them."""
         names = [name]
         while names:
-            way = held.ways.pop(name := names.pop(), None)
-            if way is None:
+            path = tracked.paths.pop(name := names.pop(), None)
+            if path is None:
                 continue
-            self._watching[name].discard(held)
+            self._watching[name].discard(tracked)
             if not self._watching[name]:
                 del self._watching[name]
-            for entry in way.found:
-                self._index.keep(entry, -1)
-                names.append(entry.digest)
+            for node in path.found:
+                self._index.keep(node, -1)
+                names.append(node.digest)
 
-    def _follow(self, held: Held, name: bytes, at: int) -> None:
-        """Find the entries that hold a pin's tokens behind a name; what holds those before is as it was."""
-        tokens = held.pin.tokens
+    def _follow(self, tracked: TrackedPin, name: bytes, at: int) -> None:
+        """Find the nodes that hold a pin's tokens behind a name; what holds those before is as it was."""
+        tokens = tracked.pin.tokens
         open_ends = [(name, at)]
         while open_ends:
             name, at = open_ends.pop()
-            before = held.ways[name].found if name in held.ways else {}
+            before = tracked.paths[name].found if name in tracked.paths else {}
             found = self._found(name, tokens[at : at + MOST_BYTES])
-            held.ways[name] = _Way(at, found)
-            self._watching.setdefault(name, set()).add(held)
-            for entry in before.keys() - found.keys():
-                self._index.keep(entry, -1)
-                self._leave(held, entry.digest)
-            for entry in found.keys() - before.keys():
-                self._index.keep(entry)
-            for entry, num_common in found.items():
+            tracked.paths[name] = _Path(at, found)
+            self._watching.setdefault(name, set()).add(tracked)
+            for node in before.keys() - found.keys():
+                self._index.keep(node, -1)
+                self._unfollow(tracked, node.digest)
+            for node in found.keys() - before.keys():
+                self._index.keep(node)
+            for node, num_common in found.items():
                 end = at + num_common * TOKEN_BYTES
-                if num_common == entry.num_tokens and end < len(tokens) and entry.digest not in held.ways:
-                    open_ends.append((entry.digest, end))
+                if num_common == node.num_tokens and end < len(tokens) and node.digest not in tracked.paths:
+                    open_ends.append((node.digest, end))
 
-    def _found(self, parent: bytes, packed: bytes) -> dict[Entry, int]:
+    def _found(self, parent: bytes, packed: bytes) -> dict[Node, int]:
         """Find what holds the most of `packed`.
 
         Where one that is on its way holds more than a stored one both are kept: its write may fail.
         """
-        both = (self._index.longest(parent, packed, usable=usable) for usable in (True, False))
+        both = (self._index.closest_child(parent, packed, usable=usable) for usable in (True, False))
         return {found[0]: found[1] for found in both if found is not None}

@@ -14,12 +14,12 @@ from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, Span
 if TYPE_CHECKING:
     from cache.names.blocks import Chain
 
-    from .entries import Entry
     from .index import Index
+    from .nodes import Node
 
 #: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
 #: takes longer than computing them.
-_LEAST_SHARE: Final = 0.25
+_MIN_SHARE: Final = 0.25
 
 
 class Prefixes:
@@ -31,23 +31,23 @@ class Prefixes:
         self._width = block * TOKEN_BYTES
         self._stateful = stateful
 
-    def longest(self, chain: Chain, packed: bytes) -> tuple[int, list[Entry]]:
-        """Find the longest stored prefix: its length in tokens, and the entries that hold it, in order."""
-        entries = self._index.follow(chain.names(packed)[1:], usable=True)
+    def longest(self, chain: Chain, packed: bytes) -> tuple[int, list[Node]]:
+        """Find the longest stored prefix: its length in tokens, and the nodes that hold it, in order."""
+        nodes = self._index.follow(chain.names(packed)[1:], usable=True)
         if self._stateful:
-            self._end_resumable(chain.root, packed, entries)
-            return entries[-1].end if entries else 0, entries
-        parent, at = (entries[-1].digest, entries[-1].end) if entries else (chain.root, 0)
+            self._end_resumable(chain.root, packed, nodes)
+            return nodes[-1].end if nodes else 0, nodes
+        parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (chain.root, 0)
         piece = _piece(packed, at, self._block)
-        path, num_shared = self._index.reach(parent, piece, usable=True, least_share=_LEAST_SHARE)
-        return at + num_shared, [*entries, *path]
+        path, num_shared = self._index.longest_path(parent, piece, usable=True, min_share=_MIN_SHARE)
+        return at + num_shared, [*nodes, *path]
 
-    def known(self, chain: Chain, packed: bytes) -> tuple[tuple[int, ...], list[Entry]]:
-        """Find what is stored or on its way: where the pieces of the tail start and end, and all entries."""
-        entries = self._index.follow(chain.names(packed)[1:], usable=False)
-        start = len(entries) * self._block
-        path = self._pieces(entries[-1].digest if entries else chain.root, packed[start * TOKEN_BYTES :])
-        return (start, *(entry.end for entry in path)), [*entries, *path]
+    def known(self, chain: Chain, packed: bytes) -> tuple[tuple[int, ...], list[Node]]:
+        """Find what is stored or on its way: where the pieces of the tail start and end, and all nodes."""
+        nodes = self._index.follow(chain.names(packed)[1:], usable=False)
+        start = len(nodes) * self._block
+        path = self._pieces(nodes[-1].digest if nodes else chain.root, packed[start * TOKEN_BYTES :])
+        return (start, *(node.end for node in path)), [*nodes, *path]
 
     def wanted(self, chain: Chain, packed: bytes, start: int) -> list[Span]:
         """List the spans from position `start` on that are worth saving: see `Store.wanted`."""
@@ -63,7 +63,7 @@ class Prefixes:
             piece = packed[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
             if not self._covered(parent, piece):
                 if span.num_tokens < self._block:
-                    edges = [span.start, *(entry.end for entry in self._pieces(parent, piece))]
+                    edges = [span.start, *(node.end for node in self._pieces(parent, piece))]
                     span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
                 wanted.append(span)
         return wanted
@@ -84,28 +84,28 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Tell whether entries, on their way or stored, hold all of `packed` after the block `parent`.
+        """Tell whether nodes, on their way or stored, hold all of `packed` after the block `parent`.
 
         Where layers have states they also have to end with it: a state is no part of another one.
         """
-        least_share = 1.0 if self._stateful else 0.0
-        return self._index.reach(parent, packed, least_share=least_share)[1] * TOKEN_BYTES == len(packed)
+        min_share = 1.0 if self._stateful else 0.0
+        return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
-    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Entry, ...]:
+    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
         """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
-        return self._index.reach(parent, packed[: self._width], least_share=1.0)[0]
+        return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
-    def _end_resumable(self, root: bytes, packed: bytes, entries: list[Entry]) -> None:
+    def _end_resumable(self, root: bytes, packed: bytes, nodes: list[Node]) -> None:
         """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
         while True:
-            parent, at = (entries[-1].digest, entries[-1].end) if entries else (root, 0)
-            path = self._index.ending(parent, _piece(packed, at, self._block))
+            parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (root, 0)
+            path = self._index.resumable_path(parent, _piece(packed, at, self._block))
             if path:
-                entries += path
+                nodes += path
                 return
-            if not entries or entries[-1].resumable:
+            if not nodes or nodes[-1].resumable:
                 return
-            entries.pop()
+            nodes.pop()
 
 
 def _piece(packed: bytes, start: int, num_tokens: int) -> bytes:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cache.disk.writer import Writer
 
     from .index import Index
-    from .leaving import Leaving
-    from .pins import Held
+    from .pins import TrackedPin
+    from .removal import Removal
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -39,7 +39,7 @@ PIN_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class DiskUsage:
     """Bytes at one instant: `free + pinned + evictable = capacity`.
 
     `capacity` is what snapshots may take: the disk limit less the quarantine, as far as the file system has
@@ -56,14 +56,14 @@ class Usage:
 
 
 class Room:
-    """Evicts by way of `leaving`."""
+    """Evicts through `removal`."""
 
     def __init__(
         self,
         index: Index,
         writer: Writer,
         pins: Iterable[Pin],
-        leaving: Leaving,
+        removal: Removal,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -73,18 +73,18 @@ class Room:
         self.evicted = 0
         self._index = index
         self._writer = writer
-        self._leaving = leaving
+        self._removal = removal
         self._pins = Pins(index, pins)
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
 
-    def usage(self) -> Usage:
+    def usage(self) -> DiskUsage:
         """Measure."""
         used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
         free, pinned = -self._excess(), self._index.held_bytes()
         # What was forgotten while it was under way is in flight still, but in the index no more.
         pinned += self._writer.counts.in_flight_bytes - self._index.on_its_way_bytes
-        return Usage(
+        return DiskUsage(
             capacity=used + free,
             free=free,
             pinned=pinned,
@@ -122,19 +122,19 @@ class Room:
         if self.evicted > before:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
-    def pin(self, pin: Pin) -> Held:
+    def pin(self, pin: Pin) -> TrackedPin:
         """Keep a prefix, what is stored of it and what comes. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
-        held = self._pins.add(pin)
+        tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)
         if new and self._index.kept_bytes > most:
-            size_bytes, kept_bytes = held.size_bytes, self._index.kept_bytes
+            size_bytes, kept_bytes = tracked.size_bytes, self._index.kept_bytes
             self._pins.remove(pin)
             raise PinRefusedError(
                 f"with these {size_bytes} bytes {kept_bytes} would be pinned, and at most {most} may be"
                 f" ({PIN_SHARE:.0%} of the limit of {self.max_bytes}): unpin others, or raise max_disk"
             )
-        return held
+        return tracked
 
     def unpin(self, root: bytes, tokens: bytes, *, exactly: bool) -> list[Pin]:
         """Let go of all pinned prefixes of these packed tokens, or only of the one that is all of them."""
@@ -168,6 +168,6 @@ class Room:
 
     def _evict(self, need_bytes: int, limit: int) -> int:
         """Evict; returns the bytes that this frees."""
-        victims = self._leaving.evict(need_bytes, limit)
+        victims = self._removal.evict(need_bytes, limit)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

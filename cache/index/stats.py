@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class SnapshotStats:
     """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
 
-    `stored` and `stored_bytes` are what is there now, `evicted` what went for want of room, `rejected`
-    the files that were doubtful, `timed_out` the loads that the disk did not answer in time. Of room there is
-    `free + pinned + evictable = capacity`, in bytes, as `room.Usage` says; `kept_bytes` are those of pinned
-    prefixes. The other bytes are totals since the start.
+    `stored` and `stored_bytes` are what is there now, `evicted` what was evicted, `rejected` the doubtful
+    files, `timed_out` the loads that the disk did not answer in time. In bytes `free + pinned + evictable =
+    capacity`, see `room.DiskUsage`; `kept_bytes` are those of pinned prefixes. The other bytes are totals
+    since the start.
     """
 
     accepted: int = 0
@@ -43,7 +43,7 @@ class SnapshotStats:
     kept_bytes: int = 0
 
     @classmethod
-    def take(
+    def collect(
         cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int, timed_out: int
     ) -> Self:
         """Take the counts of an open store."""

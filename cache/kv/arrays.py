@@ -129,7 +129,7 @@ def _place(memory: memoryview, heads: int, capacity: int, token_bytes: int) -> P
     return Place(rows, token_bytes)
 
 
-def leave_thread() -> None:
+def release_thread() -> None:
     """Give up what the calling thread holds of MLX, before it ends; it must not load any more.
 
     Streams that outlive their thread now and then abort the process at its exit.

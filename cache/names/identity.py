@@ -143,11 +143,11 @@ def _read_memo(memo: Path | None) -> dict[str, Any]:
 
 
 def _write_memo(memo: Path, known: dict[str, Any]) -> None:
-    draft = memo.with_name(f"{memo.name}.{os.getpid()}")
+    temporary = memo.with_name(f"{memo.name}.{os.getpid()}")
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(known, indent=1))
-        draft.replace(memo)
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(memo)
     except OSError:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

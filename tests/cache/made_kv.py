@@ -80,7 +80,7 @@ def assert_room_rule(store: Store) -> None:
     entries = {entry.digest: entry for entry in store._index}
     pinned = set()
     for entry in entries.values():
-        link = entry if entry.pins or entry.kept or not entry.durable else None
+        link = entry if entry.holds or entry.kept or not entry.durable else None
         while link is not None:
             pinned.add(link.digest)
             link = entries.get(link.parent)

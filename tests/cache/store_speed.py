@@ -55,7 +55,7 @@ async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
         assert store.save(TENANT, tokens, span, cut)
     assert await store.barrier(600)
     held = store.match(TENANT, tokens)
-    paths = [folder / "snapshots" / f"{entry.digest.hex()}{snapshot_format.SUFFIX}" for entry in held.entries]
+    paths = [folder / "snapshots" / f"{entry.digest.hex()}{snapshot_format.SUFFIX}" for entry in held.nodes]
     store.release(held)
     gib = sum(path.stat().st_size for path in paths) / 2**30
     mx.set_cache_limit(16 << 20)  # a worker's on a CPU; with more, reading again needs no fresh pages
@@ -112,7 +112,7 @@ def fill(folder: Path, num_blocks: int) -> None:
             packed = blocks.pack(tokens_of(i // CHAIN, CHAIN * BLOCK))
         start = i % CHAIN * BLOCK
         name = Name(parent, start, packed[start * blocks.TOKEN_BYTES : (start + BLOCK) * blocks.TOKEN_BYTES])
-        draft = snapshot_format.draft(name, IDENTITY, tensors)
+        draft = snapshot_format.encode(name, IDENTITY, tensors)
         parent = name.digest
         files.path(parent).write_bytes(draft.header + bytes(2 * data.nbytes))
         rows.append(Row(parent, name.parent, start, name.tokens, draft.size_bytes, i + 1))

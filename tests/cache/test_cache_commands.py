@@ -261,7 +261,7 @@ async def test_an_import_takes_nothing_that_is_not_proved(open_store, filled, tm
         tar.addfile(link)
     there = await open_store(directory=tmp_path / "there")
     await there.close()
-    took = archive.restore(tmp_path / "there", tmp_path / "bad.tar", max_bytes=1 << 30, min_free_bytes=0)
+    took = archive.import_files(tmp_path / "there", tmp_path / "bad.tar", max_bytes=1 << 30, min_free_bytes=0)
     assert took.num_files == 0
     reasons = [reason for _, reason in took.skipped]
     assert reasons[:3] == [
@@ -283,10 +283,10 @@ async def test_an_import_holds_to_the_limits(open_store, filled, tmp_path) -> No
     there = await open_store(directory=tmp_path / "there")
     await there.close()
     least = max(path.stat().st_size for path in snapshots(filled))
-    took = archive.restore(tmp_path / "there", tmp_path / "all.tar", max_bytes=least, min_free_bytes=0)
+    took = archive.import_files(tmp_path / "there", tmp_path / "all.tar", max_bytes=least, min_free_bytes=0)
     assert (took.num_files, len(took.skipped)) == (1, 4)
     assert "over the limit" in took.skipped[0][1]
-    took = archive.restore(
+    took = archive.import_files(
         tmp_path / "there", tmp_path / "all.tar", max_bytes=1 << 30, min_free_bytes=1 << 60
     )
     assert took.num_files == 0
@@ -328,6 +328,6 @@ async def test_a_cache_that_can_only_be_read_is_looked_at_all_the_same(open_stor
     folder = mounted("size=4m")
     shutil.copytree(filled, folder / "cache")
     await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)
-    found = survey.look(folder / "cache")
+    found = survey.inspect(folder / "cache")
     assert [chain.model.name for chain in found.chains] == ["tiny", "tiny", ""]
     assert survey.verify(folder / "cache", lambda done, total: None).doubtful == []

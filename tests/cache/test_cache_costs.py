@@ -27,9 +27,9 @@ def steps(monkeypatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(blocks, "link", lambda *_: 1)
-    count(Index, "longest", lambda *_: 1)
+    count(Index, "closest_child", lambda *_: 1)
     count(Index, "keep", lambda *_: 1)
-    count(Index, "_look_at", lambda *_: 1)
+    count(Index, "_reclassify", lambda *_: 1)
     return counted
 
 
@@ -59,7 +59,7 @@ async def test_a_turn_costs_what_its_blocks_do_and_not_their_square(open_store, 
     one, two = costs
     assert one["link"] == 30, "each block is hashed once in a turn"
     assert one["keep"] == 30 * pinned
-    for name in ("link", "longest", "keep", "_look_at"):
+    for name in ("link", "closest_child", "keep", "_reclassify"):
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 

@@ -40,7 +40,7 @@ NAME = Name(ROOT, 0, blocks.pack(TOKENS))
 
 def sound(tmp_path: Path) -> bytes:
     path = tmp_path / "sound"
-    snapshot_format.write(snapshot_format.draft(NAME, identity(), cut(TOKENS, Span(0, BLOCK))), path)
+    snapshot_format.write(snapshot_format.encode(NAME, identity(), cut(TOKENS, Span(0, BLOCK))), path)
     return path.read_bytes()
 
 
@@ -235,7 +235,7 @@ def replaced(text: bytes, keys: list[bytes], value: Any) -> bytes:
 
 
 def _header() -> bytes:
-    draft = snapshot_format.draft(NAME, identity(), cut(TOKENS, Span(0, BLOCK)))
+    draft = snapshot_format.encode(NAME, identity(), cut(TOKENS, Span(0, BLOCK)))
     return draft.header[8:]
 
 
@@ -287,7 +287,7 @@ async def test_a_shape_takes_no_memory_that_the_model_would_not_take(tmp_path, o
         Tensor(f"0.{part}", "F32", (1, 1 << 20, BLOCK, 0), memoryview(b"")) for part in ("keys", "values")
     )
     path = tmp_path / "cache" / "snapshots" / f"{NAME.digest.hex()}.safetensors"
-    snapshot_format.write(snapshot_format.draft(NAME, identity(), tensors), path)
+    snapshot_format.write(snapshot_format.encode(NAME, identity(), tensors), path)
     tracemalloc.start()
     try:
         assert await store.load(store.match("a", TOKENS)) is None

@@ -30,14 +30,14 @@ NAME = Name(blocks.root(IDENTITY.digest(), "a"), 0, blocks.pack(TOKENS))
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / f"{NAME.digest.hex()}.safetensors"
-    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), path)
+    snapshot_format.write(snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), path)
     return path
 
 
 def load(path, layout=None, num_tokens=BLOCK, **changes):
     """Read a file as a restore does."""
     wanted = {"digest": NAME.digest, "start": 0, "identity": IDENTITY.digest(), **changes}
-    layout = layout or snapshot_format.look(path, **wanted)[0]
+    layout = layout or snapshot_format.peek(path, **wanted)[0]
     blank = Blank(layout, wanted["start"] + num_tokens)
     snapshot_format.read(path, **wanted, layout=layout, places=blank.places, num_tokens=num_tokens)
     return blank.arrays()
@@ -49,7 +49,7 @@ def test_a_snapshot_comes_back_bit_by_bit(path) -> None:
 
 
 def test_the_size_is_known_exactly_before_it_is_written(path) -> None:
-    draft = snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK)))
+    draft = snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK)))
     assert path.stat().st_size == draft.size_bytes
 
 
@@ -65,7 +65,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_the_same_file(path, tmp_pa
 
     monkeypatch.setattr(os, "writev", take)
     other = tmp_path / "other"
-    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), other)
+    snapshot_format.write(snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK))), other)
     assert other.read_bytes() == path.read_bytes()
 
 
@@ -84,7 +84,7 @@ def test_bfloat16_comes_back_bit_by_bit(tmp_path) -> None:
     data = memoryview(whole).cast("B")
     tensors = tuple(Tensor(f"0.{part}", "BF16", whole.shape, data) for part in ("keys", "values"))
     path = tmp_path / "x.safetensors"
-    snapshot_format.write(snapshot_format.draft(NAME, IDENTITY, tensors), path)
+    snapshot_format.write(snapshot_format.encode(NAME, IDENTITY, tensors), path)
     arrays = load(path)
     keys = arrays["0.keys"]
     assert keys.dtype == mx.bfloat16
@@ -246,9 +246,9 @@ def test_a_file_under_another_name_is_not_adopted(path, tmp_path) -> None:
 
 def test_tensors_that_do_not_fit_the_name_are_a_fault_of_the_caller() -> None:
     with pytest.raises(ValueError, match="not a snapshot of 4 tokens"):
-        snapshot_format.draft(NAME, IDENTITY, cut(TOKENS, Span(0, 3)))
+        snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, 3)))
     with pytest.raises(ValueError, match="not a snapshot"):
-        snapshot_format.draft(NAME, IDENTITY, ())
+        snapshot_format.encode(NAME, IDENTITY, ())
 
 
 def chain_of_two(folder, tokens):
@@ -257,7 +257,7 @@ def chain_of_two(folder, tokens):
     for span in (Span(0, 4), Span(4, 8)):
         name = Name(parent, span.start, blocks.pack(tokens[span.start : span.end]))
         path = folder / f"{span.start}.safetensors"
-        snapshot_format.write(snapshot_format.draft(name, IDENTITY, cut(tokens, span)), path)
+        snapshot_format.write(snapshot_format.encode(name, IDENTITY, cut(tokens, span)), path)
         wanted.append({"path": path, "digest": name.digest, "start": span.start})
         parent = name.digest
     return wanted
@@ -273,7 +273,7 @@ def test_files_are_read_to_their_places_and_a_last_one_in_part(
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     identity_digest = IDENTITY.digest()
     one, two = chain_of_two(tmp_path, tokens)
-    layout, _ = snapshot_format.look(**one, identity=identity_digest)
+    layout, _ = snapshot_format.peek(**one, identity=identity_digest)
     blank = Blank(layout, num_read)
     for wanted, num_tokens in ((two, num_read - 4), (one, 4)):
         size_bytes = snapshot_format.read(
@@ -319,7 +319,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_doubtful(path, monkeypatch) -> 
         return readv(file, buffers)
 
     wanted = (NAME.digest, 0, IDENTITY.digest())
-    (layout, _), size_bytes = snapshot_format.look(path, *wanted), path.stat().st_size
+    (layout, _), size_bytes = snapshot_format.peek(path, *wanted), path.stat().st_size
     monkeypatch.setattr(os, "readv", late)
     blank = Blank(layout, BLOCK)
     with pytest.raises(DoubtfulSnapshotError, match="shorter than its header says"):

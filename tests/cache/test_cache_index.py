@@ -33,7 +33,7 @@ def filled(runs, durable=None) -> Index:
     for i, run in enumerate(runs):
         new = index.add(name(run), 1)
         if durable is None or durable[i]:
-            index.settle(new)
+            index.mark_durable(new)
     return index
 
 
@@ -47,7 +47,7 @@ def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
     best = max(
         (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
     )
-    found = index.longest(ROOT, blocks.pack(wanted))
+    found = index.closest_child(ROOT, blocks.pack(wanted))
     assert (found[1] if found else 0) == best
     if found:
         assert found[0].durable
@@ -60,16 +60,16 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
     new = index.get(name(wanted).digest)
     if new is None:
         new = index.add(name(wanted), 1)
-    swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.swallowed(new)]
+    swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.superseded(new)]
     assert sorted(swallowed) == sorted(
         len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
     )
-    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.swallowed(new))
+    assert all(len(e.name.tokens) < len(new.name.tokens) for e in index.superseded(new))
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
-    _, num_tokens = filled(runs).reach(ROOT, blocks.pack(wanted))
+    _, num_tokens = filled(runs).longest_path(ROOT, blocks.pack(wanted))
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
@@ -327,7 +327,7 @@ async def test_a_prefix_stays_as_recent_as_the_leaf_that_was_evicted(open_store)
     await store.barrier(5)
     leaf = store.match("old", [1, 2, 3, 4, 5])
     store.release(leaf)
-    store._leaving.discard([leaf.entries[-1]])
+    store._removal.discard([leaf.nodes[-1]])
     await store.close()
 
     store = await open_store(max_bytes=2 * size + 50)

@@ -207,7 +207,7 @@ class Faithful(Driven):
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
         # Of two that share as much either may be taken, but it must be one of those that are there.
-        path = [self.node(tenant, entry) for entry in match.entries]
+        path = [self.node(tenant, entry) for entry in match.nodes]
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:
@@ -290,7 +290,7 @@ class Cramped(Driven):
     def stored_of(self, tenant: str, tokens: tuple[int, ...]) -> int:
         """Count the stored tokens of a prefix, without using them as a match would."""
         parent, rest = blocks.root(identity().digest(), tenant), blocks.pack(tokens)
-        while rest and (found := self.store._index.longest(parent, rest)):
+        while rest and (found := self.store._index.closest_child(parent, rest)):
             entry, num_tokens = found
             rest = rest[num_tokens * blocks.TOKEN_BYTES :]
             if num_tokens < entry.name.num_tokens:
@@ -404,7 +404,7 @@ class Cramped(Driven):
         self.used_bytes = stats.stored_bytes + stats.in_flight_bytes
         assert len(self.files()) == stats.stored
         loading = {
-            entry.digest for *_, match in self.held if id(match) not in self.lost for entry in match.entries
+            entry.digest for *_, match in self.held if id(match) not in self.lost for entry in match.nodes
         }
         assert loading <= {bytes.fromhex(name) for name in self.files()}
 

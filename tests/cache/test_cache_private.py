@@ -50,8 +50,8 @@ def open_to_others(directory: Path) -> list[str]:
     )
 
 
-def take(directory: Path, source: Path) -> archive.Carried:
-    return archive.restore(directory, source, max_bytes=1 << 30, min_free_bytes=0)
+def take(directory: Path, source: Path) -> archive.Transferred:
+    return archive.import_files(directory, source, max_bytes=1 << 30, min_free_bytes=0)
 
 
 async def test_nothing_of_a_cache_is_there_for_others(open_store, tmp_path) -> None:

@@ -301,7 +301,7 @@ async def test_what_is_held_leaves_when_it_is_let_go(open_store, gate) -> None:
     await store.barrier(5)
     match = store.match("a", TOKENS[:4])
     await asyncio.sleep(0.05)
-    assert store.stats().stored == len(match.entries)
+    assert store.stats().stored == len(match.nodes)
     store.release(match)
     await asyncio.sleep(0.05)
     assert store.stats().stored == 0

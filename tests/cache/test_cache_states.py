@@ -172,13 +172,13 @@ async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_
 def write(path, end: int, tensors, *, resumable=True) -> Name:
     root = blocks.root(IDENTITY.digest(), "a")
     name = Name(root, 0, blocks.pack(TOKENS[:end]), resumable)
-    snapshot_format.write(snapshot_format.draft(name, IDENTITY, tensors), path)
+    snapshot_format.write(snapshot_format.encode(name, IDENTITY, tensors), path)
     return name
 
 
 def load(path, name: Name, *, state: bool = True):
     wanted = (path, name.digest, 0, IDENTITY.digest())
-    layout, states = snapshot_format.look(*wanted)
+    layout, states = snapshot_format.peek(*wanted)
     blank = Blank(layout, name.num_tokens, states if state else ())
     snapshot_format.read(
         *wanted,

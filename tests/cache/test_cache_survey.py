@@ -34,7 +34,7 @@ def test_what_is_looked_at_while_it_changes_is_what_was_there_at_some_moment(tmp
     changing = threading.Thread(target=change)
     changing.start()
     try:
-        seen = {len(survey.look(tmp_path).pins) for _ in range(150)}
+        seen = {len(survey.inspect(tmp_path).pins) for _ in range(150)}
     finally:
         over.set()
         changing.join()
@@ -61,7 +61,7 @@ def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path,
             catalog.pin(late)
 
     monkeypatch.setattr(shutil, "copyfile", copy_while_it_changes)
-    assert set(survey.look(tmp_path).pins) == {*early, *late}
+    assert set(survey.inspect(tmp_path).pins) == {*early, *late}
     assert copied == ["index.sqlite", "index.sqlite-wal"] * 2
     catalog.close()
     folder.close()
@@ -87,7 +87,7 @@ async def test_no_file_is_in_doubt_because_none_can_be_opened(without_files) -> 
     with pytest.raises(OSError, match="Too many open files"):
         survey.verify(without_files, lambda done, total: None)
     with pytest.raises(OSError, match="Too many open files"):
-        survey.look(without_files)
+        survey.inspect(without_files)
 
 
 async def test_an_export_of_all_leaves_nothing_out_because_it_cannot_be_opened(

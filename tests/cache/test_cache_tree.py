@@ -58,7 +58,7 @@ class Modelled(RuleBasedStateMachine):
             self.there.append(entry)
             self.note_use(entry)
             if is_stored and entry in self.on_their_way():
-                self.index.settle(entry)
+                self.index.mark_durable(entry)
 
     def note_use(self, entry) -> None:
         for link in self.chain(entry):
@@ -70,7 +70,7 @@ class Modelled(RuleBasedStateMachine):
     @precondition(on_their_way)
     @rule(pick=PICKS)
     def settle(self, pick) -> None:
-        self.index.settle(self.picked(pick, self.on_their_way()))
+        self.index.mark_durable(self.picked(pick, self.on_their_way()))
 
     @precondition(lambda self: self.there)
     @rule(pick=PICKS)
@@ -196,7 +196,7 @@ def saved(index: Index, chance: Random) -> None:
     packed = blocks.pack(chance.choices(range(49_152), k=148))
     block = Name(blocks.root(b"identity", "tenant"), 0, packed[:512])
     for name in (block, Name(block.digest, 128, packed[512:])):
-        index.settle(index.add(name, 60_000))
+        index.mark_durable(index.add(name, 60_000))
 
 
 def test_an_idle_session_takes_less_than_two_kib() -> None:
@@ -225,7 +225,7 @@ def test_what_was_removed_leaves_nothing_behind() -> None:
         while len(index) > 20:
             index.remove(next(iter(index)))
     assert len(list(index)) == 20
-    assert len(index._line) <= 1.5 * 22 + 65
+    assert len(index._eviction_heap) <= 1.5 * 22 + 65
     assert len(index._roots) == 1, "the tenant's"
     assert not index._held
     for entry in list(index):

@@ -463,7 +463,7 @@ def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         tensors.append(Tensor(name, dtype, shape, payload[:size_bytes]))
         payload = payload[size_bytes:]
-    snapshot_format.write(snapshot_format.draft(found.name, identity, tuple(change(tensors))), path)
+    snapshot_format.write(snapshot_format.encode(found.name, identity, tuple(change(tensors))), path)
 
 
 def more_heads(tensors: list[Tensor]) -> list[Tensor]:

@@ -127,7 +127,7 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
     place, _, is_fresh = _locate_cache(directory, config, flags)
-    found = survey.Survey() if is_fresh else survey.look(place)
+    found = survey.Survey() if is_fresh else survey.inspect(place)
     chains = [
         {
             "digest": chain.digest.hex(),
@@ -174,7 +174,7 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """Show the disk space of each model's snapshots, and the space that the limits leave."""
     place, settings, is_fresh = _locate_cache(directory, config, flags)
-    found = survey.Survey() if is_fresh else survey.look(place)
+    found = survey.Survey() if is_fresh else survey.inspect(place)
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
     total = files_bytes + found.quarantined_bytes
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
@@ -339,7 +339,7 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
     that continues from forged KV answers as if it had another history.
     """
     place, settings = _existing_cache(directory, config, flags)
-    carried = archive.restore(
+    carried = archive.import_files(
         place, source, max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk
     )
     if as_json:

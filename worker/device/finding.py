@@ -17,7 +17,7 @@ from .turn import num_common
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cache.store import Held, Store
+    from cache.store import HeldPrefix, Store
     from turnkeep_client.subjects import SessionKey
 
     from .admission import Ledger
@@ -37,7 +37,7 @@ class Holding:
     """What a session's turn holds until it is over; `room` is asked for, or had."""
 
     key: SessionKey
-    held: Held | None = None
+    held: HeldPrefix | None = None
     room: asyncio.Future[bool] | None = None
 
     def give_up(self) -> None:

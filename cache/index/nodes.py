@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: The order of siblings: by their tokens. Files of other formats have none that could be told.
-PLACE: Final = attrgetter("tokens", "digest")
+BY_TOKENS: Final = attrgetter("tokens", "digest")
 
 
-class Node:
+class Parent:
     """A prefix that snapshots continue: a tenant's empty one, or what a snapshot ends."""
 
     __slots__ = ("children", "digest")
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
-        #: In the order of `PLACE`; a list only where there are some, since most entries are leaves.
-        self.children: list[Entry] | tuple[()] = ()
+        #: In the order of `BY_TOKENS`; a list only where there are some, since most nodes are leaves.
+        self.children: list[Node] | tuple[()] = ()
 
 
-class Entry(Node):
+class Node(Parent):
     """A snapshot that is stored, or on its way there.
 
-    One that was removed and saved anew is another entry, with the same digest.
+    One that was removed and saved anew is another node, with the same digest.
     """
 
     __slots__ = (
         "doomed",
         "durable",
+        "holds",
         "kept",
-        "pins",
         "resumable",
         "size_bytes",
         "start",
@@ -49,7 +49,7 @@ class Entry(Node):
         "used",
     )
 
-    def __init__(self, row: Row, up: Node, *, durable: bool) -> None:
+    def __init__(self, row: Row, up: Parent, *, durable: bool) -> None:
         self.children = ()
         #: What it continues.
         self.up = up
@@ -63,12 +63,12 @@ class Entry(Node):
         #: Whether it is to be removed once nobody needs it any more.
         self.doomed = False
         #: Loads and turns that need it, and with it all that it continues.
-        self.pins = 0
+        self.holds = 0
         #: Pinned prefixes that it is a part of.
         self.kept = 0
 
     def __repr__(self) -> str:
-        return f"Entry({self.digest.hex()})"
+        return f"Node({self.digest.hex()})"
 
     @property
     def parent(self) -> bytes:
@@ -93,7 +93,7 @@ class Entry(Node):
     @property
     def evictable(self) -> bool:
         """Whether nobody needs it now, nor anything that continues it."""
-        return self.durable and not (self.pins or self.kept or self.children)
+        return self.durable and not (self.holds or self.kept or self.children)
 
     @property
     def name(self) -> Name:
@@ -105,9 +105,9 @@ class Entry(Node):
         """What the catalog keeps of it."""
         return Row.of(self.digest, self.name, self.size_bytes, self.used)
 
-    def chain(self) -> Iterator[Entry]:
-        """Go up to the first entry of its chain, from the entry itself on."""
-        node: Node = self
-        while isinstance(node, Entry):
+    def chain(self) -> Iterator[Node]:
+        """Go up to the first node of its chain, from the node itself on."""
+        node: Parent = self
+        while isinstance(node, Node):
             yield node
             node = node.up
