@@ -31,11 +31,11 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
-from worker.sessions.attempts import Attempts, Company
+from worker.sessions.attempts import Attempts, DeviceLock
 from worker.sessions.control import Control
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
-from worker.sessions.history import Folder
+from worker.sessions.history import Fold
 from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
@@ -51,9 +51,9 @@ from worker.wire.retention import Retention
 
 from .concurrency import in_thread, shielded, task_group
 from .datadir import DataDir
-from .metrics import account
+from .formatting import size
+from .metrics import collect
 from .telemetry import Telemetry
-from .words import size
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -156,7 +156,7 @@ class App:
                 loaded = await self._load_model(directory, stack)
                 stack.push_async_callback(shielded, server.stop)
                 await server.start()
-                await stack.enter_async_context(self._beside("nats-server", server.supervise))
+                await stack.enter_async_context(self._background("nats-server", server.supervise))
                 nc = await self._connect(server.url, directory, stack)
             else:
                 nc = await self._connect(settings.nats, directory, stack)
@@ -189,9 +189,9 @@ class App:
             directory=directory.name,
             lost=self._fail,
         )
-        stack.push_async_callback(shielded, lease.give_back)
-        await lease.take()
-        await stack.enter_async_context(self._beside("lease", lease.keep))
+        stack.push_async_callback(shielded, lease.release)
+        await lease.acquire()
+        await stack.enter_async_context(self._background("lease", lease.keep))
         return nc
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
@@ -287,7 +287,7 @@ class App:
         async with task_group() as parts:
             async with task_group() as asides:
                 async with task_group() as work:
-                    desk, intake, sessions = self._assemble(nc, js, names, work=work, asides=asides)
+                    desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await desk.open()
                     for name, part in (
                         ("keep-alive", intake.keep_alive),
@@ -297,7 +297,7 @@ class App:
                         ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
                     ):
                         parts.start_soon(self._run_part, name, part)
-                    async with self._beside("intake", partial(intake.pull, sessions.ring)):
+                    async with self._background("intake", partial(intake.pull, sessions.ring)):
                         url = nc.connected_url
                         log.info(
                             "ready",
@@ -318,7 +318,7 @@ class App:
         if self._fatal:
             raise WorkerError(self._fatal)
 
-    def _assemble(
+    def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
     ) -> tuple[Desk, Intake, Sessions]:
         """Build what serves: `work` are tasks of sessions, `asides` those that are cancelled behind them."""
@@ -364,11 +364,11 @@ class App:
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Bring together what all sessions share."""
         settings, loaded = self._settings, self._loaded
-        folder = Folder(loaded.tokenizer)
+        fold = Fold(loaded.tokenizer)
         execution = Execution(
             journal=journal,
             engine=self._engine,
-            folder=folder,
+            fold=fold,
             tokenizer=loaded.tokenizer,
             telemetry=self._telemetry,
             retention=self._retention,
@@ -382,21 +382,21 @@ class App:
             outbox=outbox,
             engine=self._engine,
             execution=execution,
-            folder=folder,
+            fold=fold,
             telemetry=self._telemetry,
             trails=trails,
-            release=intake.release,
-            folds=Gate(_MAX_FOLDS),
+            ack=intake.ack,
+            fold_gate=Gate(_MAX_FOLDS),
             shares=Shares(settings.max_batch),
             attempts=Attempts(journal, settings.max_attempts),
             retention=self._retention,
-            company=Company(),
+            device_lock=DeviceLock(),
             model=loaded.name,
             worker=settings.worker,
         )
 
     @asynccontextmanager
-    async def _beside(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def _background(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Run a part of the worker until the block is over."""
         async with task_group() as tasks:
             tasks.start_soon(self._run_part, name, part)
@@ -453,7 +453,7 @@ class App:
             await sleep(self._settings.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:
-        return account(
+        return collect(
             telemetry=self._telemetry,
             device=self._device,
             engine=self._engine,

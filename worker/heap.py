@@ -33,7 +33,7 @@ class Spare:
     def __init__(self, size_bytes: int) -> None:
         """`size_bytes`, at most 1 GiB, is also the limit of freed memory that is kept; 0 does nothing."""
         self._libc = _glibc() if size_bytes else None
-        self._taken: list[int] = []
+        self._addresses: list[int] = []
         self._thread: threading.Thread | None = None
         if self._libc is None:
             return
@@ -41,7 +41,7 @@ class Spare:
         self._libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
         self._libc.mallopt(_TRIM_THRESHOLD, size_bytes + _LARGEST)
         self._libc.mallopt(_TOP_PAD, size_bytes)  # kept when glibc returns the excess to the system
-        self._taken = [self._libc.malloc(_STEP) for _ in range(size_bytes // _STEP)]
+        self._addresses = [self._libc.malloc(_STEP) for _ in range(size_bytes // _STEP)]
         self._thread = threading.Thread(target=self._write, name="spare memory", daemon=True)
         self._thread.start()
 
@@ -50,12 +50,12 @@ class Spare:
         if self._thread is None or self._libc is None:
             return
         self._thread.join()
-        for address in self._taken:
+        for address in self._addresses:
             self._libc.free(address)
-        self._taken = []
+        self._addresses = []
 
     def _write(self) -> None:
-        for address in self._taken:
+        for address in self._addresses:
             if address:  # else malloc failed
                 ctypes.memset(address, 0, _STEP)
 

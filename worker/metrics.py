@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.wire.retention import Retention
 
 
-def account(
+def collect(
     *,
     telemetry: Telemetry,
     device: Device,
@@ -43,7 +43,7 @@ def account(
         device=device.name,
         uptime_s=telemetry.uptime_s,
         requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
-        waiting=max(intake.num_held - engine.num_running, 0),
+        waiting=max(intake.num_sessions - engine.num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,
         log_bytes=retention.num_bytes,

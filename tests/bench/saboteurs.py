@@ -150,13 +150,13 @@ def prefill_in_secret() -> None:
 
 def forget_sessions() -> None:
     """Answer every second turn as if its session began with it."""
-    extend, extended = history.Folder.extend, []
+    extend, extended = history.Fold.extend, []
 
-    def forget(self: history.Folder, before: history.History, *rest: Any) -> Any:
+    def forget(self: history.Fold, before: history.History, *rest: Any) -> Any:
         extended.append(before.position)
         return extend(self, self.begin(before.conversation.started) if len(extended) % 2 else before, *rest)
 
-    history.Folder.extend = forget
+    history.Fold.extend = forget
 
 
 def outgrow_memory() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command_runs import environment, turnkeep, where
 
-from worker.words import size, span
+from worker.formatting import size, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable

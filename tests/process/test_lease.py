@@ -25,15 +25,15 @@ class Kept(Lease):
 
     task = None
 
-    async def take(self):
-        await super().take()
+    async def acquire(self):
+        await super().acquire()
         self.task = asyncio.create_task(self.keep())
 
-    async def give_back(self):
+    async def release(self):
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait([self.task])
-            await super().give_back()
+            await super().release()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def leases(nats_url):
 
     yield make
     for lease in made:
-        await lease.give_back()
+        await lease.release()
     for connection in connections:
         await connection.close()
 
@@ -95,7 +95,7 @@ async def test_a_worker_that_stopped_keeps_nobody_waiting(local_worker, tmp_path
 
 async def test_the_lease_of_a_dead_worker_is_taken_at_once_with_its_data_directory(leases):
     dead, other = await leases("dead", "same"), await leases("restarted", "same")
-    await dead.take()
+    await dead.acquire()
     kill(dead)
     looks = []
     look = other._holder
@@ -105,22 +105,22 @@ async def test_the_lease_of_a_dead_worker_is_taken_at_once_with_its_data_directo
         return looks[-1]
 
     other._holder = counted
-    await other.take()
+    await other.acquire()
     assert [(holder.worker, seq) for holder, seq in looks] == [("dead", dead._seq)]
 
 
 async def test_the_lease_of_a_dead_worker_runs_out_for_others(leases):
     dead, other = await leases("dead", "one"), await leases("other", "two")
-    await dead.take()
+    await dead.acquire()
     kill(dead)
     async with asyncio.timeout(PATIENCE_S):
-        await other.take()
+        await other.acquire()
     assert (await other._holder())[0].worker == "other"
 
 
 async def test_of_workers_that_start_together_one_serves(leases):
     made = [await leases(f"w{number}", f"d{number}") for number in range(4)]
-    outcomes = await asyncio.gather(*(lease.take() for lease in made), return_exceptions=True)
+    outcomes = await asyncio.gather(*(lease.acquire() for lease in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
     winner = next(lease for lease, outcome in zip(made, outcomes, strict=True) if outcome is None)
     assert (await winner._holder())[0].worker == winner._me.worker
@@ -131,7 +131,7 @@ async def test_what_no_worker_has_written_is_no_lease(leases, garbage):
     lease = await leases("w", "d")
     await lease._make_stream()
     await lease._js.publish(lease._subject, garbage)
-    await lease.take()
+    await lease.acquire()
     await lease._js.publish(lease._subject, garbage)
     assert await lease._renew() is None
     assert (await lease._holder())[0].worker == "w"
@@ -140,7 +140,7 @@ async def test_what_no_worker_has_written_is_no_lease(leases, garbage):
 
 async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(leases):
     lease = await leases("w", "d")
-    await lease.take()
+    await lease.acquire()
     kill(lease)
     lease._seq -= 1  # the server took it, and the worker never heard of it
     assert await lease._renew() is None
@@ -151,10 +151,10 @@ async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(lease
 
 async def test_who_lost_the_lease_is_told_who_has_it(leases):
     paused, other = await leases("paused", "one"), await leases("other", "two")
-    await paused.take()
+    await paused.acquire()
     kill(paused)
     async with asyncio.timeout(PATIENCE_S):
-        await other.take()
+        await other.acquire()
     paused.task = asyncio.create_task(paused.keep())
     await until(lambda: paused.told)
     assert "worker 'other' (pid " in paused.told[0]
@@ -166,7 +166,7 @@ async def test_the_lease_is_taken_again_on_a_server_that_was_started_anew(server
     """It lies in the server's memory, and the worker is still the only one."""
     await server.start()
     lease = await leases("w", "d", url=server.url)
-    await lease.take()
+    await lease.acquire()
     killed = server.pid
     os.kill(killed, signal.SIGKILL)
     await until(lambda: server.pid not in (None, killed))

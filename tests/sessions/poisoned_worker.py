@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from turnkeep_client.messages import Append
 from worker.__main__ import main
 from worker.sessions.execution import Execution
-from worker.sessions.history import Folder
+from worker.sessions.history import Fold
 from worker.sessions.session import Session
 
-carry_out, replay, attempt = Execution.carry_out, Folder.replay, Session._attempt
+carry_out, replay, attempt = Execution.carry_out, Fold.replay, Session._attempt
 
 
 async def poisoned(self: Execution, key: Any, request: Any, pending: Any, history: Any) -> Any:
@@ -36,7 +36,7 @@ async def venomous(self: Session, pending: Any) -> Any:
     return await attempt(self, pending)
 
 
-def baneful(self: Folder, history: Any, request: Any, result: Any) -> Any:
+def baneful(self: Fold, history: Any, request: Any, result: Any) -> Any:
     if isinstance(request, Append) and "BANE" in (request.text or ""):
         raise OverflowError("too much")
     return replay(self, history, request, result)
@@ -44,5 +44,5 @@ def baneful(self: Folder, history: Any, request: Any, result: Any) -> Any:
 
 Execution.carry_out = poisoned  # type: ignore[method-assign]
 Session._attempt = venomous  # type: ignore[method-assign]
-Folder.replay = baneful  # type: ignore[method-assign]
+Fold.replay = baneful  # type: ignore[method-assign]
 main()

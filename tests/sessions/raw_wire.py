@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nats.js.errors import NotFoundError
 
-from worker.wire.connection import heard
+from worker.wire.connection import confirm_subscriptions
 
 if TYPE_CHECKING:
     from nats.aio.client import Client as Nats
@@ -44,7 +44,7 @@ class Wire:
 
     async def listen(self) -> None:
         await self.nc.subscribe(f"{self.prefix}.*.*.out", cb=self._arrived)
-        await heard(self.nc)
+        await confirm_subscriptions(self.nc)
 
     async def _arrived(self, message: Msg) -> None:
         try:

@@ -20,7 +20,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import record, trail
-from worker.sessions.checkpoint import Link, Piece, _Body, digest
+from worker.sessions.checkpoint import CheckpointMessage, Link, _Body, digest
 from worker.sessions.trail import Trails
 from worker.text import templates
 
@@ -119,7 +119,7 @@ def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
         one, other = await opened(world), await whole(world)
         assert_same(one.history, other.history)
         assert [p.seq for p in one.pending] == [p.seq for p in other.pending]
-        assert len(one._record.answered) == len(other._record.answered)
+        assert len(one._record.answered_ids) == len(other._record.answered_ids)
 
     with pytest.MonkeyPatch.context() as patch:
         _make_often(patch)
@@ -246,12 +246,12 @@ def forged(world: World, **fields: Any) -> dict[str, str]:
     link = Link.parse(last_named(world))
     pieces = []
     while link is not None:
-        piece = Piece.unpack(world.log.entries[link.seq - 1].body, link)
+        piece = CheckpointMessage.unpack(world.log.entries[link.seq - 1].body, link)
         pieces.append(piece)
         link = Link.parse(piece.before) if not piece.begins else None
     body = msgspec.msgpack.decode(b"".join(piece.part for piece in pieces[::-1]), type=_Body)
     packed = msgspec.msgpack.encode(msgspec.structs.replace(body, **fields))
-    message = Piece(packed, begins=True, before=pieces[-1].before).pack()
+    message = CheckpointMessage(packed, begins=True, before=pieces[-1].before).pack()
     return {CHECKPOINT_HEADER: str(Link(world.log.add("checkpoint", message), digest(message)))}
 
 
@@ -412,4 +412,4 @@ def test_the_parts_of_a_checkpoint_are_small_enough_for_the_log() -> None:
     journal: Any = None
     for size in (64 * 2**10, 2**20):
         trails = Trails(journal, journal, journal, max_message_bytes=size)
-        assert len(Piece(bytes(trails.part_bytes), begins=True, before="9" * 60).pack()) < size
+        assert len(CheckpointMessage(bytes(trails.part_bytes), begins=True, before="9" * 60).pack()) < size

@@ -32,7 +32,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.execution import _sampling
-from worker.sessions.history import Folder
+from worker.sessions.history import Fold
 from worker.sessions.record import Pending, Record
 from worker.wire.journal import Entry, Journal
 
@@ -331,7 +331,7 @@ class Crowd:
         self._process = process
         self._client = client
         self._alone = alone
-        self._folder = Folder(tokenizer)
+        self._fold = Fold(tokenizer)
         self._log = LogReader(process.url)
         self._names = (f"s{i}" for i in itertools.count())
         self._num_results = 0
@@ -420,10 +420,10 @@ class Crowd:
                     assert result.tokens == recorded.tokens
                     await assert_stream_is_record(self._log, name, recorded)
             assert result.position == recorded.position
-        record = Record(self._folder)
+        record = Record(self._fold)
         entries = await self._log.entries(name)
-        record.take_results([entry for entry in entries if entry.kind == "out"])
-        record.take_requests([entry for entry in entries if entry.kind == "in"])
+        record.add_results([entry for entry in entries if entry.kind == "out"])
+        record.add_requests([entry for entry in entries if entry.kind == "in"])
         record.end_fold()
         assert record.diverged is None
         assert not record.pending

@@ -148,7 +148,7 @@ async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) 
 async def test_questions_of_one_tenant_leave_places_for_others(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, look, waiting = asyncio.Event(), Session.look, 0
+    go_on, look, waiting = asyncio.Event(), Session.refresh, 0
 
     async def waits(session: Session) -> None:
         nonlocal waiting
@@ -157,8 +157,8 @@ async def test_questions_of_one_tenant_leave_places_for_others(
             await go_on.wait()
         await look(session)
 
-    monkeypatch.setattr(Session, "look", waits)
-    monkeypatch.setattr(desk, "_MAX_ASKED", 4)
+    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(desk, "_MAX_OPEN", 4)
     one = await wire()
     info = {"type": "info"}
     asked = [asyncio.create_task(one.control(f"s{n}", info, tenant="loud")) for n in range(4)]

@@ -36,10 +36,10 @@ from turnkeep_client.subjects import SessionKey
 from worker.device.engine import Outcome
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
-from worker.sessions.attempts import Attempts, Company
+from worker.sessions.attempts import Attempts, DeviceLock
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
-from worker.sessions.history import Folder, History
+from worker.sessions.history import Fold, History
 from worker.sessions.session import Services, Session
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
@@ -209,7 +209,7 @@ class World:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.log = Log()
         self.engine = Formula(tokenizer)
-        self.folder = Folder(tokenizer)
+        self.fold = Fold(tokenizer)
         self._tokenizer = tokenizer
         self.crash()
 
@@ -220,7 +220,7 @@ class World:
         parts: Any = {
             "journal": self.log,
             "telemetry": Telemetry(),
-            "folder": self.folder,
+            "fold": self.fold,
         }
         parts["engine"] = self.engine
         limits: Any = {
@@ -238,11 +238,11 @@ class World:
             execution=execution,
             trails=self.trails,
             outbox=self.outbox,  # type: ignore[arg-type]
-            release=self._release,
-            folds=Gate(2),
+            ack=self._release,
+            fold_gate=Gate(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),
-            company=Company(),
+            device_lock=DeviceLock(),
             retention=retention,
             model="tiny",
             worker="w",
@@ -289,8 +289,8 @@ class World:
         assert folded.diverged is None
         assert_same(folded.history, live.history)
         for request_id in {result.id for result in self.results if result.id}:
-            assert folded.answered.find(request_id) == live.answered.find(request_id)
-        assert len(folded.answered) == len(live.answered)
+            assert folded.answered_ids.find(request_id) == live.answered_ids.find(request_id)
+        assert len(folded.answered_ids) == len(live.answered_ids)
         assert [(p.seq, p.id) for p in folded.pending] == [(p.seq, p.id) for p in live.pending]
         assert folded.out_seq == live.out_seq
 
@@ -378,7 +378,7 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
         elif operation == "cancel waiting":
             await world.session.catch_up()
             if (waiting := world.session.pending) and (id_ := waiting[argument % len(waiting)].id):
-                known = world.session._record.answered.find(id_) is not None
+                known = world.session._record.answered_ids.find(id_) is not None
                 assert isinstance(await world.session.cancel(id_), Failed) == known
         elif operation == "crash":
             world.crash()
@@ -429,7 +429,7 @@ async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(wo
     await world.session.run()
     assert [result.seq for result in world.results] == [second, first, third]
     assert world.result(second).code == "expired"
-    assert world.session.history.tokens[:3].tolist() == world.session._services.folder._tokenizer.encode(
+    assert world.session.history.tokens[:3].tolist() == world.session._services.fold._tokenizer.encode(
         "one", at_start=True
     )
     await world.assert_fold_is_life()

@@ -10,7 +10,7 @@ from raw_wire import Wire, append, generate
 
 from turnkeep_client.messages import Append, Appended, Message
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.history import DivergedError, Folder
+from worker.sessions.history import DivergedError, Fold
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,21 +76,21 @@ async def test_injected_content_stays_text_over_checkpoints_of_the_session(wire:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Path) -> Folder:
-    return Folder(Tokenizer.from_folder(tiny_model))
+def fold(tiny_model: Path) -> Fold:
+    return Fold(Tokenizer.from_folder(tiny_model))
 
 
-def test_a_log_from_when_content_was_parsed_folds_to_what_it_was(folder: Folder) -> None:
+def test_a_log_from_when_content_was_parsed_folds_to_what_it_was(fold: Fold) -> None:
     """Such a log has a position that its message comes to only with its special tokens read as such."""
-    history = folder.begin(datetime(2025, 1, 1, tzinfo=UTC))
+    history = fold.begin(datetime(2025, 1, 1, tzinfo=UTC))
     request = Append(id="a", messages=(Message(role="user", content=INJECTION),))
-    data = folder.extend(history, request).history
-    parsed = folder.extend(history, Append(id="a", messages=request.messages, special_tokens=True)).history
+    data = fold.extend(history, request).history
+    parsed = fold.extend(history, Append(id="a", messages=request.messages, special_tokens=True)).history
     assert parsed.position < data.position
     for then in (data, parsed):
-        assert folder.replay(history, request, appended(then.position)).tokens == then.tokens
+        assert fold.replay(history, request, appended(then.position)).tokens == then.tokens
     with pytest.raises(DivergedError):
-        folder.replay(history, request, appended(data.position + 1))
+        fold.replay(history, request, appended(data.position + 1))
 
 
 def appended(position: int) -> Appended:

@@ -11,7 +11,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.wire.connection import heard
+from worker.wire.connection import confirm_subscriptions
 from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ async def journal(nats_url: str) -> AsyncIterator[Journal]:
     for number in range(NUM_ENTRIES):
         for session in range(NUM_SESSIONS):
             await nc.publish(subjects.of(key(session), "in"), f"{session}:{number}".encode())
-    await heard(nc)
+    await confirm_subscriptions(nc)
     yield Journal(nc, js, subjects)
     await js.delete_stream(subjects.log_stream)
     await nc.close()

@@ -294,14 +294,14 @@ async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
     held = w.worker.app._sessions
-    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.look
+    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
 
     async def waits(session: Session) -> None:
         there.set()
         await go_on.wait()
         await look(session)
 
-    monkeypatch.setattr(Session, "look", waits)
+    monkeypatch.setattr(Session, "refresh", waits)
     asked = asyncio.create_task(w.control("s", {"type": "info"}))
     await there.wait()
     await w.send("other", append("a"))

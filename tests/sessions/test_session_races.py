@@ -12,7 +12,7 @@ from test_fold import PAGE, STORED, World
 
 from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.attempts import Company
+from worker.sessions.attempts import DeviceLock
 from worker.telemetry import Telemetry
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError
@@ -90,7 +90,7 @@ async def test_whoever_looks_at_a_session_hides_no_other_workers_result_from_its
     other.ring(seq)
     await other.session.run()
     with pytest.raises(FencedError):
-        await (world.session.cancel("b") if look == "cancel" else world.session.look())
+        await (world.session.cancel("b") if look == "cancel" else world.session.refresh())
     go_on.set()
     await running
     assert [result.seq for result in world.results] == [1, seq]
@@ -144,16 +144,16 @@ async def test_a_fold_that_failed_leaves_nothing_that_would_be_answered_again(
     for n in range(3):
         await world.ask(Append(id=f"r{n}", text="a"))
     world.crash()
-    replay, failures = world.folder.replay, [MemoryError("no more")]
+    replay, failures = world.fold.replay, [MemoryError("no more")]
 
     def fails(*args: Any) -> Any:
         if failures:
             raise failures.pop()
         return replay(*args)
 
-    monkeypatch.setattr(world.folder, "replay", fails)
+    monkeypatch.setattr(world.fold, "replay", fails)
     with pytest.raises(MemoryError):
-        await world.session.look()  # as `info` does
+        await world.session.refresh()  # as `info` does
     assert (await world.ask(Append(id="new", text="b"))).position == 4
     assert len(world.results) == 4
 
@@ -195,14 +195,14 @@ async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """It would wait for the longest answer on the device, and everybody else for it."""
-    company = world.session._services.company
+    device_lock = world.session._services.device_lock
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
     request = Append(id="a", text="one", deadline_s=0.3 if way == "expired" else None)
     seq = world.log.add("in", encode(request))
     world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
     if way == "expired":
         monkeypatch.setattr("worker.sessions.session.time", STORED.timestamp)
-    async with asyncio.timeout(5), company.enter(lambda: False):
+    async with asyncio.timeout(5), device_lock.enter(lambda: False):
         world.ring(seq, again=True)
         running = asyncio.create_task(world.session.run())
         while world.session.active is None:  # noqa: ASYNC110
@@ -214,15 +214,15 @@ async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
             await world.session.cancel("a")
         await running
         assert world.result(seq).code == "expired"
-        async with company.enter(lambda: False):
+        async with device_lock.enter(lambda: False):
             pass
 
 
 async def test_who_is_alone_is_alone() -> None:
-    company, seen = Company(), []
+    device_lock, seen = DeviceLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
-        async with company.enter(lambda: False, alone=alone):
+        async with device_lock.enter(lambda: False, alone=alone):
             seen.append((name, "in", alone))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -289,11 +289,11 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
     intake = Intake(*parts, **limits)
     for delivered in (Delivered("a", 9, 1), Delivered("b", 5, 2), Delivered("c", 10, 1)):
-        await intake._take(delivered, rung.append)  # type: ignore[arg-type]
-    assert (intake.num_held, intake.num_returned) == (1, 2)
+        await intake._deliver(delivered, rung.append)  # type: ignore[arg-type]
+    assert (intake.num_sessions, intake.num_returned) == (1, 2)
     for session, seq, num_delivered in (("b", 5, 3), ("c", 10, 2)):
-        await intake.release(rung[-1].key)
-        await intake._take(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
+        await intake.ack(rung[-1].key)
+        await intake._deliver(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
     assert [(one.seq, one.again, one.first_seq) for one in rung] == [
         (9, False, 9),
         (5, True, 9),
@@ -309,13 +309,13 @@ async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_eve
 ) -> None:
     """A bare generate too: a template that looks back renders all that was ever said."""
     await world.ask(Append(id="a", messages=(Message(role="user", content="hello"),)))
-    extend, threads = world.folder.extend, []
+    extend, threads = world.fold.extend, []
 
     def noting(*args: Any) -> Any:
         threads.append(threading.current_thread())
         return extend(*args)
 
-    monkeypatch.setattr(world.folder, "extend", noting)
+    monkeypatch.setattr(world.fold, "extend", noting)
     assert isinstance(await world.ask(Generate(id="g", max_tokens=2, **given)), Generated)
     assert threads
     assert threading.main_thread() not in threads

@@ -156,7 +156,7 @@ async def test_of_a_tenants_sessions_those_of_a_higher_priority_come_first() -> 
 async def test_a_session_that_needs_no_device_any_more_waits_for_nobody() -> None:
     async with crowd() as one:
         await one.flood("loud")
-        one.shares.let_in(SessionKey("loud", f"s{MOST + 9}"))
+        one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))
         await one.come("loud", "new", at_once=True)
         assert one.came_in[-2:] == [f"s{MOST + 9}", "new"]
         assert one.num("loud") == MOST + 2

@@ -48,7 +48,7 @@ from turnkeep_client.messages import (  # noqa: E402
 from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
-from worker.sessions.history import Folder  # noqa: E402
+from worker.sessions.history import Fold  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
 from worker.wire.journal import Entry  # noqa: E402
 
@@ -279,13 +279,13 @@ def judge(
     for seq, (key, body) in (acked or {}).items():
         if requests.get(seq) != body and seq >= forgotten.get(key, 0):
             verdict.blame("lost", f"{key} {seq} was acknowledged")
-    folder_ = Folder(Tokenizer.from_folder(model)) if model else None
+    fold = Fold(Tokenizer.from_folder(model)) if model else None
     for key, before in forgotten.items():
         _judge_session(verdict, key, asked[key], told[key], heard, before)
-        if folder_ is not None:
-            record = Record(folder_, whole=True)
-            record.take_results(told[key])
-            record.take_requests(asked[key])
+        if fold is not None:
+            record = Record(fold, whole=True)
+            record.add_results(told[key])
+            record.add_requests(asked[key])
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(

@@ -21,8 +21,8 @@ import structlog
 from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
 from turnkeep_client.errors import TurnkeepError
+from worker.formatting import size, span
 from worker.settings import parse_duration, parse_size
-from worker.words import size, span
 
 from .flags import as_json, load_settings, with_settings
 from .printing import table

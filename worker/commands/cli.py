@@ -20,8 +20,8 @@ import click
 from bench.cli import bench
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
+from worker.formatting import size
 from worker.settings import SettingsError
-from worker.words import size
 
 from .cache_cli import cache
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings

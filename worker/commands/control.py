@@ -10,7 +10,7 @@ import click
 
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import encode
-from worker.words import size, span
+from worker.formatting import size, span
 
 from .printing import table
 

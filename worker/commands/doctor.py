@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.text import Text
 
 from worker.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.formatting import size
 from worker.models import hub
 from worker.wire.broker import check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
-from worker.words import size
 
 from .printing import table
 

@@ -16,7 +16,7 @@ import numpy as np
 _FEW: Final = 64
 
 
-class Answered(NamedTuple):
+class AnsweredAt(NamedTuple):
     """The stream sequences of an id's first request and of its result."""
 
     in_seq: int
@@ -28,8 +28,8 @@ class AnsweredIds:
 
     def __init__(self) -> None:
         self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
-        self._recent: dict[int, Answered] = {}
-        self._noted = array("Q")  # rows since `take_noted`
+        self._recent: dict[int, AnsweredAt] = {}
+        self._added = array("Q")  # rows since `drain_added`
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._recent)
@@ -39,21 +39,21 @@ class AnsweredIds:
         """About what it takes in memory."""
         return self._sorted.nbytes + 256 * len(self._recent)
 
-    def note(self, request_id: str, answered: Answered) -> None:
+    def add(self, request_id: str, answered: AnsweredAt) -> None:
         """Note an id's result. The first one stands: repeats point to it, and nothing replaces it."""
         if self.find(request_id) is not None:
             return
         self._recent[_hash(request_id)] = answered
-        self._noted.extend((_hash(request_id), *answered))
+        self._added.extend((_hash(request_id), *answered))
         if len(self._recent) > max(_FEW, len(self._sorted) // 4):
             rows = np.array([(key, *found) for key, found in self._recent.items()], np.uint64)
             merged = np.concatenate([self._sorted, rows])
             self._sorted = merged[np.argsort(merged[:, 0], kind="stable")]
             self._recent = {}
 
-    def take_noted(self) -> bytes:
+    def drain_added(self) -> bytes:
         """Return, for `load`, what was noted since this was called last."""
-        noted, self._noted = self._noted, array("Q")
+        noted, self._added = self._added, array("Q")
         if sys.byteorder == "big":
             noted.byteswap()
         return noted.tobytes()
@@ -63,7 +63,7 @@ class AnsweredIds:
         rows = np.frombuffer(noted, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
-    def find(self, request_id: str) -> Answered | None:
+    def find(self, request_id: str) -> AnsweredAt | None:
         """Return where an id was answered; None if it was not. Another id may have the same hash."""
         key = _hash(request_id)
         if (found := self._recent.get(key)) is not None:
@@ -71,7 +71,7 @@ class AnsweredIds:
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
         if row == len(self._sorted) or int(self._sorted[row, 0]) != key:
             return None
-        return Answered(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
+        return AnsweredAt(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
 
 
 def _hash(request_id: str) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
 
 
-class Note(Struct, frozen=True, omit_defaults=True):
+class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """What is known of a session in doubt: attempts at the request at `seq`, and at reading the log.
 
     `tokens` of the request's answer had been published before the attempt.
@@ -33,11 +33,11 @@ class Note(Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     reads: int = 0
 
-    def then(self, seq: int, num_tokens: int) -> Note:
+    def then(self, seq: int, num_tokens: int) -> AttemptNote:
         """Return the next attempt at the request at `seq`, of which so many tokens are published by now."""
         # Where nothing is known of it, the life before this one may have begun it.
-        last = self if self.seq == seq else Note(seq, 1)
-        return Note(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
+        last = self if self.seq == seq else AttemptNote(seq, 1)
+        return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
 
 
 class Attempts:
@@ -47,30 +47,30 @@ class Attempts:
         self._journal = journal
         self.max_attempts = max_attempts
 
-    async def begin_reading(self, key: SessionKey) -> Note:
+    async def begin_reading(self, key: SessionKey) -> AttemptNote:
         """Note that the log of a session in doubt is read once more."""
         body = await self._journal.last(key, "attempt")
-        note = Note()
+        note = AttemptNote()
         with contextlib.suppress(msgspec.DecodeError):  # somebody else's
-            note = msgspec.json.decode(body or b"{}", type=Note)
-        return await self.note(key, msgspec.structs.replace(note, reads=note.reads + 1))
+            note = msgspec.json.decode(body or b"{}", type=AttemptNote)
+        return await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
 
-    async def note(self, key: SessionKey, note: Note) -> Note:
+    async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store what is about to be tried."""
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
 
-    async def take_back(self, key: SessionKey, seq: int, num_tokens: int, last: Note) -> None:
+    async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
         """Note that the attempt was ended by an orderly stop: it does not count."""
         attempts = last.attempts if last.seq == seq else 1
-        await self.note(key, Note(seq, attempts - 1, num_tokens))
+        await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
     async def end(self, key: SessionKey) -> None:
         """Remove the notes."""
         await self._journal.purge(key, "attempt")
 
 
-class Company:
+class DeviceLock:
     """Requests on the device, and the one that must be there alone. Event loop only."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Company:
     async def enter(self, given_up: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
         """Be there, with others or alone, once that is possible.
 
-        Whoever has `given_up` leaves the device alone and gets by at once; `look_again` after it did.
+        Whoever has `given_up` leaves the device alone and gets by at once; `recheck` after it did.
         """
         while self._is_shut and not given_up():
             await self._changed.wait()
@@ -100,9 +100,9 @@ class Company:
             if shuts:
                 self._is_shut = False
             if shuts or not self._num:
-                self.look_again()
+                self.recheck()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Have all who wait look whether they still must, in the order in which they came."""
         changed, self._changed = self._changed, Event()
         changed.set()

@@ -57,7 +57,7 @@ class Link(NamedTuple):
             return None
 
 
-class Piece(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
+class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
     """A message: a part of a checkpoint, the first one or another, and the name of the message before it.
 
     It is JSON, as all that is heard on a session's subjects.
@@ -72,7 +72,7 @@ class Piece(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaul
         return msgspec.json.encode(self)
 
     @classmethod
-    def unpack(cls, body: bytes, link: Link) -> Piece | None:
+    def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
         """Read a message's body; None where it is not the one that the link names."""
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
@@ -102,7 +102,7 @@ class _Body(Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Delta:
     """What a session has become since the checkpoint before, after the request at `in_seq`.
 
     `history` is without its tokens: `tokens` are those behind the ones that stayed.
@@ -115,7 +115,7 @@ class Cut:
     ids: bytes
 
     @classmethod
-    def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Cut:
+    def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Delta:
         """Take what is new since a conversation; the history may then change in place."""
         changes = history.conversation.changes(since)
         short = replace(history, conversation=history.conversation.shortened(), tokens=as_tokens())

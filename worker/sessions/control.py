@@ -63,7 +63,7 @@ class Control:
             request = decode_control(body)
         except InvalidMessageError as error:
             return failure(error.request_id, "invalid_request", str(error))
-        with self._sessions.looked_at(key) as session:
+        with self._sessions.in_use(key) as session:
             return await self._answer(session, request)
 
     async def _answer(self, session: Session, request: ControlRequest) -> ControlReply:
@@ -75,7 +75,7 @@ class Control:
             except FencedError:
                 return failure(request.id, "internal", "another worker went on with this session; ask again")
         with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
-            await session.look()
+            await session.refresh()
         history = session.history
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):

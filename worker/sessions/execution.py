@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
-    from .history import Folder, History, Input
+    from .history import Fold, History, Input
     from .record import Pending
 
 log = structlog.get_logger()
@@ -72,7 +72,7 @@ class Execution:
         *,
         journal: Journal,
         engine: Engine,
-        folder: Folder,
+        fold: Fold,
         tokenizer: Tokenizer,
         telemetry: Telemetry,
         retention: Retention,
@@ -88,7 +88,7 @@ class Execution:
         """
         self._journal = journal
         self._engine = engine
-        self._folder = folder
+        self._fold = fold
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._retention = retention
@@ -100,7 +100,7 @@ class Execution:
     async def carry_out(
         self, key: SessionKey, request: Request, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        """Carry out a request that has passed `Folder.check`; returns its result and the history after it.
+        """Carry out a request that has passed `Fold.check`; returns its result and the history after it.
 
         Raises `RefusedError`, `DeviceFaultError` and `StoppingError`.
         """
@@ -111,15 +111,15 @@ class Execution:
                 return await self._generate(key, request, pending, history)
             case Open(cache=CachePolicy(kv_bits=kv_bits)):
                 self._check_precision(kv_bits)
-                return Opened(id=request.id, seq=pending.seq, position=0), self._folder.opened(history)
+                return Opened(id=request.id, seq=pending.seq, position=0), self._fold.opened(history)
             case Rewind(position=position):
                 result = Rewound(id=request.id, seq=pending.seq, position=position)
-                return result, self._folder.rewound(history, position)
+                return result, self._fold.rewound(history, position)
             case Close():
-                return await self._close(key, request, pending, history), self._folder.closed(history)
+                return await self._close(key, request, pending, history), self._fold.closed(history)
 
     async def _close(self, key: SessionKey, request: Close, pending: Pending, history: History) -> Closed:
-        removed = await self._retention.note(key, forget=request.forget)
+        removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
             self._engine.forget(key)
@@ -190,7 +190,7 @@ class Execution:
             pending.held_text = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
             return withdrawn(pending, history), history
-        after = self._folder.answered(extended.history, answer.tokens)
+        after = self._fold.answered(extended.history, answer.tokens)
         return self._generated(key, pending, answer, outcome, extended, after), after
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
@@ -200,8 +200,8 @@ class Execution:
         """
         num_given = len(request.text or request.tokens or ())
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
-            return await in_thread(self._folder.extend, history, request)
-        return self._folder.extend(history, request)
+            return await in_thread(self._fold.extend, history, request)
+        return self._fold.extend(history, request)
 
     def _resume(self, published: list[Chunk], answer: Answer) -> None:
         """Take up an answer that a dead worker had begun: what clients have seen is its beginning.

@@ -84,7 +84,7 @@ class Input:
     rewritten_from: int | None
 
 
-class Folder:
+class Fold:
     """Applies requests to histories for one model's tokenizer. Thread-safe: it holds no state.
 
     Tokenising a long text takes long, so `extend` belongs on a worker thread, not on the event loop.
@@ -179,7 +179,7 @@ class Folder:
         try:
             return self._replay(history, request, result, undo)
         except (DivergedError, CutOffError):
-            _take_back(history.tokens, undo)
+            _roll_back(history.tokens, undo)
             raise
 
     def _replay(self, history: History, request: Request, result: Result, undo: list[Undo]) -> History:
@@ -219,7 +219,7 @@ class Folder:
             extended = self.extend(history, request, undo).history
             if extended.position != position and request.messages and request.special_tokens is None:
                 # Earlier versions took what looked like a special token in a message for one.
-                _take_back(history.tokens, undo)
+                _roll_back(history.tokens, undo)
                 as_then = replace_fields(request, special_tokens=True)
                 return self.extend(history, as_then, undo).history
         except RefusedError as error:
@@ -269,7 +269,7 @@ def _spliced(tokens: Tokens, kept: int, more: Sequence[int], undo: list[Undo] | 
     return tokens
 
 
-def _take_back(tokens: Tokens, undo: list[Undo]) -> None:
+def _roll_back(tokens: Tokens, undo: list[Undo]) -> None:
     while undo:
         kept, removed = undo.pop()
         _spliced(tokens, kept, removed, [])

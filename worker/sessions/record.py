@@ -26,8 +26,8 @@ from turnkeep_client.messages import (
     decode_result,
 )
 
-from .answered import Answered, AnsweredIds
-from .checkpoint import Cut
+from .answered import AnsweredAt, AnsweredIds
+from .checkpoint import Delta
 from .history import DivergedError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Entry
 
     from .checkpoint import Checkpoint
-    from .history import Folder, History
+    from .history import Fold, History
 
 
 log = structlog.get_logger()
@@ -103,7 +103,7 @@ _CHECKPOINT_EVERY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _EarlyResult:
     """A result of a request that has not been read yet, or is being folded."""
 
     result: Result
@@ -117,19 +117,19 @@ class Record:
     answer. What is not read yet stays in the log, so a session with a long queue takes no more memory.
     """
 
-    def __init__(self, folder: Folder, *, whole: bool = False) -> None:
+    def __init__(self, fold: Fold, *, whole: bool = False) -> None:
         """`whole` keeps the conversation whole until what waits for that has its answer."""
-        self._folder = folder
+        self._fold = fold
         self.whole = whole
-        self.history: History = folder.begin(datetime.fromtimestamp(0, UTC))
-        self.answered = AnsweredIds()
+        self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
+        self.answered_ids = AnsweredIds()
         self.pending: deque[Pending] = deque()
         #: Whether the results up to now have been read; until then there may be more than `out_seq` tells.
         self.folded = False
         #: Whether another worker has stored a result since then: this is not the session any more.
         self.overtaken = False
         #: Whether the log has requests behind `in_seq`.
-        self.more = False
+        self.has_more = False
         self.in_seq = 0
         self.out_seq = 0
         #: Entries of `out` that answer nothing: only somebody who may not publish there makes these.
@@ -140,41 +140,41 @@ class Record:
         self.proven_seq = 0
         #: The last result, and before it its sequence and its request.
         self.last: tuple[int, Pending, Result] | None = None
-        self._early: dict[int, _Recorded] = {}
-        self._called_off: set[int] = (
+        self._early: dict[int, _EarlyResult] = {}
+        self._answered_unread: set[int] = (
             set()
         )  # requests that were not read yet, and have a result of this worker
         self._proof: Entry | None = None  # the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that this began with
-        self._checked = self.history.conversation  # as it was at the last checkpoint
-        self._num_unchecked = 0  # results since then
+        self._last_checkpointed = self.history.conversation  # as it was at the last checkpoint
+        self._num_since_checkpoint = 0  # results since then
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Begin with a checkpoint, instead of the beginning of the log."""
-        self.history, self.answered = checkpoint.history, checkpoint.answered
-        self._checked = self.history.conversation
+        self.history, self.answered_ids = checkpoint.history, checkpoint.answered
+        self._last_checkpointed = self.history.conversation
         # Results of later requests may have been stored before that of the checkpoint's own.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
 
-    def checkpoint(self, in_seq: int) -> Cut | None:
+    def next_delta(self, in_seq: int) -> Delta | None:
         """Return what the next checkpoint is to say, where one is due; of the history after this request.
 
         It is one whose result says what it made of the history, and with no request before it waiting.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
-        if self._num_unchecked < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
+        if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
             return None
-        cut = Cut.of(in_seq, self.history, self._checked, self.answered.take_noted())
+        delta = Delta.of(in_seq, self.history, self._last_checkpointed, self.answered_ids.drain_added())
         if self.folded or not self.whole:
             self.history = replace(self.history, conversation=self.history.conversation.shortened())
-        self._checked, self._num_unchecked = self.history.conversation, 0
-        return cut
+        self._last_checkpointed, self._num_since_checkpoint = self.history.conversation, 0
+        return delta
 
     def has_result(self, seq: int) -> bool:
         """Whether the result of a request that was not read yet is known."""
-        return seq in self._early or seq in self._called_off
+        return seq in self._early or seq in self._answered_unread
 
-    def take_results(self, entries: Sequence[Entry]) -> bool:
+    def add_results(self, entries: Sequence[Entry]) -> bool:
         """Note results; says whether there was any for a request that had none.
 
         What does not fit is passed over: what is no result, one for a request that came later or has been
@@ -184,7 +184,7 @@ class Record:
         waiting = {pending.seq for pending in self.pending}
         for entry in entries:
             self.out_seq = max(self.out_seq, entry.seq)
-            recorded = _recorded(entry)
+            recorded = _early_result(entry)
             seq = recorded.result.seq if recorded else None
             if seq and seq <= self._checkpoint_seq:
                 continue  # the checkpoint has it
@@ -192,7 +192,7 @@ class Record:
                 self._early[seq] = recorded
                 found = True
             else:
-                self._pass_over(entry)
+                self._ignore(entry)
         self.overtaken = self.overtaken or (found and self.folded)
         return found
 
@@ -200,18 +200,18 @@ class Record:
         """Whether a request waits, or is still to be read and has no result."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def take_requests(self, entries: Sequence[Entry]) -> None:
+    def add_requests(self, entries: Sequence[Entry]) -> None:
         """Read on: apply what has a result, queue what has none.
 
         A fold tokenises, and is for another thread; requests without results are no more than decoded.
         """
         if self.in_seq == 0 and entries:
-            self.history = self._folder.begin(entries[0].stored)
+            self.history = self._fold.begin(entries[0].stored)
         for entry in entries:
-            if entry.seq in self._called_off:
-                self._called_off.remove(entry.seq)  # its id was noted then
+            if entry.seq in self._answered_unread:
+                self._answered_unread.remove(entry.seq)  # its id was noted then
             else:
-                self._take_request(entry, self._early.pop(entry.seq, None))
+                self._add_request(entry, self._early.pop(entry.seq, None))
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
@@ -221,7 +221,7 @@ class Record:
         if self.diverged is None and proof and proof.headers[HISTORY_HEADER] != self.history.digest():
             self._diverge("this model makes other tokens of the same log", proof)
 
-    def give_up(self, why: str) -> None:
+    def mark_diverged(self, why: str) -> None:
         """Take the history for lost: nothing is folded any more, and requests are answered with that."""
         self.diverged = f"{why}: go on in a new session"
 
@@ -230,18 +230,18 @@ class Record:
         if pending in self.pending:
             self.pending.remove(pending)
         else:
-            self._called_off.add(pending.seq)
+            self._answered_unread.add(pending.seq)
         self.out_seq = out_seq
         self.history = history
-        self._num_unchecked += 1
+        self._num_since_checkpoint += 1
         if pending.request is not None:
-            self.answered.note(pending.request.id, Answered(pending.seq, out_seq))
+            self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
-    def _take_request(self, entry: Entry, recorded: _Recorded | None) -> None:
+    def _add_request(self, entry: Entry, recorded: _EarlyResult | None) -> None:
         pending = pending_at(entry)
         request = pending.request
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
-            self._pass_over(recorded.entry)  # nobody answers out of turn but to call a request off
+            self._ignore(recorded.entry)  # nobody answers out of turn but to call a request off
             recorded = None
         if recorded is None:
             self.pending.append(pending)
@@ -252,21 +252,21 @@ class Record:
         is_of_old = isinstance(result, Closed) and not self.history.exists
         tells = HISTORY_HEADER in out.headers and not is_of_old and not _changes_nothing(result)
         self.proven_seq = entry.seq if tells else 0
-        self._num_unchecked += 1
+        self._num_since_checkpoint += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
         if request is not None:
-            self.answered.note(request.id, Answered(entry.seq, out.seq))
+            self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         if tells and (self._proof is None or self._proof.seq < out.seq):
             self._proof = out
         if request is None or result.repeat_of is not None or self.diverged is not None:
             return
         try:
-            self.history = self._folder.replay(self.history, request, result)
+            self.history = self._fold.replay(self.history, request, result)
         except DivergedError as error:
             self._diverge(str(error), out)
 
-    def _pass_over(self, entry: Entry) -> None:
+    def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring what is no result of this session, here and from now on", seq=entry.seq)
@@ -284,7 +284,7 @@ def pending_at(entry: Entry) -> Pending:
         return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
 
 
-def _recorded(entry: Entry) -> _Recorded | None:
+def _early_result(entry: Entry) -> _EarlyResult | None:
     """Read an entry of `out`; None where no worker has made it."""
     try:
         result = decode_result(entry.body)
@@ -293,7 +293,9 @@ def _recorded(entry: Entry) -> _Recorded | None:
     seq = result.seq
     if seq is None or not 0 < seq < entry.seq:
         return None
-    return _Recorded(result, entry) if isinstance(result, Failed) or HISTORY_HEADER in entry.headers else None
+    return (
+        _EarlyResult(result, entry) if isinstance(result, Failed) or HISTORY_HEADER in entry.headers else None
+    )
 
 
 def _changes_nothing(result: Result) -> bool:

@@ -38,7 +38,7 @@ from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.text.templates import CutOffError
 from worker.wire.journal import FencedError, TooLargeError
 
-from .attempts import Note
+from .attempts import AttemptNote
 from .execution import failed, withdrawn
 from .history import RefusedError
 from .record import Record, pending_at
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
-    from .answered import Answered
-    from .attempts import Attempts, Company
-    from .checkpoint import Cut
+    from .answered import AnsweredAt
+    from .attempts import Attempts, DeviceLock
+    from .checkpoint import Delta
     from .execution import Execution
     from .gate import Gate
-    from .history import Folder, History
+    from .history import Fold, History
     from .record import Pending
     from .shares import Shares
     from .trail import Trails
@@ -82,32 +82,32 @@ _TOKEN_BYTES: Final = 8
 class Services:
     """What all sessions of a worker share.
 
-    `release` is told of a session with nothing left to answer; `shares` bounds how many of a tenant's
-    sessions are at work, and `folds` how many logs are read from their beginning at a time.
+    `ack` is told of a session with nothing left to answer; `shares` bounds how many of a tenant's
+    sessions are at work, and `fold_gate` how many logs are read from their beginning at a time.
     """
 
     journal: Journal
     outbox: Outbox
     engine: Engine
     execution: Execution
-    folder: Folder
+    fold: Fold
     telemetry: Telemetry
     trails: Trails
-    release: Callable[[SessionKey], Coroutine[Any, Any, None]]
-    folds: Gate
+    ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
+    fold_gate: Gate
     shares: Shares
     attempts: Attempts
     retention: Retention
-    company: Company
+    device_lock: DeviceLock
     model: str
     worker: str
 
 
-class Known(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """A request that was answered, as the log has it."""
 
     request: Request
-    at: Answered
+    at: AnsweredAt
 
 
 class Session:
@@ -118,18 +118,18 @@ class Session:
         self.key = key
         self._services = services
         self._wake = wake
-        self._record = Record(services.folder)
+        self._record = Record(services.fold)
         self._trail = Trail(key, services.trails)
         self._rung_seq = 0  # the newest request that was delivered
         self._first_seq = 0  # requests below it were delivered to another worker before
         self._delivered: Delivery | None = None  # the first one since the log was read
         self._in_doubt = False  # whether a worker may have died over this session
-        self._note = Note()  # of the attempts, where in doubt
+        self._note = AttemptNote()  # of the attempts, where in doubt
         self._tried_seq = 0  # the request that this worker has noted
         self._num_failures = 0  # of this worker, for reasons that it does not know
         self._log_lock = Lock(fast_acquire=True)  # reading and committing must not overtake each other
         self.active: Pending | None = None
-        self.num_lookers = 0  # who use it beside its task
+        self.num_users = 0  # who use it beside its task
         self.used_s = monotonic()
         self.counted_bytes = 0  # of its size, by who holds the sessions
         try:
@@ -152,19 +152,19 @@ class Session:
     @property
     def num_answered(self) -> int:
         """Distinct request ids with a result."""
-        return len(self._record.answered)
+        return len(self._record.answered_ids)
 
     @property
     def has_work(self) -> bool:
         """Whether `run` has something to do."""
         record = self._record
         behind = self._delivered is not None or self._rung_seq > record.in_seq
-        return bool(record.pending) or record.more or behind
+        return bool(record.pending) or record.has_more or behind
 
     @property
     def size_bytes(self) -> int:
         """About what the session takes in memory."""
-        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered.size_bytes
+        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered_ids.size_bytes
 
     @property
     def priority(self) -> int:
@@ -193,24 +193,24 @@ class Session:
                     async with task_group() as asides:
                         give = self._read_ahead(asides)
                         await self.catch_up()
-                        await self._end_in_doubt()
+                        await self._end_last_answer()
                         if self._record.pending:
                             give(self._record.pending[0])
                             await self._answer(self._record.pending[0], asides)
-                            await self._doubt_no_more()
+                            await self._clear_doubt()
                             self._num_failures = 0
                         asides.cancel_scope.cancel()
                     if not self.has_work:
-                        await self._doubt_no_more()
+                        await self._clear_doubt()
                         if not self.has_work:  # a delivery that came meanwhile has no cover but the anchor
-                            await self._services.release(self.key)
+                            await self._services.ack(self.key)
                         if not self.has_work:  # else it was rung meanwhile
                             return
             except FencedError as error:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self._begin_again(whole=True)  # with all that was said, for a request that goes far back
+                self._reset_record(whole=True)  # with all that was said, for a request that goes far back
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Look for published tokens of the generate that was delivered, beside reading the log.
@@ -248,15 +248,15 @@ class Session:
             num_foreign = record.num_foreign
             if not record.folded:
                 services, key = self._services, self.key
-                async with services.folds.enter(key.tenant), services.retention.lock(key):
+                async with services.fold_gate.enter(key.tenant), services.retention.lock(key):
                     try:
                         try:
                             await self._fold(record)
                         except CutOffError:
-                            record = self._begin_again(whole=True)
+                            record = self._reset_record(whole=True)
                             await self._fold(record)
                     except BaseException:
-                        self._begin_again()  # what is half read would be taken for unanswered
+                        self._reset_record()  # what is half read would be taken for unanswered
                         raise
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
@@ -266,56 +266,56 @@ class Session:
         """Read results and the requests that they answer, page by page, up to what waits for an answer."""
         journal, until = self._services.journal, self._rung_seq
         if self._num_failures >= self._services.attempts.max_attempts:
-            record.give_up("its log cannot be read, this worker's log says why")
+            record.mark_diverged("its log cannot be read, this worker's log says why")
         if self._in_doubt:
             # A dead worker may have acknowledged what came behind the delivery.
             until = max(until, await journal.last_seq(self.key, "in"))
             if not self._note.reads:  # else it was counted, and this worker lives
                 self._note = await self._services.attempts.begin_reading(self.key)
             if self._note.reads > self._services.attempts.max_attempts:
-                record.give_up(f"reading its log has ended {self._note.reads - 1} workers")
+                record.mark_diverged(f"reading its log has ended {self._note.reads - 1} workers")
         if record.diverged is None and (checkpoint := await self._trail.find(whole=record.whole)):
             record.resume(checkpoint)
-        cuts: list[Cut] = []
-        record.more = more_results = True
-        while record.more and not record.pending:
-            requests, record.more = await journal.page(self.key, "in", record.in_seq, until=until)
+        deltas: list[Delta] = []
+        record.has_more = more_results = True
+        while record.has_more and not record.pending:
+            requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
             while more_results and not all(record.has_result(entry.seq) for entry in requests):
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
-                record.take_results(results)
+                record.add_results(results)
             # A fold tokenises everything that was ever said; that is not for the event loop.
-            await in_thread(record.take_requests, requests)
-            if record.proven_seq == record.in_seq and (cut := record.checkpoint(record.in_seq)):
-                cuts.append(cut)
+            await in_thread(record.add_requests, requests)
+            if record.proven_seq == record.in_seq and (delta := record.next_delta(record.in_seq)):
+                deltas.append(delta)
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
-            record.take_results(results)
+            record.add_results(results)
         if not self._in_doubt and record.pending and record.pending[0].seq < self._first_seq:
             # A new request came sooner than the old one comes again, over which a worker may have died.
             self._in_doubt = True
             self._note = await self._services.attempts.begin_reading(self.key)
         record.end_fold()
-        for cut in cuts if record.diverged is None else ():
-            self._trail.add(cut)
+        for delta in deltas if record.diverged is None else ():
+            self._trail.add(delta)
         if not self._in_doubt:
             record.last = None
-        if not record.more:
+        if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also where the entry itself is gone by now
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests, unless some wait already; and whether another worker has answered any."""
         journal, until = self._services.journal, self._rung_seq
         results, _ = await journal.page(self.key, "out", record.out_seq)
-        if record.take_results(results):
+        if record.add_results(results):
             raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
         if record.pending:
             return
-        requests, record.more = await journal.page(self.key, "in", record.in_seq, until=until)
-        record.take_requests(requests)  # to be queued: a thread would take longer to begin
-        if not record.more:
+        requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+        record.add_requests(requests)  # to be queued: a thread would take longer to begin
+        if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the log as far as it goes. Raises `FencedError` where what is under way has lost the fence."""
         try:
             await self.catch_up(beyond_bell=True)
@@ -328,12 +328,12 @@ class Session:
     async def cancel(self, request_id: str) -> Cancelled | Failed:
         """Stop a request that has no result yet; returns when its result is in the log."""
         try:
-            await self.look()  # the request may be younger than its delivery
+            await self.refresh()  # the request may be younger than its delivery
         except FencedError:
             self._stop_active()  # its result has lost the fence already
             raise
-        known = await self._answered(request_id) is not None  # then what is pending is a repeat of it
-        pending = None if known else await self._waiting(request_id)
+        known = await self._find_answered(request_id) is not None  # then what is pending is a repeat of it
+        pending = None if known else await self._find_waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
@@ -341,15 +341,15 @@ class Session:
         if not await self._begun(pending):
             if await self._commit(pending, withdrawn(pending, self.history), None):
                 return Cancelled(id=request_id, was="waiting")
-            if not pending.done.is_set() or await self._answered(request_id) is None:
+            if not pending.done.is_set() or await self._find_answered(request_id) is None:
                 return await self.cancel(request_id)  # it was read meanwhile
             return Cancelled(id=request_id, was="waiting")  # the session's task has found it cancelled
         if pending is self.active:
             self._stop_active()
         self._wake(self)
-        self._services.shares.let_in(self.key)
+        self._services.shares.admit(self.key)
         await pending.done.wait()
-        if await self._answered(request_id) is None:  # the record was given up meanwhile
+        if await self._find_answered(request_id) is None:  # the record was given up meanwhile
             return await self.cancel(request_id)
         return Cancelled(id=request_id, was="running")
 
@@ -370,7 +370,7 @@ class Session:
                 break
         return names[skip:][:limit], len(names) + num_more
 
-    async def _waiting(self, request_id: str) -> Pending | None:
+    async def _find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: among those that were read, then in the rest of the log."""
         for pending in self.pending:
             if pending.id == request_id:
@@ -385,25 +385,25 @@ class Session:
             after = entries[-1].seq if entries else after
         return None
 
-    async def _answered(self, request_id: str) -> Known | None:
+    async def _find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and result in the log; None where it has none."""
-        found = self._record.answered.find(request_id)
+        found = self._record.answered_ids.find(request_id)
         if found is None:
             return None
         body = await self._services.journal.get(found.in_seq)
         with suppress(InvalidMessageError):
             if body is not None and (request := decode_request(body)).id == request_id:
-                return Known(request, found)
+                return AnsweredRequest(request, found)
         return None
 
     def forget(self) -> None:
         """Drop everything that is in memory; the log is read anew when the session goes on."""
         self._services.engine.forget(self.key)
-        self._begin_again()
+        self._reset_record()
 
-    def _begin_again(self, *, whole: bool = False) -> Record:
+    def _reset_record(self, *, whole: bool = False) -> Record:
         """Begin with an empty record; `whole` for one that leaves out nothing of the conversation."""
-        record, self._record = self._record, Record(self._services.folder, whole=whole)
+        record, self._record = self._record, Record(self._services.fold, whole=whole)
         self._trail.end()
         self._trail = Trail(self.key, self._services.trails)
         self._rung_seq = max(self._rung_seq, record.in_seq)
@@ -424,7 +424,7 @@ class Session:
     def _stop_active(self) -> None:
         """End what is under way as soon as it can be."""
         self._services.engine.cancel(self.key)
-        self._services.company.look_again()
+        self._services.device_lock.recheck()
 
     async def _published(self, pending: Pending) -> list[Chunk]:
         """Read what clients may have seen of a request's tokens."""
@@ -433,7 +433,7 @@ class Session:
             return []
         return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
-    async def _end_in_doubt(self) -> None:
+    async def _end_last_answer(self) -> None:
         """Close the token stream of the last answer: who committed it may have died before it could."""
         last, self._record.last = self._record.last, None
         if last is None:
@@ -473,33 +473,33 @@ class Session:
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry a request out, unless it has ended too many workers; in doubt, it is counted before."""
-        attempts, company = self._services.attempts, self._services.company
+        attempts, device_lock = self._services.attempts, self._services.device_lock
         note, limit = self._note, attempts.max_attempts
         is_new = self._in_doubt and self._tried_seq != pending.seq  # to this worker
         if is_new:
             note = note.then(pending.seq, await self._num_published(pending))
         if note.attempts > limit:
-            return await self._park(pending, note.attempts - 1, "it has ended every worker that began it")
+            return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
-            async with company.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
+            async with device_lock.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
                 if is_new:  # not before: what only waits for its turn ends nobody
-                    self._note, self._tried_seq = await attempts.note(self.key, note), pending.seq
+                    self._note, self._tried_seq = await attempts.store(self.key, note), pending.seq
                 return await self._result(pending)
         except StoppingError:
             num_tokens = await self._num_published(pending)
-            await attempts.take_back(self.key, pending.seq, num_tokens, self._note)
+            await attempts.uncount(self.key, pending.seq, num_tokens, self._note)
             raise
 
-    async def _doubt_no_more(self) -> None:
+    async def _clear_doubt(self) -> None:
         """Note that what may have ended a worker has not ended this one."""
         if self._in_doubt:
             await self._services.attempts.end(self.key)
-            self._in_doubt, self._note = False, Note()
+            self._in_doubt, self._note = False, AttemptNote()
 
     async def _num_published(self, pending: Pending) -> int:
         return sum(len(chunk.tokens) for chunk in await self._published(pending))
 
-    async def _park(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
+    async def _give_up(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
         """Leave a request unanswered but for a failure, and a note of it where an operator finds it."""
         history = self.history
         log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
@@ -528,7 +528,7 @@ class Session:
         if self._num_failures >= self._services.attempts.max_attempts and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
-            await self._commit(pending, *await self._park(pending, self._num_failures, reason))
+            await self._commit(pending, *await self._give_up(pending, self._num_failures, reason))
             self._num_failures = 0
         self.forget()
 
@@ -555,7 +555,7 @@ class Session:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
             raise RefusedError("invalid_request", pending.error)
-        known = await self._answered(request.id)
+        known = await self._find_answered(request.id)
         if known is not None:
             return await self._repeated(request, pending, known), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have tokens out
@@ -564,10 +564,10 @@ class Session:
             return withdrawn(pending, history), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
-        self._services.folder.check(history, request)
+        self._services.fold.check(history, request)
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
-    async def _repeated(self, request: Request, pending: Pending, known: Known) -> Result:
+    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
         """Answer an id that was answered before from the record."""
         if request != known.request:
             raise RefusedError(
@@ -609,8 +609,8 @@ class Session:
                 result = failed(pending, history, "invalid_request", message)
                 out_seq = await self._store(result, history)
             record.committed(pending, out_seq, history)
-            if in_turn and not isinstance(result, Failed) and (cut := record.checkpoint(pending.seq)):
-                self._trail.add(cut)
+            if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
+                self._trail.add(delta)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
@@ -635,7 +635,7 @@ class Session:
                 return await journal.commit(self.key, result, record.out_seq, headers)
             except FencedError:
                 entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.take_results(entries):
+                if not entries or record.add_results(entries):
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
 

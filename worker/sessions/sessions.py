@@ -55,20 +55,20 @@ class Sessions:
 
     def ring(self, delivery: Delivery) -> None:
         """Take a delivery to its session; a name that breaks the rule is refused there."""
-        self._hold(delivery.key).ring(delivery)
+        self._get(delivery.key).ring(delivery)
 
     @contextlib.contextmanager
-    def looked_at(self, key: SessionKey) -> Iterator[Session]:
+    def in_use(self, key: SessionKey) -> Iterator[Session]:
         """Hold a session while somebody looks at it."""
-        session = self._hold(key)
-        session.num_lookers += 1
+        session = self._get(key)
+        session.num_users += 1
         try:
             yield session
         finally:
-            session.num_lookers -= 1
-            self._count(session)
+            session.num_users -= 1
+            self._update_size(session)
             if self._is_idle(key) and not (session.history.exists or session.history.closed):
-                self._drop(key)  # whoever asks for what does not exist may do so under any name
+                self._evict(key)  # whoever asks for what does not exist may do so under any name
 
     async def sweep(self) -> None:
         """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
@@ -77,36 +77,36 @@ class Sessions:
             horizon_s = monotonic() - self._idle_timeout_s
             for key, session in list(self._sessions.items()):
                 if session.used_s < horizon_s and self._is_idle(key):
-                    self._drop(key)
+                    self._evict(key)
 
     def stop(self) -> None:
         """Begin nothing any more; what runs ends once the engine is told to stop."""
         self._stopping.set()
         self._services.shares.stop()
 
-    def _hold(self, key: SessionKey) -> Session:
+    def _get(self, key: SessionKey) -> Session:
         session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
-        self._let_go()
+        self._bound_memory()
         self._sessions[key] = session  # last in the order in which they leave
         session.used_s = monotonic()
         return session
 
-    def _let_go(self) -> None:
+    def _bound_memory(self) -> None:
         """Let the least recently used idle sessions go where all together take too much memory."""
         if self._size_bytes <= _MAX_IDLE_BYTES:
             return
         for key in list(self._sessions):
             if self._is_idle(key):
-                self._drop(key)
+                self._evict(key)
                 if self._size_bytes <= _MAX_IDLE_BYTES:
                     return
 
-    def _drop(self, key: SessionKey) -> None:
+    def _evict(self, key: SessionKey) -> None:
         session = self._sessions.pop(key)
         self._size_bytes -= session.counted_bytes
         session.counted_bytes = 0
 
-    def _count(self, session: Session) -> None:
+    def _update_size(self, session: Session) -> None:
         """Take a session's size into account; it has just been read, or has answered."""
         size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
@@ -114,7 +114,7 @@ class Sessions:
 
     def _is_idle(self, key: SessionKey) -> bool:
         session = self._sessions[key]
-        return not (key in self._at_work or session.has_work or session.num_lookers)
+        return not (key in self._at_work or session.has_work or session.num_users)
 
     def _wake(self, session: Session) -> None:
         if session.key not in self._at_work and session.has_work and not self._stopping.is_set():
@@ -139,8 +139,8 @@ class Sessions:
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
         finally:
             self._at_work.discard(session.key)
-            self._count(session)
-            self._let_go()
+            self._update_size(session)
+            self._bound_memory()
 
     async def _fail(self, session: Session, error: Exception) -> None:
         try:

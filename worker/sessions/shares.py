@@ -64,8 +64,8 @@ class Shares:
         waiting = (place(mine.seen_s, priority), next(self._numbers), turn)
         heapq.heappush(mine.waiting, waiting)
         if at_once:
-            self.let_in(key)
-        self._share_out()
+            self.admit(key)
+        self._admit_waiting()
         try:
             await turn.wait()
         except BaseException:
@@ -84,7 +84,7 @@ class Shares:
         finally:
             self._leave(key.tenant)
 
-    def let_in(self, key: SessionKey) -> None:
+    def admit(self, key: SessionKey) -> None:
         """Let a session in that waits, whatever its tenant's share is: it needs no device any more."""
         turn = self._turns.get(key)
         if turn is not None and not turn.is_set():
@@ -95,7 +95,7 @@ class Shares:
         """Send away all who wait, and who come from now on."""
         self._is_stopped = True
         for key in self._turns:
-            self.let_in(key)  # to find out
+            self.admit(key)  # to find out
 
     def _seen(self, name: str) -> _Tenant:
         tenant = self._present.pop(name, None) or _Tenant(0.0)
@@ -105,9 +105,9 @@ class Shares:
 
     def _leave(self, name: str) -> None:
         self._seen(name).num_at_work -= 1
-        self._share_out()
+        self._admit_waiting()
 
-    def _share_out(self) -> None:
+    def _admit_waiting(self) -> None:
         """Let in whoever has room."""
         horizon_s = self._clock() - _PRESENT_S
         while (first := next(iter(self._present.items())))[1].seen_s < horizon_s:

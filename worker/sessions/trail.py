@@ -15,7 +15,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.concurrency import in_thread
 from worker.wire.journal import answers
 
-from .checkpoint import Checkpoint, Link, Piece, digest, restore
+from .checkpoint import Checkpoint, CheckpointMessage, Link, digest, restore
 
 if TYPE_CHECKING:
     from anyio import TaskHandle
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.wire.journal import Entry, Journal
 
-    from .checkpoint import Cut
+    from .checkpoint import Delta
 
 log = structlog.get_logger()
 
@@ -55,16 +55,16 @@ class Trail:
         #: The last message that is stored: results name it.
         self.link: Link | None = None
         self._trails = trails
-        self._waiting: deque[Cut] = deque()
+        self._waiting: deque[Delta] = deque()
         self._storing: TaskHandle[None] | None = None
         self._is_storing = False
         self._ended = False
 
-    def add(self, cut: Cut) -> None:
+    def add(self, delta: Delta) -> None:
         """Store a checkpoint, once those before it are."""
         if self._ended:
             return
-        self._waiting.append(cut)
+        self._waiting.append(delta)
         if not self._is_storing:
             self._is_storing = True
             self._storing = self._trails.tasks.start_soon(self.store, name=f"checkpoint {self.key}")
@@ -99,15 +99,15 @@ class Trail:
         finally:
             self._is_storing = False
 
-    async def _store(self, cut: Cut) -> Link | None:
+    async def _store(self, delta: Delta) -> Link | None:
         trails = self._trails
-        body = await in_thread(lambda: cut.pack(trails.tokenizer.fingerprint))
+        body = await in_thread(lambda: delta.pack(trails.tokenizer.fingerprint))
         link = self.link
         for start in range(0, len(body), trails.part_bytes):
             if self._ended:
                 return None
             part = body[start : start + trails.part_bytes]
-            message = Piece(part, begins=start == 0, before=str(link) if link else "").pack()
+            message = CheckpointMessage(part, begins=start == 0, before=str(link) if link else "").pack()
             seq = await trails.journal.store_checkpoint(self.key, message)
             if seq is None:
                 return None
@@ -137,14 +137,14 @@ class Trail:
         bodies: list[bytes] = []
         while link is not None:
             body = await self._trails.journal.checkpoint(link.seq)
-            piece = Piece.unpack(body, link) if body is not None else None
-            if piece is None:
+            message = CheckpointMessage.unpack(body, link) if body is not None else None
+            if message is None:
                 return []
-            parts.append(piece.part)
-            if piece.begins:
+            parts.append(message.part)
+            if message.begins:
                 bodies.append(b"".join(reversed(parts)))
                 parts.clear()
-            link = Link.parse(piece.before)
+            link = Link.parse(message.before)
         return bodies[::-1]
 
     async def _confirmed(self, found: Checkpoint, named: Entry) -> bool:

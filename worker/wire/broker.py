@@ -214,7 +214,7 @@ class EmbeddedServer:
             log.warning("restarting nats-server: it runs but cannot be used", pid=self.pid, reason=str(error))
             return False
         self.adopted = True
-        self._note()
+        self._write_state()
         log.info("adopted the nats-server that was running", pid=self.pid, port=self.port)
         return True
 
@@ -236,7 +236,7 @@ class EmbeddedServer:
                 )
             self._process = psutil.Process(self._child.pid)
             self.adopted = False
-            self._note()
+            self._write_state()
         except OSError as error:
             await self._end()
             raise BrokerError(f"nats-server cannot be started: {error}") from None
@@ -248,7 +248,7 @@ class EmbeddedServer:
             raise
         log.info("nats-server is ready", pid=self.pid, port=self.port)
 
-    def _note(self) -> None:
+    def _write_state(self) -> None:
         _replace(self._state_file, json.dumps({"pid": self.pid, "port": self.port}) + "\n")
 
     def _alive(self) -> bool:
@@ -302,22 +302,22 @@ class EmbeddedServer:
                 await self._restart()
             elif current_time() >= next_check:
                 next_check = current_time() + _HEALTH_S
-                illness = await in_thread(self._illness)
-                if illness and illness != known:
-                    log.error("nats-server is not healthy", reason=illness)
+                problem = await in_thread(self._health_problem)
+                if problem and problem != known:
+                    log.error("nats-server is not healthy", reason=problem)
                 # After one failed write (a full disk) a stream stores nothing more and tells nobody: its
                 # publishers time out, until the server starts anew. What is stored can be read meanwhile.
-                elif illness and self._has_room():
-                    log.error("restarting nats-server: it does not recover by itself", reason=illness)
+                elif problem and self._has_room():
+                    log.error("restarting nats-server: it does not recover by itself", reason=problem)
                     await self._restart()
-                known = illness
+                known = problem
 
     def _has_room(self) -> bool:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self._root).free > self._room_bytes
         return False
 
-    def _illness(self) -> str | None:
+    def _health_problem(self) -> str | None:
         """Ask the server's own health check what is wrong. Blocks; None if nothing is, or nobody says."""
         try:
             ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())

@@ -127,7 +127,7 @@ class _Watch:
             await self._on_closed()
 
 
-async def heard(client: Client) -> None:
+async def confirm_subscriptions(client: Client) -> None:
     """Wait until the server knows of all subscriptions so far; else it may still answer that nobody listens.
 
     nats-py's `flush` sends its ping at once, past what is still to be written: only a second one comes behind

@@ -16,7 +16,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.concurrency import shielded
 
-from .connection import heard
+from .connection import confirm_subscriptions
 from .journal import MESSAGE_TOO_LARGE
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ log = structlog.get_logger()
 _QUEUE = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
 #: So many are answered at a time; then a tenant is told so at once, unless it has less than an equal share.
-_MAX_ASKED = 4096
-_TOO_MANY = f"the worker has {_MAX_ASKED} questions to answer already; ask again later"
+_MAX_OPEN = 4096
+_TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
@@ -68,17 +68,19 @@ class Desk:
         self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
         self._tasks = tasks
-        self._num_asked = 0
+        self._num_open = 0
         self._tenants: Counter[str] = Counter()  # of those who asked
 
     async def open(self) -> None:
         """Start to answer."""
         for subject, handle in (
-            (self._subjects.every("ctl"), self._controlled),
+            (self._subjects.every("ctl"), self._control_request),
             (self._subjects.every("ask"), self._ask),
         ):
-            self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._aside(handle)))
-        await heard(self._nc)
+            self._subscriptions.append(
+                await self._nc.subscribe(subject, _QUEUE, cb=self._in_own_task(handle))
+            )
+        await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
         """Take no more questions. Who waits when the tasks are cancelled finds the result on `out`."""
@@ -86,7 +88,7 @@ class Desk:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
 
-    def _aside(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+    def _in_own_task(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
         """Handle each message in a task of its own: one long answer must not hold up the next question."""
 
         async def answer(message: Msg, tenant: str) -> None:
@@ -95,35 +97,35 @@ class Desk:
             except Exception:
                 log.exception("answering failed", subject=message.subject)
             finally:
-                self._num_asked -= 1
+                self._num_open -= 1
                 self._tenants[tenant] -= 1
                 if not self._tenants[tenant]:
                     del self._tenants[tenant]
 
         async def spawn(message: Msg) -> None:
             tenant = message.subject.rsplit(".", 3)[1]
-            share = _MAX_ASKED // (len(self._tenants) or 1)
-            if self._num_asked >= _MAX_ASKED and self._tenants[tenant] >= share:
+            share = _MAX_OPEN // (len(self._tenants) or 1)
+            if self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share:
                 if message.reply:
                     await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
                 return
-            self._num_asked += 1
+            self._num_open += 1
             self._tenants[tenant] += 1
             self._tasks.start_soon(answer, message, tenant)
 
         return spawn
 
-    async def _controlled(self, message: Msg) -> None:
+    async def _control_request(self, message: Msg) -> None:
         reply = await self._control.answer(message.subject, message.data)
         if message.reply:
             await self._outbox.reply(message.reply, reply)
 
     async def _ask(self, message: Msg) -> None:
-        result = await self._asked(message)
+        result = await self._result_of(message)
         if message.reply:
             await self._outbox.reply(message.reply, result)
 
-    async def _asked(self, message: Msg) -> Result:
+    async def _result_of(self, message: Msg) -> Result:
         try:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, uuid4().hex)

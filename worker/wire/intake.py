@@ -117,7 +117,7 @@ class Intake:
         self._nc = nc
         self._names = names
         self._telemetry = telemetry
-        self._refused = refuse
+        self._answer_refused = refuse
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
         self._max_per_tenant = max_sessions_per_tenant
@@ -132,7 +132,7 @@ class Intake:
         self._pull_over = Event()
 
     @property
-    def num_held(self) -> int:
+    def num_sessions(self) -> int:
         """Sessions with requests that wait or run here."""
         return len(self._anchors)
 
@@ -187,11 +187,11 @@ class Intake:
             self._num_to_come -= 1
             if self._num_to_come <= 0:
                 self._pull_over.set()
-            await self._take(message, ring)
+            await self._deliver(message, ring)
 
         return arrived
 
-    async def _take(self, message: Msg, ring: Ring) -> None:
+    async def _deliver(self, message: Msg, ring: Ring) -> None:
         metadata = message.metadata
         seq = metadata.sequence.stream
         num_delivered = metadata.num_delivered or 1
@@ -230,7 +230,7 @@ class Intake:
                 seq=seq,
                 subject=message.subject[:80],
             )
-        await self._refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
+        await self._answer_refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
         with contextlib.suppress(nats.errors.Error, OSError):  # lost, it comes again and is ended again
             await message.term()
 
@@ -255,7 +255,7 @@ class Intake:
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
 
-    async def release(self, key: SessionKey) -> None:
+    async def ack(self, key: SessionKey) -> None:
         """Ack a session's anchor: all that was delivered has its result. A lost ack costs a redelivery."""
         message = self._anchors.pop(key, None)
         if message is None:

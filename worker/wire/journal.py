@@ -155,7 +155,7 @@ class Journal:
                 log.warning("an answer is not streamed any further", error=str(error))
                 return False
             except (nats.errors.Error, OSError) as error:
-                await self._wait_out("publishing tokens", error, pause_s)
+                await self._pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
             else:
                 return True
@@ -168,7 +168,7 @@ class Journal:
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
+                await self._pause_after("reading the log", error, 1.0)
                 continue
             return message.data or b""
 
@@ -181,7 +181,7 @@ class Journal:
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
+                await self._pause_after("reading the log", error, 1.0)
                 continue
             headers = found.headers or {}
             stored = found.time or datetime.fromtimestamp(0, UTC)
@@ -215,7 +215,7 @@ class Journal:
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
+                await self._pause_after("reading the log", error, 1.0)
 
     async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
         """Store a result as the successor of the session's result at sequence `after` (0: the first).
@@ -237,10 +237,10 @@ class Journal:
                 if error.err_code == MESSAGE_TOO_LARGE:
                     raise TooLargeError(f"{len(body)} bytes") from error
                 if error.err_code == _WRONG_LAST_SEQUENCE:
-                    return await self._ours(self._subjects.of(key, "out"), body, after)
-                await self._wait_out("committing a result", error, pause_s)
+                    return await self._own_commit(self._subjects.of(key, "out"), body, after)
+                await self._pause_after("committing a result", error, pause_s)
             except (nats.errors.Error, OSError) as error:
-                await self._wait_out("committing a result", error, pause_s)
+                await self._pause_after("committing a result", error, pause_s)
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
@@ -252,7 +252,7 @@ class Journal:
             try:
                 await self._js.publish(self._subjects.of(key, kind), body, timeout=_TIMEOUT_S)
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._wait_out("writing the log", error, pause_s)
+                await self._pause_after("writing the log", error, pause_s)
                 pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
             else:
                 return
@@ -318,7 +318,7 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
 
-    async def _ours(self, subject: str, body: bytes, after: int) -> int:
+    async def _own_commit(self, subject: str, body: bytes, after: int) -> int:
         """Tell a commit whose ack was lost from one that another worker won."""
         while True:
             try:
@@ -327,14 +327,14 @@ class Journal:
             except NotFoundError:
                 break
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
+                await self._pause_after("reading the log", error, 1.0)
                 continue
             if last.data == body and last.seq is not None and last.seq > after:
                 return last.seq
             break
         raise FencedError(subject)
 
-    async def _wait_out(self, doing: str, error: BaseException, pause_s: float) -> None:
+    async def _pause_after(self, doing: str, error: BaseException, pause_s: float) -> None:
         log.warning(
             "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
         )
@@ -355,7 +355,7 @@ class Journal:
             try:
                 return await self._try_direct_batch(stream, subject, after)
             except (nats.errors.Error, OSError) as error:
-                await self._wait_out("reading the log", error, 1.0)
+                await self._pause_after("reading the log", error, 1.0)
 
     async def _try_direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         # nats-py has no batched direct get, so this is the raw request of ADR-31.
@@ -394,7 +394,7 @@ class _Replies:
         """
         async with self._opening:
             if self._subscription is None:
-                self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._take)
+                self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._arrived)
         inbox = f"{self._inbox}.{next(self._numbers)}"
         arrived: MemoryObjectSendStream[Msg]
         arrived, replies = create_memory_object_stream(math.inf)
@@ -411,7 +411,7 @@ class _Replies:
             finally:
                 del self._waiting[inbox]
 
-    async def _take(self, message: Msg) -> None:
+    async def _arrived(self, message: Msg) -> None:
         waiting = self._waiting.get(message.subject)
         if waiting is not None:  # else nobody waits for it any more
             waiting.send_nowait(message)

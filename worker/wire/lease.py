@@ -58,7 +58,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One worker's hold on its prefix, from `take` to `give_back`, with `keep` meanwhile. Event loop only."""
+    """One worker's hold on its prefix; `keep` runs between `acquire` and `release`. Event loop only."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Lease:
         self._me = Holder(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex)
         self._lost = lost
         self._seq = 0
-        self._is_taken = False
+        self._is_acquired = False
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Take the lease. Raises `BrokerError` where a living worker has it.
 
         The lease of a worker that was killed is taken once it has run out, or at once with the same data
@@ -94,7 +94,7 @@ class Lease:
                 f"the lease of the prefix cannot be taken ({reason(error)}); let the user publish to"
                 f" {self._subject}, and read the stream {self._stream}"
             ) from None
-        self._is_taken = True
+        self._is_acquired = True
 
     async def _free(self) -> int:
         """Wait until nobody has the lease; returns the sequence of what is to be replaced, 0 for nothing."""
@@ -112,9 +112,9 @@ class Lease:
             seen = seq
             await sleep(_LOOK_S)
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """Let the next worker have the lease at once; nobody may `keep` it any more."""
-        if not self._is_taken:
+        if not self._is_acquired:
             return
         with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # then it runs out
             await self._js.delete_msg(self._stream, self._seq)

@@ -61,7 +61,7 @@ class Retention:
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._looked_at = 0  # all notes up to this one have been followed, or need their time
+        self._done_seq = 0  # all notes up to this one have been followed, or need their time
         self._forgotten: set[int] = set()  # notes behind it that were followed already
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
@@ -70,7 +70,7 @@ class Retention:
         """Return what is held while a session's log is read: half of it could be gone by the second page."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
-    async def note(self, key: SessionKey, *, forget: bool) -> int | None:
+    async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
         """Note that a session is about to be closed; with `forget` count the entries that will leave."""
         num_entries = await self._journal.count(key) if forget else None
         await self._journal.append(key, "closed", _FORGET if forget else b"")
@@ -97,21 +97,21 @@ class Retention:
         """Remove what is due; more than that, oldest first, where the log is nearly full."""
         self.num_bytes = await self._journal.log_bytes()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
-        after, more, unsettled = 0, True, 0
+        after, more, unfinished = 0, True, 0
         while more:
             notes, more = await self._journal.closed(after)
             for note in notes:
                 after = note.seq
-                if not await self._follow(note, hurry=full):
-                    unsettled = unsettled or note.seq
+                if not await self._follow(note, at_once=full):
+                    unfinished = unfinished or note.seq
                 if full:
                     self.num_bytes = await self._journal.log_bytes()
                     full = self.num_bytes > _RELIEVED * self.max_bytes
-                elif after < self._looked_at and not self._is_due(note):
-                    after, more = self._looked_at, True  # those between are younger: not due either
+                elif after < self._done_seq and not self._is_due(note):
+                    after, more = self._done_seq, True  # those between are younger: not due either
                     break
-        self._looked_at = unsettled - 1 if unsettled else max(after, self._looked_at)
-        self._forgotten = {seq for seq in self._forgotten if seq > self._looked_at}
+        self._done_seq = unfinished - 1 if unfinished else max(after, self._done_seq)
+        self._forgotten = {seq for seq in self._forgotten if seq > self._done_seq}
         nearly_full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         if nearly_full and not self._nearly_full:
             log.warning(
@@ -125,15 +125,15 @@ class Retention:
     def _is_due(self, note: Entry) -> bool:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
-    async def _follow(self, note: Entry, *, hurry: bool) -> bool:
+    async def _follow(self, note: Entry, *, at_once: bool) -> bool:
         """Do what a note asks for by now; False where the close that it announces has no result yet."""
         key = session_of(note.headers["Nats-Subject"])
-        due = hurry or self._is_due(note)
+        due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
         if key is None or not (due or forget):
             return True
         async with self.lock(key):
-            closed = await self._closed(key, note.seq)
+            closed = await self._find_close(key, note.seq)
             if closed is None:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
@@ -169,7 +169,7 @@ class Retention:
                 if after < closed_seq and answers(entry) < close_seq:
                     await self._journal.delete(after)
 
-    async def _closed(self, key: SessionKey, note_seq: int) -> _Closing | None:
+    async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close that was noted; None where it has no result, or anybody else has made the note."""
         results, _ = await self._journal.page(key, "out", note_seq)
         for entry in results[:1]:

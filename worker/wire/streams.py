@@ -14,7 +14,7 @@ import structlog
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
-from worker.words import size
+from worker.formatting import size
 
 from .connection import BrokerError
 
