@@ -1,0 +1,151 @@
+"""KV of a session's first few tokens and its last ones, in memory that never grows beyond them.
+
+`RingCache` is a cache class of ours, beside mlx-lm's: for `sink_window`, and for the sliding windows that a
+model has itself. Where a token's key and value lie follows from the token's position alone, whatever way the
+tokens came in, so the same tokens give the same bits after a restore. Device thread only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+#: Tokens held beyond the window: a run of so many is written before its first token looks back, and a
+#: session can be rewound by as many without being read anew.
+SLACK: Final = 256
+
+
+class RingCache:
+    """The first `sink` tokens and the last `window` of one layer, and up to `SLACK` before those.
+
+    `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
+    and biases where KV is quantised in groups of `group_size` to `bits` bits. Token p lies at place p while
+    p < sink, and behind them in turns. `offset` counts the tokens that were run.
+    """
+
+    def __init__(self, sink: int, window: int, group_size: int = 0, bits: int = 0) -> None:
+        self.sink = sink
+        self.window = window
+        self.group_size = group_size
+        self.bits = bits
+        self.keys: tuple[mx.array, ...] | None = None
+        self.values: tuple[mx.array, ...] | None = None
+        self.offset = 0
+
+    @property
+    def capacity(self) -> int:
+        """Places at the most."""
+        return self.sink + self.window + SLACK
+
+    @property
+    def first_held(self) -> int:
+        """The first position behind the sinks that still has its place."""
+        return max(self.sink, self.offset - self.window - SLACK)
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """All arrays, to be evaluated."""
+        return (*(self.keys or ()), *(self.values or ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is allocated."""
+        return sum(array.nbytes for array in self.state)
+
+    def empty(self) -> bool:
+        """Whether it holds nothing yet."""
+        return self.keys is None
+
+    def can_trim(self, num_tokens: int) -> bool:
+        """Say whether it can go back to its first `num_tokens`: what they see is still here."""
+        return num_tokens <= self.offset and max(self.sink, num_tokens - self.window) >= self.first_held
+
+    def places(self, start: int, end: int) -> Iterator[slice]:
+        """Give the places of the tokens `[start, end)`, in order, as few slices."""
+        yield from _places(start, end, self.sink, self.capacity)
+
+    def tokens(self, start: int, end: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """Copy the keys and values of the tokens `[start, end)`, unevaluated.
+
+        Raises `ValueError` where some of them are not held.
+        """
+        first = self.sink if start >= self.sink else 0
+        is_held = first <= start < end <= self.offset
+        if start >= self.sink or end > self.sink:
+            is_held = is_held and max(start, self.sink) >= self.first_held
+        if not is_held or self.keys is None or self.values is None:
+            raise ValueError(f"not held: the tokens [{start}, {end}) of {self.offset}")
+        places = list(self.places(start, end))
+        keys, values = (
+            tuple(mx.concatenate([array[..., place, :] for place in places], axis=2) for array in side)
+            for side in (self.keys, self.values)
+        )
+        return keys, values
+
+    def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """Add the keys and values of the next tokens, `SLACK` at the most: (1, KV heads, tokens, size)."""
+        start, end = self.offset, self.offset + keys[0].shape[2]
+        self._make_room(keys, values, end)
+        for side, new in ((self.keys, keys), (self.values, values)):
+            for array, part in zip(side or (), new, strict=True):
+                at = 0
+                for place in self.places(start, end):
+                    num = place.stop - place.start
+                    array[..., place, :] = part[..., at : at + num, :]
+                    at += num
+        self.offset = end
+
+    def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
+        """Make an empty cache hold what one of `num_tokens` tokens needs: its sinks, then its window.
+
+        That is `policy.num_visible(num_tokens)` tokens. Raises `ValueError` where there are others.
+        """
+        num_sinks = min(self.sink, num_tokens)
+        num_held = min(num_tokens, self.sink + self.window)
+        if any(array.shape[2] != num_held for array in (*keys, *values)):
+            raise ValueError(f"not the keys and values of {num_held} tokens")
+        for start, end, at in (
+            (0, num_sinks, 0),
+            (num_tokens - num_held + num_sinks, num_tokens, num_sinks),
+        ):
+            self.offset = start
+            for begin in range(start, end, SLACK):
+                size = min(SLACK, end - begin)
+                shift = at + begin - start
+                self.write(
+                    [array[..., shift : shift + size, :] for array in keys],
+                    [array[..., shift : shift + size, :] for array in values],
+                )
+
+    def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
+        """Allocate for `end` tokens, or for all that there will ever be."""
+        held = self.keys[0].shape[2] if self.keys is not None else 0
+        wanted = min(-(-end // SLACK) * SLACK, self.capacity)
+        if held >= wanted:
+            return
+        grown = []
+        for side, new in ((self.keys, keys), (self.values, values)):
+            blank = [mx.zeros((*part.shape[:2], wanted - held, part.shape[3]), part.dtype) for part in new]
+            grown.append(
+                tuple(blank)
+                if side is None
+                else tuple(mx.concatenate([*pair], axis=2) for pair in zip(side, blank, strict=True))
+            )
+        self.keys, self.values = grown
+
+
+def place_of(position: int, sink: int, capacity: int) -> int:
+    """Say where the token at `position` lies."""
+    return position if position < sink else sink + (position - sink) % (capacity - sink)
+
+
+def _places(start: int, end: int, sink: int, capacity: int) -> Iterator[slice]:
+    while start < end:
+        place = place_of(start, sink, capacity)
+        stop = min(end - start, (sink if start < sink else capacity) - place)
+        yield slice(place, place + stop)
+        start += stop
