@@ -1,4 +1,4 @@
-"""Promises held against what was measured, with three outcomes. Pure.
+"""Promises held against what was measured, with three verdicts. Pure.
 
 An exact check counts, and cannot fail by chance: the command's exit code is its. A statistical one holds an
 interval against the bound in its name: it fails where all of the interval lies beyond the bound, and cannot
@@ -29,7 +29,7 @@ LAG_BOUND_S: Final = 0.05
 MIN_LAGS: Final = 500
 
 
-class Outcome(StrEnum):
+class Verdict(StrEnum):
     """What a check has come to."""
 
     HOLDS = "holds"
@@ -41,20 +41,20 @@ class Check(Struct, frozen=True, kw_only=True):
     """One promise and what became of it. `exact`: it cannot fail by chance."""
 
     name: str
-    outcome: Outcome
+    outcome: Verdict
     detail: str
     exact: bool
 
     @property
     def failed(self) -> bool:
         """Say whether it ends the run with exit code 1."""
-        return self.exact and self.outcome is Outcome.FAILS
+        return self.exact and self.outcome is Verdict.FAILS
 
 
 def count(name: str, wrong: Collection[object], of: Collection[object], things: str = "turns") -> Check:
     """Count those that break the promise: exact. Without anything to count it cannot tell."""
     detail = f"{len(wrong):,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
-    return Check(name=name, outcome=_outcome(None if not of else not wrong), detail=detail, exact=True)
+    return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
 
 
 def bounded(
@@ -84,28 +84,28 @@ def judged(
     unit: Unit = "",
 ) -> Check:
     """Hold estimates against a bound."""
-    outcomes = [judge(estimate, at_most=at_most, at_least=at_least) for estimate in estimates.values()]
-    worst = next((one for one in (Outcome.FAILS, Outcome.CANNOT_TELL) if one in outcomes), Outcome.HOLDS)
+    verdicts = [judge(estimate, at_most=at_most, at_least=at_least) for estimate in estimates.values()]
+    worst = next((one for one in (Verdict.FAILS, Verdict.CANNOT_TELL) if one in verdicts), Verdict.HOLDS)
     told = {
         label: interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)
         for label, one in estimates.items()
     }
     said = "; ".join(f"{label} {estimate}".strip() for label, estimate in told.items())
     detail = said or "nothing was measured"
-    return Check(name=name, outcome=worst if outcomes else Outcome.CANNOT_TELL, detail=detail, exact=False)
+    return Check(name=name, outcome=worst if verdicts else Verdict.CANNOT_TELL, detail=detail, exact=False)
 
 
 def judge(
     estimate: Estimate | None, *, at_most: float | None = None, at_least: float | None = None
-) -> Outcome:
+) -> Verdict:
     """Hold one estimate's interval against a bound."""
     if estimate is None or estimate.low is None or estimate.high is None:
-        return Outcome.CANNOT_TELL
+        return Verdict.CANNOT_TELL
     below = at_most is not None and estimate.low > at_most
     if below or (at_least is not None and estimate.high < at_least):
-        return Outcome.FAILS
+        return Verdict.FAILS
     inside = at_most is None or estimate.high <= at_most
-    return _outcome(True if inside and (at_least is None or estimate.low >= at_least) else None)
+    return _verdict(True if inside and (at_least is None or estimate.low >= at_least) else None)
 
 
 def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
@@ -141,9 +141,9 @@ def kept_time(lags_s: Sequence[float]) -> Check:
     detail = (
         f"{number(late, 's')}, at most {number(max(lags_s), 's')}" if late is not None else "too few turns"
     )
-    outcome = _outcome(None if late is None else late <= LAG_BOUND_S)
-    return Check(name=name, outcome=outcome, detail=detail, exact=False)
+    verdict = _verdict(None if late is None else late <= LAG_BOUND_S)
+    return Check(name=name, outcome=verdict, detail=detail, exact=False)
 
 
-def _outcome(kept: bool | None) -> Outcome:
-    return {True: Outcome.HOLDS, False: Outcome.FAILS, None: Outcome.CANNOT_TELL}[kept]
+def _verdict(kept: bool | None) -> Verdict:
+    return {True: Verdict.HOLDS, False: Verdict.FAILS, None: Verdict.CANNOT_TELL}[kept]

@@ -59,8 +59,7 @@ def compare(reports: tuple[Path, ...]) -> None:
     """
     from .compare import load as read
     from .compare import table, warnings
-    from .tables import printing
-    from .tables import show as print_table
+    from .tables import print_table, printing
 
     found, pairs = read(reports, benches())
     console = printing()

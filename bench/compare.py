@@ -16,7 +16,7 @@ from . import stats
 from .faults import ReportError
 from .figures import interval, number
 from .report import Report, Setting, read
-from .tables import Rows, label
+from .tables import Table, label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def interleaved(pairs: Sequence[Pair]) -> bool:
     return all(one // 2 == other // 2 for one, other in zip(order[::2], order[1::2], strict=True))
 
 
-def table(bench: AnyBench, pairs: Sequence[Pair]) -> Rows:
+def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
     """Compare every measure that all reports have; a ratio has an interval where runs were judged."""
     judged = len(pairs) >= stats.MIN_BLOCKS and interleaved(pairs)
     sides = [[report.findings(bench) for report in side] for side in zip(*pairs, strict=True)]
@@ -70,7 +70,7 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Rows:
             medians = [number(statistics.median(side), measure.unit) for side in (base, other)]
             name = f"{measure.name}, {label(first.level_name(measure), level, case)}"
             rows.append((name, *medians, shown, _reading(ratio, measure) if judged else ""))
-    return Rows("Typical values", ("", "A", "B", "B / A", ""), rows)
+    return Table("Typical values", ("", "A", "B", "B / A", ""), rows)
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:

@@ -30,7 +30,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     commit: str | None
 
 
-def look() -> Environment:
+def describe() -> Environment:
     """Describe this machine. What cannot be found out is left empty, and never stops a bench."""
     packages = {}
     for name in PACKAGES:

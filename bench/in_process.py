@@ -44,7 +44,7 @@ class Engine:
             self._model, stop_tokens=[[token] for token in sorted(self._ends)]
         )
 
-    def hold(self, prompts: list[Prompts], max_tokens: int) -> list[list[Turn]]:
+    def converse(self, prompts: list[Prompts], max_tokens: int) -> list[list[Turn]]:
         """Answer greedily, turn by turn."""
         began_s = time.perf_counter()
         answers = [self._answer(asked, max_tokens, began_s) for asked in prompts]
@@ -101,7 +101,7 @@ def main() -> None:
     print("[]", file=replies, flush=True)
     for line in sys.stdin:
         prompts, max_tokens = msgspec.json.decode(line, type=tuple[list[Prompts], int])
-        answers = engine.hold(prompts, max_tokens)
+        answers = engine.converse(prompts, max_tokens)
         print(msgspec.json.encode(answers).decode(), file=replies, flush=True)
 
 

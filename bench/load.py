@@ -268,7 +268,7 @@ async def measure(run: Run[Plan]) -> None:
     plan, most_bytes = run.plan, 0
     sizes: list[tuple[int, int]] = []
 
-    def take(at_s: float, metrics: Metrics) -> None:
+    def note(at_s: float, metrics: Metrics) -> None:
         beside_bytes = metrics.process_bytes - metrics.resident_kv_bytes
         sizes.append((metrics.sessions, beside_bytes))
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
@@ -277,7 +277,7 @@ async def measure(run: Run[Plan]) -> None:
     dues = {f"{rate:g} a second": _poisson(run, rate) for rate in plan.rate or ()}
     if plan.recorded is not None:
         dues |= {RECORDED: _recorded(run, plan.recorded)}
-    async with run.target(*METRICS) as client, run.watching(client, take):
+    async with run.target(*METRICS) as client, run.watching(client, note):
         for at_once in plan.closed:
             await _closed(run, client, at_once)
         for case, due in dues.items():
@@ -289,7 +289,7 @@ async def measure(run: Run[Plan]) -> None:
     if plan.crowd is not None:
         # Memory that is ready before it is needed would hide what sessions take.
         memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
-        async with run.target(*METRICS, *memory) as client, run.watching(client, take):
+        async with run.target(*METRICS, *memory) as client, run.watching(client, note):
             await _crowd(run, client, plan.crowd, sizes)
 
 
@@ -334,8 +334,8 @@ async def _level(
 
     async def begin(talk: _Talk) -> None:
         if utterances[talk.number]:
-            run.step(len(run.turns), None, f"beginning {len(talks):,} sessions")
-            run.take(replace(await talk.say(OPENING_TOKENS, utterances[talk.number]), **opening))
+            run.progress(len(run.turns), None, f"beginning {len(talks):,} sessions")
+            run.keep(replace(await talk.say(OPENING_TOKENS, utterances[talk.number]), **opening))
             talk.beginning, talk.turns = talk.held or 0, 0
 
     async def close(talk: _Talk) -> None:
@@ -371,8 +371,8 @@ async def _closed(run: Run[Plan], client: Client, at_once: int) -> None:
     async def converse(talk: _Talk) -> None:
         for _ in range(plan.turns):
             block = next(sent) // (WAVES * at_once)
-            run.take(replace(await talk.say(plan.max_tokens, late_s=0.0), x=at_once, block=block))
-            run.step(len(run.turns), None, f"{at_once} at a time")
+            run.keep(replace(await talk.say(plan.max_tokens, late_s=0.0), x=at_once, block=block))
+            run.progress(len(run.turns), None, f"{at_once} at a time")
 
     histories = [number % (plan.history + 1) for number in range(max(plan.sessions, at_once))]
     async with _level(run, client, histories, at_once, case=OPENING, x=at_once) as talks:
@@ -387,8 +387,8 @@ async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequen
         for due_s in dues[talk.number]:
             await asyncio.sleep(max(0.0, began_s + due_s - run.elapsed_s))
             turn = await talk.say(plan.max_tokens, late_s=max(0.0, run.elapsed_s - began_s - due_s))
-            run.take(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
-            run.step(len(run.turns), None, case)
+            run.keep(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
+            run.progress(len(run.turns), None, case)
 
     # Recorded times belong to what was said at them, from the first word on.
     most = 0 if case == RECORDED else plan.history
@@ -437,19 +437,19 @@ async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
             await session.append(tokens=tokens, timeout_s=plan.turn_timeout)
         times.append(run.elapsed_s)
 
-    run.step(len(run.turns), None, f"a long prompt, round {block + 1} of {plan.rounds}")
+    run.progress(len(run.turns), None, f"a long prompt, round {block + 1} of {plan.rounds}")
     tokens = np.random.default_rng().integers(*IDS, plan.long_prompt).tolist()
     async with _level(run, client, [0] * (ANSWERS + 1)) as talks:
         await together(prefill(talks[-1].session), *map(answer, talks[:-1]))
     facts = dict(zip(("alone_s", "sent_s", "over_s"), times, strict=True))
-    run.take(*(replace(turn, case=ANSWER, block=block, facts=facts) for turn in answers))
+    run.keep(*(replace(turn, case=ANSWER, block=block, facts=facts) for turn in answers))
     run.sample(PROMPT, "", None, block, times[2] - times[1])
 
 
 async def _most_bytes(run: Run[Plan], client: Client) -> int:
     """Let one of a crowd have its full length, and return the bytes of its KV."""
     plan = run.plan
-    run.step(len(run.turns), None, "sizing the crowd's sessions")
+    run.progress(len(run.turns), None, "sizing the crowd's sessions")
     async with _level(run, client, [0]) as (talk,):
         turn = await talk.say(KEPT_TURNS * plan.max_tokens, plan.history + KEPT_TURNS)
     if turn.error is not None:
@@ -467,13 +467,13 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
         points = [(STRETCHES * begun // (size + 1), begun, size_bytes) for begun, size_bytes in late]
         for block, slope in enumerate(stats.slopes(points)):
             run.sample(PER_SESSION, "", None, block, slope)
-        metrics = await run.settle(talks[0].session)
+        metrics = await run.wait_for_snapshots(talks[0].session)
         run.sample(STORED, "", None, 0, max(metrics.snapshots.stored_bytes / size, 1))
         for i, number in enumerate(asked):
-            run.step(i, len(asked), f"turn {i + 1:,} of a crowd's {len(asked):,}")
-            run.take(replace(await _ask(run, talks[number]), block=STRETCHES * i // len(asked)))
+            run.progress(i, len(asked), f"turn {i + 1:,} of a crowd's {len(asked):,}")
+            run.keep(replace(await _ask(run, talks[number]), block=STRETCHES * i // len(asked)))
         if run.where.nats is None:  # another one has more to do
-            metrics = await run.settle(talks[0].session)
+            metrics = await run.wait_for_snapshots(talks[0].session)
             run.facts[ACCOUNT] = (size + len(asked), metrics.prefilled_tokens, metrics.generated_tokens)
 
 

@@ -75,7 +75,7 @@ class Process:
     def stop(self) -> None:
         """Stop it as Ctrl-C does; a worker takes its NATS server down with it. What is left is killed."""
         if self._process is not None:
-            self.meet()
+            self.find_children()
             # It ends because it is told to: to whoever asks in another thread it has no exit code any more.
             process, self._process = self._process, None
             process.terminate()
@@ -88,7 +88,7 @@ class Process:
                 child.kill()
         self._family = []
 
-    def expect(self) -> None:
+    def check_alive(self) -> None:
         """Raise `BenchError` where it has ended by itself, with the last line of its log."""
         if self.exit_code is not None:
             said = []
@@ -97,7 +97,7 @@ class Process:
                 said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
-    def meet(self) -> None:
+    def find_children(self) -> None:
         """Look for its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None:
@@ -127,7 +127,7 @@ class LocalWorker(Process):
             with contextlib.suppress(NoWorkerError):
                 client = await connect(self.url, tenant=tenant)
                 if await _answers(client):
-                    self.meet()
+                    self.find_children()
                     return client
                 await client.close()
             await asyncio.sleep(0.1)

@@ -174,7 +174,7 @@ class MlxServer(Process):
         """Wait until its port answers. Raises `BenchError`."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            self.expect()
+            self.check_alive()
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", self._port)
                 writer.close()

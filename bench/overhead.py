@@ -259,7 +259,7 @@ async def measure(run: Run[Plan]) -> None:
                 prompts = [[_prompt(texts, order, plan, i) for i in range(batch)] for _ in turns]
                 for side in order.sample(sides, len(sides)):
                     where = f"round {block + 1} of {plan.rounds}, {batch} at a time, {side.case}"
-                    run.step(next(done), total, where)
+                    run.progress(next(done), total, where)
                     others = [other.pid for other in sides if other is not side]
                     began_s, before_s = time.monotonic(), sum(map(cpu_s, others))
                     answers = await side.answer(prompts)
@@ -280,7 +280,7 @@ def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list
             whose = {"case": case, "x": len(asked), "block": block, "session": f"s{i}"}
             position = sent[i] + len(turn.tokens) if case == IN_PROCESS else turn.position
             whose |= {"own_tokens": len(prompt), "position": position}
-            run.take(replace(turn, **whose, facts=turn.facts | facts))
+            run.keep(replace(turn, **whose, facts=turn.facts | facts))
             if turn.error is not None:  # the sides no longer have the same history
                 raise BenchError(f"a turn failed: {turn.message}")
             sent[i] += len(turn.tokens)
@@ -300,8 +300,8 @@ def _in_process(run: Run[Plan], program: Program) -> Side:
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         at_s = run.elapsed_s
         with run.timing():
-            await program.tell(msgspec.json.encode((prompts, run.plan.max_tokens)))
-            line = await program.hear(len(prompts) * run.plan.turn_timeout)
+            await program.send(msgspec.json.encode((prompts, run.plan.max_tokens)))
+            line = await program.receive(len(prompts) * run.plan.turn_timeout)
         answers = msgspec.json.decode(line, type=list[list[Turn]])
         return [[replace(turn, at_s=at_s + turn.at_s) for turn in turns] for turns in answers]
 
@@ -315,21 +315,22 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
     """
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
-    async def look(idle: Session) -> SnapshotCounters:
-        """Wait until what it has to write is written, except on the slow disk, and ask what became of it."""
-        return (await idle.info()).worker.snapshots if case == SLOW else (await run.settle(idle)).snapshots
+    async def counters(idle: Session) -> SnapshotCounters:
+        """Return the worker's snapshot counters, once all is written (on the slow disk at once)."""
+        metrics = (await idle.info()).worker if case == SLOW else await run.wait_for_snapshots(idle)
+        return metrics.snapshots
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         answers = []
         async with run.connect(worker, f"bench-{uuid4().hex[:12]}") as client:
             idle, *sessions = (client.session(f"s{i}") for i in range(-1, len(prompts[0])))
             await idle.open(timeout_s=timeout_s)  # it is only asked how the worker is
-            before = await look(idle)
+            before = await counters(idle)
             for asked in prompts:
                 pairs = zip(sessions, asked, strict=True)
                 asking = (run.ask(one, tokens=prompt, max_tokens=max_tokens) for one, prompt in pairs)
                 turns = await asyncio.gather(*asking)
-                after = await look(idle)
+                after = await counters(idle)
                 sooner, later = (one.failed + sum(one.dropped.values()) for one in (before, after))
                 facts = {"written": after.durable - before.durable, "lost": later - sooner}
                 answers.append([replace(turn, facts=facts | {"waiting": after.in_flight}) for turn in turns])
@@ -363,7 +364,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
     )
     alone = running("bench.in_process", folder, preload=blas.preload_of(mine))
     program = await stack.enter_async_context(alone)
-    await program.hear(plan.turn_timeout)  # it is ready
+    await program.receive(plan.turn_timeout)  # it is ready
     sides[IN_PROCESS] = _in_process(run, program)
     other = blas.mapped(program.pid)
     run.facts |= {"worker's BLAS": blas.names(mine), "BLAS in process": blas.names(other)}
@@ -377,7 +378,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Tokens:
     """Take a prompt that begins as no other of the same tenant does: a corpus repeats itself."""
     most = plan.prompt_tokens
-    return (FIRST_ID + number, *texts.take(order.randint(most // 2, most) - 1))
+    return (FIRST_ID + number, *texts.next_tokens(order.randint(most // 2, most) - 1))
 
 
 BENCH = Bench(

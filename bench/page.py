@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import jinja2
 
-from .checks import Outcome
+from .checks import Verdict
 from .plots import draw
 from .tables import about, machine, tables
 
@@ -30,13 +30,13 @@ def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> s
     templates = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    counts = {outcome: sum(one.outcome is outcome for one in report.checks) for outcome in Outcome}
+    counts = {verdict: sum(one.outcome is verdict for one in report.checks) for verdict in Verdict}
     return templates.from_string(TEMPLATE.read_text("utf-8")).render(
         bench=bench,
         report=report,
         machine=machine(report),
         warnings=report.warnings(),
-        counts=", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number),
+        counts=", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number),
         notes=list(bench.notes(findings.plan)),
         tables=tables(findings),
         plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],

@@ -179,7 +179,7 @@ class Peer:
             chat[:] = [*messages, {"role": "assistant", "content": str(turn.facts["text"])}]
         return turn
 
-    async def rest(self, chat: Any) -> None:
+    async def wait_until_idle(self, chat: Any) -> None:
         """Wait until nothing is left to do behind an answer."""
 
     async def restart(self, *, kill: bool) -> None:
@@ -189,13 +189,13 @@ class Peer:
             self.process.start()
             await self.process.ready()
 
-    async def meet(self) -> None:
+    async def warm_up(self) -> None:
         """Hold a short chat, so that the model is loaded. Raises `BenchError` where there is no answer."""
         chat = self.chat()
         turn = await self.ask(chat, "Hello!", 2)
         if turn.error is not None:
             raise BenchError(f"{self.name} does not answer: {turn.error}: {turn.message}")
-        await self.rest(chat)
+        await self.wait_until_idle(chat)
         self.library = blas.names(blas.mapped(self.process.pid)) if self.process else None
 
 
@@ -216,10 +216,10 @@ class Turnkeep(Peer):
         turn = await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
         return replace(turn, facts=turn.facts | {"tokens": len(turn.tokens)})
 
-    async def rest(self, chat: Any) -> None:
+    async def wait_until_idle(self, chat: Any) -> None:
         """Wait until every snapshot is on the disk."""
         with contextlib.suppress(TurnkeepError):  # where its first turn failed there is no session
-            await self._run.settle(chat)
+            await self._run.wait_for_snapshots(chat)
 
     async def restart(self, *, kill: bool) -> None:
         """End and start the worker; the connection comes back by itself."""
@@ -249,7 +249,7 @@ async def measure(run: Run[Plan]) -> None:
             run.facts[f"model of {server.name}"] = server.model
             sides.append(Peer(run, server, process))
         for side in sides:
-            await side.meet()
+            await side.warm_up()
         parts = _Parts(run, sides, Texts(worker.model_folder, _shuffled(run)))
         for part in plan.part or PARTS:
             await {CHAT: parts.chats, CONCURRENT: parts.concurrent, RESTART: parts.restarts}[part]()
@@ -275,7 +275,7 @@ class _Parts:
         for block in range(plan.chats):
             chats = {side: side.chat() for side in self._sides}
             for x in range(1, plan.turns + 1):
-                text = self._texts.say(plan.turn_tokens)
+                text = self._texts.next_text(plan.turn_tokens)
                 for side in _rotated(chats, block + x):
                     await self._ask(CHAT, x, block, side, [(chats[side], text)], plan.max_tokens)
 
@@ -285,7 +285,7 @@ class _Parts:
         for streams in plan.concurrency:
             chats = {side: [side.chat() for _ in range(streams)] for side in self._sides}
             for block in range(plan.rounds):
-                texts = [self._texts.say(plan.turn_tokens) for _ in range(streams)]
+                texts = [self._texts.next_text(plan.turn_tokens) for _ in range(streams)]
                 for side in _rotated(chats, block):
                     asked = list(zip(chats[side], texts, strict=True))
                     await self._ask(CONCURRENT, streams, block, side, asked, plan.max_tokens)
@@ -296,16 +296,16 @@ class _Parts:
         for block, length in itertools.product(range(plan.restarts), plan.lengths):
             chats = {side: side.chat() for side in self._sides if side.process is not None}
             for _ in range(math.ceil(length / plan.turn_tokens)):
-                text = self._texts.say(min(plan.turn_tokens, length))
+                text = self._texts.next_text(min(plan.turn_tokens, length))
                 for side in list(chats):
                     if not await self._ask(FILL, length, block, side, [(chats[side], text)], most):
                         del chats[side]  # its conversation would be shorter than the others'
             for ending in (WARM, *((STOP, KILL) if block % 2 == 0 else (KILL, STOP))):
-                text = self._texts.say(RESTART_TURN_TOKENS)
+                text = self._texts.next_text(RESTART_TURN_TOKENS)
                 for side in _rotated(chats, block):
                     if ending != WARM:
                         await side.restart(kill=ending == KILL)
-                        await side.meet()
+                        await side.warm_up()
                     await self._ask(ending, length, block, side, [(chats[side], text)], most)
 
     async def _ask(
@@ -320,9 +320,9 @@ class _Parts:
         turns = await asyncio.gather(*(side.ask(chat, text, most) for chat, text in asked))
         busy = max(0.0, sum(map(cpu_s, others)) - used_s) / (time.monotonic() - began_s) if others else None
         told = {"part": part, "blas": side.library, "others_busy": busy}
-        self._run.take(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
-        await side.rest(asked[0][0])
-        self._run.step(len(self._run.turns), None, f"{part}, {x:g}, {side.name}")
+        self._run.keep(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
+        await side.wait_until_idle(asked[0][0])
+        self._run.progress(len(self._run.turns), None, f"{part}, {x:g}, {side.name}")
         return all(turn.error is None for turn in turns)
 
 

@@ -26,7 +26,7 @@ from .plan import Option, Seed, TurnTimeout
 from .samples import Sample, Turn
 from .spec import Bench, Measure, Plot
 from .stats import Estimate
-from .together import beside, together
+from .together import in_background, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -162,7 +162,7 @@ async def measure(run: Run[Plan]) -> None:
         async with run.watching(client, load.watch):
             for load.block in range(STRETCHES):
                 done_s = load.block * plan.duration / STRETCHES
-                run.step(done_s, plan.duration, f"request {len(run.turns):,}")
+                run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
             async with run.connect(worker, "alone") as other:  # finds nothing that was cached for the first
@@ -177,7 +177,7 @@ async def _size(run: Run[Plan], client: Client) -> None:
     await probe.close(timeout_s=timeout_s)
     # What is allocated is told after a step: this one's session is next to nothing.
     await last.append(tokens=(FIRST_ID, FIRST_ID), timeout_s=timeout_s)
-    worker = await run.settle(last)
+    worker = await run.wait_for_snapshots(last)
     beside_kv = worker.device_memory_bytes - worker.max_memory_bytes
     run.facts |= {"max_memory": kv, "device_memory": kv + beside_kv}
     run.facts |= {"without sessions": worker.mlx_active_bytes}
@@ -234,7 +234,7 @@ class _Load:
                 turn = await self._send(session, verb, request)
                 if verb == "generate":
                     facts = turn.facts | {"same": "yes" if turn.tokens == answer else "no"}
-                    self._run.take(replace(turn, case=AGAIN, block=block, facts=facts))
+                    self._run.keep(replace(turn, case=AGAIN, block=block, facts=facts))
                     if turn.tokens != answer:
                         break  # what follows has another context
             await session.close(timeout_s=self._plan.turn_timeout)
@@ -252,7 +252,7 @@ class _Load:
                 own = len(request["tokens"])
                 case = kind_of(member.held + own + min(request.get("max_tokens", 0), 1), self._plan.room)
                 facts = {"verb": verb, "held": member.held, "cancelled": "yes" if cancel_after_s else None}
-                self._run.take(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
+                self._run.keep(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
             if turn.error is None:
                 member.held = turn.position or 0
                 if turn.finish_reason == "cancelled":  # asked for again by its length
@@ -274,7 +274,7 @@ class _Load:
                 with contextlib.suppress(TurnkeepError):  # it was answered meanwhile
                     await session.cancel(name)
 
-        async with beside(cancel()):
+        async with in_background(cancel()):
             if verb == "generate":
                 return await run.ask(session, request_id=name, **request)
             found: dict[str, Any]

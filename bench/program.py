@@ -29,13 +29,13 @@ class Program:
         self._process, self._errors = process, errors
         self._input, self._output = process.stdin, process.stdout
 
-    async def tell(self, line: bytes) -> None:
+    async def send(self, line: bytes) -> None:
         """Write a line to its standard input."""
-        with contextlib.suppress(ConnectionError):  # it has died, as `hear` will tell
+        with contextlib.suppress(ConnectionError):  # it has died, as `receive` will tell
             self._input.write(line + b"\n")
             await self._input.drain()
 
-    async def hear(self, timeout_s: float | None = None) -> bytes:
+    async def receive(self, timeout_s: float | None = None) -> bytes:
         """Return the next line that it prints; none once it has ended well.
 
         Raises `BenchError`, with the last line of its errors where it has failed.
@@ -76,5 +76,5 @@ async def running(module: str, *arguments: object, preload: str | None = None) -
 async def lines(module: str, *arguments: object) -> AsyncGenerator[bytes]:
     """Run `python -m module` and yield the lines that it prints. Raises `BenchError` where it fails."""
     async with running(module, *arguments) as program:
-        while line := await program.hear():
+        while line := await program.receive():
             yield line

@@ -128,14 +128,14 @@ async def measure(run: Run[Plan]) -> None:
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         text = Path(folder) / "text"
         text.write_text(_text(run), "utf-8")
-        run.step(0, None, "loading the model")
+        run.progress(0, None, "loading the model")
         said = lines(*program, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
         async with contextlib.aclosing(said):
             async for one in said:
                 line = msgspec.json.decode(one, type=Line)
                 block = next(blocks[line.kind, line.kv_bits])
                 _keep(run, line, block)
-                run.step(block, None, f"{line.kind} {block + 1}, {BITS[line.kv_bits]}")
+                run.progress(block, None, f"{line.kind} {block + 1}, {BITS[line.kv_bits]}")
 
 
 def _keep(run: Run[Plan], line: Line, block: int) -> None:

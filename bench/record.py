@@ -57,23 +57,23 @@ class Record:
     left_out: dict[str, int]
 
     @property
-    def steps(self) -> list[Exchange]:
+    def exchanges(self) -> list[Exchange]:
         """All requests to be played."""
-        return [step for steps in self.sessions.values() for step in steps]
+        return [exchange for exchanges in self.sessions.values() for exchange in exchanges]
 
     @property
     def begin(self) -> datetime:
         """When the first of them was sent."""
-        return min(step.asked.stored for step in self.steps)
+        return min(exchange.asked.stored for exchange in self.exchanges)
 
     @property
     def digest(self) -> str:
         """Name what was asked, in every session: replays of other requests are not comparable."""
-        asked = (b"\n".join(_asked(step.request) for step in steps) for steps in self.sessions.values())
+        asked = (b"\n".join(_asked(one.request) for one in some) for some in self.sessions.values())
         return blake2b(b"\n\n".join(sorted(asked)), digest_size=8).hexdigest()
 
 
-def exchanges(entries: Sequence[Entry]) -> Iterator[Exchange]:
+def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
     """Join the requests of a log with their results."""
     results: dict[int | None, tuple[Result, Entry]] = {}
     for entry in entries:
@@ -87,15 +87,15 @@ def exchanges(entries: Sequence[Entry]) -> Iterator[Exchange]:
                 yield Exchange(request, result, entry, answered)
 
 
-def models(steps: Iterable[Exchange]) -> tuple[str, ...]:
+def models(exchanges: Iterable[Exchange]) -> tuple[str, ...]:
     """Name the models that have answered."""
-    return tuple(sorted({step.answered.model for step in steps if step.answered.model}))
+    return tuple(sorted({exchange.answered.model for exchange in exchanges if exchange.answered.model}))
 
 
 def fold(entries: Sequence[Entry]) -> Record:
     """Take what can be played again: what changed nothing is left out."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
-    joined = list(exchanges(entries))
+    joined = list(pair_up(entries))
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
     for one in joined:
         if one.result.repeat_of is not None:

@@ -29,7 +29,7 @@ from .checks import Check, bounded, count
 from .faults import BenchError
 from .figures import number
 from .plan import Corpus, Option, TurnTimeout
-from .record import AFTER, COMPARABLE, OTHER, Exchange, Record, exchanges, fold, models, standings
+from .record import AFTER, COMPARABLE, OTHER, Exchange, Record, fold, models, pair_up, standings
 from .run import closing
 from .samples import Turn
 from .spec import Against, Bench, Measure, Plot
@@ -143,12 +143,12 @@ async def measure(run: Run[Plan]) -> None:
     record = await (_make(run) if plan.record_nats is None else _read(run, plan.record_nats))
     left_out = ", ".join(f"{times:,} {reason}" for reason, times in record.left_out.items())
     run.facts |= {"record": record.digest, "left out of it": left_out or "nothing"}
-    run.facts |= {f"{RECORDED} by": models(record.steps), "sessions of it": len(record.sessions)}
+    run.facts |= {f"{RECORDED} by": models(record.exchanges), "sessions of it": len(record.sessions)}
     run.facts["target served with"] = plan.serve or "-"
-    for block, (name, steps) in enumerate(record.sessions.items()):
-        for x, step in enumerate(steps, 1):
-            at_s = (step.asked.stored - record.begin).total_seconds()
-            run.take(replace(_turn(step, name, at_s), case=RECORDED, x=x, block=block))
+    for block, (name, exchanges) in enumerate(record.sessions.items()):
+        for x, exchange in enumerate(exchanges, 1):
+            at_s = (exchange.asked.stored - record.begin).total_seconds()
+            run.keep(replace(_turn(exchange, name, at_s), case=RECORDED, x=x, block=block))
     async with run.target(*shlex.split(plan.serve)) as client:
         await _replay(run, client, record)
 
@@ -180,12 +180,12 @@ async def _make(run: Run[Plan]) -> Record:
     plan, texts = run.plan, run.corpus.texts()
     said = [[next(texts) for _ in range(plan.record_turns)] for _ in range(plan.record_sessions)]
 
-    async def hold(client: Client, index: int) -> None:
+    async def converse(client: Client, index: int) -> None:
         session = client.session(f"recorded-{index}")
         system = [{"role": "system", "content": "Answer in one sentence."}]
         await session.append(messages=system, timeout_s=plan.turn_timeout)
         for i, text in enumerate(said[index]):
-            run.step(i, plan.record_turns, f"recording session {index + 1}, turn {i + 1}")
+            run.progress(i, plan.record_turns, f"recording session {index + 1}, turn {i + 1}")
             await session.generate(
                 messages=[{"role": "user", "content": text}],
                 max_tokens=plan.max_tokens,
@@ -195,7 +195,7 @@ async def _make(run: Run[Plan]) -> Record:
             await asyncio.sleep(PAUSE_S)
 
     async with run.worker() as (_, client):
-        await together(*(hold(client, index) for index in range(plan.record_sessions)))
+        await together(*(converse(client, index) for index in range(plan.record_sessions)))
         return fold(await client.log())
 
 
@@ -203,12 +203,12 @@ async def _replay(run: Run[Plan], client: Client, record: Record) -> None:
     """Play all sessions, and see what the log has of them."""
     session = client.session(f"{PREFIX}{uuid4().hex[:12]}")
     await session.open(timeout_s=run.plan.turn_timeout)
-    await run.settle(session)
+    await run.wait_for_snapshots(session)
     await session.close(timeout_s=run.plan.turn_timeout)
     began_s, name = run.elapsed_s, f"{PREFIX}{uuid4().hex[:8]}"
     done: list[Exchange] = []
 
-    async def one(block: int, of: str, steps: Sequence[Exchange]) -> None:
+    async def one(block: int, of: str, exchanges: Sequence[Exchange]) -> None:
         key, sent, answers = (
             SessionKey(client.tenant, f"{name}-{block}"),
             dict[str, _Sent](),
@@ -216,14 +216,14 @@ async def _replay(run: Run[Plan], client: Client, record: Record) -> None:
         )
         submit = partial(client.submit, key, timeout_s=run.plan.turn_timeout)
         try:
-            await _play(run, submit, record, steps, began_s, sent)
+            await _play(run, submit, record, exchanges, began_s, sent)
         finally:  # what a session that was cut short has is worth keeping
             with contextlib.suppress(TurnkeepError):
-                answers += exchanges(await client.log(key.session))
+                answers += pair_up(await client.log(key.session))
             done.extend(answers)
             run.facts[f"{REPLAYED} by"] = models(done)
-            turns = _compared(of, steps, sent, {told.request.id: told for told in answers})
-            run.take(*(replace(turn, case=REPLAYED, block=block) for turn in turns))
+            turns = _compared(of, exchanges, sent, {told.request.id: told for told in answers})
+            run.keep(*(replace(turn, case=REPLAYED, block=block) for turn in turns))
 
     await together(*(one(i, *item) for i, item in enumerate(record.sessions.items())))
 
@@ -239,7 +239,7 @@ async def _play(
     run: Run[Plan],
     submit: Callable[[Request], Awaitable[Call]],
     record: Record,
-    steps: Sequence[Exchange],
+    exchanges: Sequence[Exchange],
     began_s: float,
     sent: dict[str, _Sent],
 ) -> None:
@@ -256,33 +256,34 @@ async def _play(
                 one.fault = fault
 
     with ExitStack() as flights:
-        for i, step in enumerate(steps):
-            if i and step.asked.seq > steps[i - 1].answered.seq:  # its sender may have read that
+        for i, exchange in enumerate(exchanges):
+            if i and exchange.asked.seq > exchanges[i - 1].answered.seq:  # its sender may have read that
                 await answers()
                 flights.close()
-                run.step(len(run.turns), 2 * len(record.steps), f"replaying, request {i + 1}")
-                then, then_s = steps[i - 1].answered.stored, run.elapsed_s - began_s
-            due_s = then_s + (step.asked.stored - then).total_seconds() / run.plan.pace
+                run.progress(len(run.turns), 2 * len(record.exchanges), f"replaying, request {i + 1}")
+                then, then_s = exchanges[i - 1].answered.stored, run.elapsed_s - began_s
+            due_s = then_s + (exchange.asked.stored - then).total_seconds() / run.plan.pace
             await asyncio.sleep(max(0.0, due_s - (run.elapsed_s - began_s)))
-            then, then_s = step.asked.stored, run.elapsed_s - began_s
-            one = sent[step.request.id] = _Sent(then_s, max(0.0, then_s - due_s))
+            then, then_s = exchange.asked.stored, run.elapsed_s - began_s
+            one = sent[exchange.request.id] = _Sent(then_s, max(0.0, then_s - due_s))
             flights.enter_context(run.timing())
             try:
-                waiting.append((one, await submit(step.request)))
+                waiting.append((one, await submit(exchange.request)))
             except TurnkeepError as fault:
                 one.fault = fault
         await answers()
     with contextlib.suppress(TurnkeepError):
-        if not isinstance(steps[-1].request, Close):
+        if not isinstance(exchanges[-1].request, Close):
             await (await submit(build(Close)))
 
 
 def _compared(
-    session: str, steps: Sequence[Exchange], sent: dict[str, _Sent], answers: dict[str, Exchange]
+    session: str, exchanges: Sequence[Exchange], sent: dict[str, _Sent], answers: dict[str, Exchange]
 ) -> Iterator[Turn]:
     """Tell of all that were answered, or failed, held against the record."""
-    for x, (step, (standing, index)) in enumerate(zip(steps, standings(steps, answers), strict=True), 1):
-        one, answer = sent.get(step.request.id), answers.get(step.request.id)
+    pairs = zip(exchanges, standings(exchanges, answers), strict=True)
+    for x, (exchange, (standing, index)) in enumerate(pairs, 1):
+        one, answer = sent.get(exchange.request.id), answers.get(exchange.request.id)
         if one is None:
             continue
         if one.fault is not None:
@@ -292,8 +293,8 @@ def _compared(
         else:
             continue  # the run ended before its answer came
         facts: dict[str, Any] = {"late_s": one.late_s, "standing": standing, "first_difference": index}
-        if standing == COMPARABLE and isinstance(step.result, Generated):
-            facts["equal"] = 1.0 if index is None else index / len(step.result.tokens)
+        if standing == COMPARABLE and isinstance(exchange.result, Generated):
+            facts["equal"] = 1.0 if index is None else index / len(exchange.result.tokens)
         yield replace(turn, x=x, facts=turn.facts | facts)
 
 

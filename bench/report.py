@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from turnkeep_client.messages import Metrics  # noqa: TC001 - msgspec reads the annotations
 
-from .checks import Check, Outcome
+from .checks import Check, Verdict
 from .corpus import Source  # noqa: TC001
 from .environment import Environment  # noqa: TC001
 from .faults import ReportError
@@ -72,7 +72,7 @@ class Report(Struct, frozen=True, kw_only=True):
     def warnings(self) -> list[str]:
         """Say what a reader must know before any figure."""
         found = [] if self.complete else [f"this report is not complete: {self.ending}"]
-        found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Outcome.FAILS]
+        found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Verdict.FAILS]
         load, cpus = self.environment.load_average, self.environment.cpus
         if load is not None and load[0] > BUSY * cpus:
             found.append(f"the machine was busy before the run: a load of {load[0]:.1f} on {cpus} CPUs")
@@ -86,7 +86,7 @@ def schema_of(bench: str) -> str:
     return f"turnkeep.bench.{bench}/{VERSION}"
 
 
-class Keeper:
+class ReportFile:
     """Writes one run's report into a folder, whose file's name holds the time: none overwrites another's.
 
     Without a folder nothing is written.

@@ -159,19 +159,20 @@ async def measure(run: Run[Plan]) -> None:
         await lives.restart()
         lengths = sorted(plan.tokens, reverse=True)  # what does not fit is told first
         for length in lengths:
-            run.step(0, None, f"beginning with {length:,} tokens")
-            await lives.begin(length, texts.take(length))
+            run.progress(0, None, f"beginning with {length:,} tokens")
+            await lives.begin(length, texts.next_tokens(length))
         total = plan.rounds * len(lengths) * len(CASES)
         for block in range(plan.rounds):
             for length in order.sample(lengths, len(lengths)):
-                lead, own = texts.take(plan.turn_tokens), texts.take(plan.turn_tokens)
+                lead, own = texts.next_tokens(plan.turn_tokens), texts.next_tokens(plan.turn_tokens)
                 cases = [*order.sample(CASES[:-1], 4), COLD]
                 # A cold session gets what the one in memory has had: anywhere behind that.
                 cases.insert(order.randint(cases.index(WARM) + 1, 4), cases.pop())
                 for case in cases:
-                    run.step(len(run.turns), total, f"round {block + 1} of {plan.rounds}, {length:,}, {case}")
+                    where = f"round {block + 1} of {plan.rounds}, {length:,}, {case}"
+                    run.progress(len(run.turns), total, where)
                     turn = await lives.turn(case, length, lead, own)
-                    run.take(replace(turn, case=case, x=length, block=block))
+                    run.keep(replace(turn, case=case, x=length, block=block))
 
 
 class _Lives:
@@ -193,7 +194,7 @@ class _Lives:
         for case in CASES[:-1]:
             async with self._session(case, length) as session:
                 await session.append(tokens=tokens, timeout_s=self._run.plan.turn_timeout)
-                await self._run.settle(session)
+                await self._run.wait_for_snapshots(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
         """Give the session a turn, let happen what the case says, and measure the next turn.
@@ -208,14 +209,14 @@ class _Lives:
         async with self._session(case, length) as session:
             if case in LIVED:
                 led = await self._ask(session, lead)
-                await self._run.settle(session)
+                await self._run.wait_for_snapshots(session)
                 if case == SPILLED:
                     await self._push_out()
                 facts["resident"] = "yes" if (await session.info()).resident else "no"
             if self._run.plan.from_disk:
                 _drop_from_page_cache(self._worker.data_dir)
             turn = await self._ask(session, own if case != COLD else self._contexts[length])
-            await self._run.settle(session)
+            await self._run.wait_for_snapshots(session)
             if case == COLD:
                 await session.close(timeout_s=self._run.plan.turn_timeout)
         if case == WARM:
@@ -249,7 +250,7 @@ class _Lives:
             with contextlib.suppress(TurnkeepError):  # it was over already
                 await generation.cancel()
             await over
-            await self._run.settle(session)
+            await self._run.wait_for_snapshots(session)
             await session.close(timeout_s=timeout_s)
 
 

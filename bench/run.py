@@ -31,9 +31,9 @@ from .faults import BenchError, ReportError
 from .local import LocalWorker
 from .page import render
 from .plan import Where, settings
-from .report import Keeper, Report, Setting, schema_of
+from .report import Report, ReportFile, Setting, schema_of
 from .samples import Findings, Sample
-from .together import beside
+from .together import in_background
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
@@ -69,8 +69,8 @@ class Run(Generic[P]):
         self._corpus: Corpus | None = None
         self._bench = bench
         self._console = Console(stderr=True, highlight=False)
-        self.keeper = Keeper(where.out, bench.name, where.checkpoint)
-        self._environment = environment.look()
+        self.report_file = ReportFile(where.out, bench.name, where.checkpoint)
+        self._environment = environment.describe()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._samples: list[Sample] = []
         self._processes: list[Process] = []
@@ -93,7 +93,7 @@ class Run(Generic[P]):
         return time.monotonic() - self.began_s
 
     async def ask(self, session: Session, **request: Any) -> Turn:
-        """Send one generate, and time it. The turn is not kept: `take` does that.
+        """Send one generate, and time it. The turn is not kept: `keep` does that.
 
         It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
         """
@@ -111,7 +111,7 @@ class Run(Generic[P]):
         finally:
             self._in_flight -= 1
 
-    def take(self, *turns: Turn) -> None:
+    def keep(self, *turns: Turn) -> None:
         """Keep turns that were measured."""
         self.turns += turns
 
@@ -123,13 +123,13 @@ class Run(Generic[P]):
         """Say something that does not stop the run."""
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
 
-    def step(self, done: float, total: float | None, what: str) -> None:
+    def progress(self, done: float, total: float | None, what: str) -> None:
         """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
         _end_where_cancelled()
         self._bars.update(self._bar, completed=done, total=total, description=what)
-        if not self._in_flight and self.keeper.due:
+        if not self._in_flight and self.report_file.due:
             try:
-                self.keeper.save(self.report("running", ()))
+                self.report_file.save(self.report("running", ()))
             except ReportError as error:  # a disk that is full now may have room later
                 self.warn(f"checkpoint left out: {error}")
 
@@ -182,17 +182,17 @@ class Run(Generic[P]):
             yield client
 
     @asynccontextmanager
-    async def watching(self, client: Client, take: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
-        """Call `take` with each metrics message, and its time of arrival, while the block runs."""
+    async def watching(self, client: Client, note: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
+        """Call `note` with each metrics message, and its time of arrival, while the block runs."""
 
         async def listen() -> None:
             name = None
             async for metrics in client.metrics():
                 name, self.metrics = name or metrics.worker, self.metrics or metrics
                 if metrics.worker == name:  # there may be others on the same NATS
-                    take(self.elapsed_s, metrics)
+                    note(self.elapsed_s, metrics)
 
-        async with beside(listen()):
+        async with in_background(listen()):
             yield
 
     async def restart(self, worker: LocalWorker, *options: str, kill: bool = False) -> tuple[float, float]:
@@ -204,7 +204,7 @@ class Run(Generic[P]):
         await (await worker.ready(self.where.tenant)).close()
         return ended_s - began_s, time.monotonic() - ended_s
 
-    async def settle(self, session: Session) -> Metrics:
+    async def wait_for_snapshots(self, session: Session) -> Metrics:
         """Wait until the worker has all snapshots on disk, and return its account. Raises `BenchError`."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
@@ -221,10 +221,10 @@ class Run(Generic[P]):
         """Run the bench's coroutine. Raises `BenchError` where a worker ends by itself."""
         try:
             with self._bars:
-                async with beside(self._pulse()):
+                async with in_background(self._pulse()):
                     await self._bench.measure(self)
         except (TurnkeepError, BenchError):
-            self._expect_alive()
+            self._check_alive()
             raise
 
     def report(self, ending: str, found: Sequence[checks.Check]) -> Report:
@@ -248,7 +248,7 @@ class Run(Generic[P]):
             samples=tuple(self._samples),
         )
 
-    def judged(self) -> list[checks.Check]:
+    def judge(self) -> list[checks.Check]:
         """Hold what was found against the bench's promises, and against those of every bench."""
         findings = Findings(self._bench, self.plan, self.turns, self._samples, self.facts)
         return [*checks.common(findings, self.lags_s), *self._bench.checks(findings)]
@@ -261,11 +261,11 @@ class Run(Generic[P]):
             await asyncio.sleep(PULSE_S)
             if in_flight and self._in_flight:
                 self.lags_s.append(max(0.0, time.monotonic() - due_s))
-            self._expect_alive()
+            self._check_alive()
 
-    def _expect_alive(self) -> None:
+    def _check_alive(self) -> None:
         for process in self._processes:
-            process.expect()
+            process.check_alive()
 
 
 async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
@@ -275,7 +275,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     `ReportError`, and whatever the bench raises.
     """
     run = Run(bench, plan, where)
-    run.keeper.save(run.report("running", ()))  # a folder that cannot take it is told before the run
+    run.report_file.save(run.report("running", ()))  # a folder that cannot take it is told before the run
     ending = "interrupted"
     try:
         await run.measure()
@@ -285,22 +285,22 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         raise
     finally:
         with contextlib.suppress(ReportError):  # raised below, when the figures have been printed
-            run.keeper.save(run.report(ending, ()))  # whatever becomes of what is made of it
-        report = run.report(ending, run.judged())
-        _keep(bench, report, run)
+            run.report_file.save(run.report(ending, ()))  # whatever becomes of what is made of it
+        report = run.report(ending, run.judge())
+        _publish(bench, report, run)
     return report
 
 
-def _keep(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
+def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
     """Print what there is, and write it; of a run that has measured nothing nothing stays."""
-    path = run.keeper.path
+    path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:
         if path is not None:
             path.unlink(missing_ok=True)
         return
-    tables.tell(bench, report)
+    tables.print_report(bench, report)
     if path is not None:
-        run.keeper.save(report, render(bench, report, warn=run.warn))
+        run.report_file.save(report, render(bench, report, warn=run.warn))
         kind = "report" if report.complete else "partial report"
         tables.printing().print(f"{kind}: {path}", soft_wrap=True)
 

@@ -128,7 +128,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield promises.held_tokens_are_cheap({"": found.turns})
     medians = [(block, math.log(value)) for block, value in found.blocks(WHOLE, "").items() if value > 0]
     span = medians[-1][0] - medians[0][0] if medians else 0
-    drift = stats.mapped(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
+    drift = stats.transformed(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
     yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
     yield promises.keeps_its_size(found.of(BESIDE))
@@ -167,7 +167,7 @@ async def measure(run: Run[Plan]) -> None:
             while not plan.over(len(run.turns), elapsed_s := run.elapsed_s - began_s):
                 number, due_s, text = len(run.turns), began_s + elapsed_s + plan.every, next(texts)
                 done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
-                run.step(done, total, f"turn {number + 1}")
+                run.progress(done, total, f"turn {number + 1}")
                 turn = await _ask(run, session, text, held)
                 if turn.error in FULL and held != 0:
                     with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
@@ -175,7 +175,7 @@ async def measure(run: Run[Plan]) -> None:
                     anew += 1
                     run.facts["began anew"] = f"{anew:,} times, last at {held} tokens: {turn.error}"
                     turn = await _ask(run, session, text, 0)
-                run.take(replace(turn, block=plan.stretch(number, elapsed_s)))
+                run.keep(replace(turn, block=plan.stretch(number, elapsed_s)))
                 held = turn.position
                 if turn.error is not None:
                     due_s = max(due_s, run.elapsed_s + FAULT_PAUSE_S)

@@ -48,7 +48,7 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
     if not found or (log and min(found) <= 0):
         return None
     if log:
-        return mapped(mean(map(math.log, found), confidence=confidence), math.exp)
+        return transformed(mean(map(math.log, found), confidence=confidence), math.exp)
     n, centre = len(found), fmean(found)
     if n < MIN_BLOCKS:
         return Estimate(centre, None, None, n)
@@ -141,7 +141,7 @@ def _within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
-def mapped(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
+def transformed(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
     """Take an estimate through a function that grows."""
     if estimate is None:
         return None

@@ -21,7 +21,7 @@ PRINTED_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Table:
     """A table. The first column is text, the others are right-aligned where `numbers` is set."""
 
     title: str
@@ -30,7 +30,7 @@ class Rows:
     numbers: bool = True
 
 
-def tables(findings: Findings[Any]) -> list[Rows]:
+def tables(findings: Findings[Any]) -> list[Table]:
     """Make one table of the measures that have one row each, and one for each of the others."""
     shown = [measure for measure in findings.bench.measures if measure.table and findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
@@ -38,7 +38,7 @@ def tables(findings: Findings[Any]) -> list[Rows]:
     return [*([table(findings, "all in all", short)] if short else []), *others]
 
 
-def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Rows:
+def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Table:
     """Show measures, a row for each level and case: how typical, how far out, and set against what."""
     sets = [against for against in findings.bench.against if [against.measure] == [*measures]]
     places = [(measure, level, case) for measure in measures for level, case in findings.places(measure)]
@@ -67,10 +67,10 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> R
     head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]
     empty = {i for i in (3, 4, 5) if all(row[i] == "-" for row in rows)}
     kept = [[cell for i, cell in enumerate(row) if i not in empty] for row in (head, *rows)]
-    return Rows(title, kept[0], kept[1:])
+    return Table(title, kept[0], kept[1:])
 
 
-def about(report: Report) -> Rows:
+def about(report: Report) -> Table:
     """List where and how a report was made."""
     machine, worker, source = report.environment, report.worker, report.source
     rows = [
@@ -87,7 +87,7 @@ def about(report: Report) -> Rows:
         rows.append(("worker", f"{worker.worker}, version {worker.version}, {limit}"))
     if source is not None:
         rows.append(("input", f"{source.description}; {source.name} {source.version}, {source.licence}"))
-    return Rows("The run", ("", ""), rows, numbers=False)
+    return Table("The run", ("", ""), rows, numbers=False)
 
 
 def machine(report: Report) -> str:
@@ -109,25 +109,25 @@ def printing() -> Console:
     return console
 
 
-def tell(bench: AnyBench, report: Report) -> None:
+def print_report(bench: AnyBench, report: Report) -> None:
     """Print what a terminal wants to know of a report."""
     console = printing()
     for rows in tables(report.findings(bench)):
-        show(rows, console)
+        print_table(rows, console)
     colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
     for one in report.checks:
         text = f"[{colours[one.outcome]}]{one.outcome}[/]  {one.name}: {one.detail}"
         console.print(text, soft_wrap=True)
 
 
-def show(rows: Rows, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Print a table."""
-    from rich.table import Table
+    from rich.table import Table as Grid
 
-    printed = Table(box=None, header_style="bold", title=rows.title, title_justify="left", title_style="bold")
-    for i, name in enumerate(rows.head):
-        printed.add_column(name, justify="right" if i and rows.numbers else "left", no_wrap=not i)
-    for row in rows.rows:
+    printed = Grid(box=None, header_style="bold", title=table.title, title_justify="left", title_style="bold")
+    for i, name in enumerate(table.head):
+        printed.add_column(name, justify="right" if i and table.numbers else "left", no_wrap=not i)
+    for row in table.rows:
         printed.add_row(*row)
     console.print(printed)
 

@@ -24,7 +24,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 @asynccontextmanager
-async def beside(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
+async def in_background(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
     """Run it while the block runs; it is cancelled at the block's end."""
     try:
         async with asyncio.TaskGroup() as group:

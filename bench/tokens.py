@@ -25,13 +25,13 @@ class Texts:
             raise BenchError(f"{file} cannot be read: {error}") from None
         self._texts = texts
 
-    def take(self, number: int) -> tuple[int, ...]:
+    def next_tokens(self, number: int) -> tuple[int, ...]:
         """Return exactly so many tokens: texts one after the other, the last one cut."""
         found: list[int] = []
         while len(found) < number:
             found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
         return tuple(found[:number])
 
-    def say(self, number: int) -> str:
+    def next_text(self, number: int) -> str:
         """Return the text of so many tokens, as they were cut."""
-        return str(self._tokenizer.decode(self.take(number)))
+        return str(self._tokenizer.decode(self.next_tokens(number)))

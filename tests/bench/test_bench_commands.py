@@ -14,7 +14,7 @@ from bench_runs import PATIENCE_S, check_one_line, turnkeep
 from saboteurs import Suite, suites
 
 from bench import report
-from bench.checks import Outcome
+from bench.checks import Verdict
 
 if TYPE_CHECKING:
     import subprocess
@@ -55,7 +55,7 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     assert process.returncode == 0, out + err
     found = report.read(next(tmp_path.glob("*.json")))
     assert found.complete
-    assert Outcome.FAILS not in {check.outcome for check in found.checks if check.exact}
+    assert Verdict.FAILS not in {check.outcome for check in found.checks if check.exact}
     findings = found.findings(suite.bench)
     # A tiny model's answer may be one chunk, which has no gaps to draw.
     drawn = [one for one in suite.bench.plots if any(findings.of(measure) for measure in one.measures)]

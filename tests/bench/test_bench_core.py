@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from bench import compare, environment, plan, report, stats
-from bench.checks import Check, Outcome, judge
+from bench.checks import Check, Verdict, judge
 from bench.cli import bench
 from bench.commands import command
 from bench.faults import BenchError, ReportError
@@ -27,7 +27,7 @@ from bench.figures import interval, number
 from bench.local import LocalWorker
 from bench.page import render
 from bench.plan import Option, Where
-from bench.report import Keeper, Report
+from bench.report import Report, ReportFile
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
 from bench.run import Run, conduct
 from bench.samples import Turn
@@ -47,7 +47,7 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
         "complete": True,
         "ending": "done",
         "target": "a worker of its own",
-        "environment": replace(environment.look(), load_average=(0.1, 0.1, 0.1), commit=None),
+        "environment": replace(environment.describe(), load_average=(0.1, 0.1, 0.1), commit=None),
         "load_after": (0.2, 0.1, 0.1),
         "worker": None,
         "source": None,
@@ -148,19 +148,19 @@ def test_what_fails_before_a_report_is_whole_leaves_the_old_one(
 
 def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(mounted: Callable[[str], Path]) -> None:
     disk = mounted("size=64k")
-    keeper = Keeper(disk, "restart", 0)
+    report_file = ReportFile(disk, "restart", 0)
     small, large = make_report(make_report().turns[:5]), make_report([*make_report().turns] * 20)
-    keeper.save(small)
+    report_file.save(small)
     with pytest.raises(ReportError, match="the disk is full"):
-        keeper.save(large)
-    assert report.read(keeper.path).turns == small.turns
-    assert list(disk.iterdir()) == [keeper.path]
+        report_file.save(large)
+    assert report.read(report_file.path).turns == small.turns
+    assert list(disk.iterdir()) == [report_file.path]
 
 
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match=r"cannot be written to .*: Not a directory"):
-        Keeper(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
+        ReportFile(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
 
 
 async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
@@ -168,16 +168,16 @@ async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stop
 ) -> None:
     run = Run(BENCH, lies_restart.PLAN, Where(out=tmp_path, checkpoint=1e-9))
     with run.timing():
-        run.step(0, None, "in flight")
+        run.progress(0, None, "in flight")
     assert files(tmp_path) == []
-    run.step(0, None, "between")
+    run.progress(0, None, "between")
     assert len(files(tmp_path)) == 1
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report.os, "fsync", refuse)
-    run.step(0, None, "later")
+    run.progress(0, None, "later")
     assert "checkpoint left out" in capsys.readouterr().err
 
 
@@ -185,13 +185,13 @@ async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_ste
     """In Python 3.11 `wait_for` returns a result that is there, whether or not it was cancelled meanwhile."""
 
     async def measure(run: Run[lies_restart.Plan]) -> None:
-        run.take(*lies_restart.honest(1)[0])
+        run.keep(*lies_restart.honest(1)[0])
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
-        run.step(1, 1, "going on")
+        run.progress(1, 1, "going on")
 
     work = conduct(dataclasses.replace(BENCH, measure=measure), lies_restart.PLAN, Where(out=tmp_path))
     with pytest.raises(asyncio.CancelledError):
@@ -228,8 +228,8 @@ def test_the_round_pairs_what_is_set_against_what() -> None:
 
 def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
     evil = "<img onerror=x>"
-    check = Check(name=evil, outcome=Outcome.FAILS, detail=evil, exact=True)
-    busy = replace(environment.look(), cpus=2, load_average=(1.7, 1.0, 1.0))
+    check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
+    busy = replace(environment.describe(), cpus=2, load_average=(1.7, 1.0, 1.0))
     found = make_report(complete=False, ending=evil, checks=(check,), environment=busy)
     html = render(BENCH, found, warn=print)
     assert html.count("<svg") == 4
@@ -273,15 +273,15 @@ def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [
-        (0.1, 0.4, Outcome.HOLDS),
-        (0.4, 0.6, Outcome.CANNOT_TELL),
-        (0.6, 0.9, Outcome.FAILS),
-        (float("-inf"), float("inf"), Outcome.CANNOT_TELL),
-        (None, None, Outcome.CANNOT_TELL),
+        (0.1, 0.4, Verdict.HOLDS),
+        (0.4, 0.6, Verdict.CANNOT_TELL),
+        (0.6, 0.9, Verdict.FAILS),
+        (float("-inf"), float("inf"), Verdict.CANNOT_TELL),
+        (None, None, Verdict.CANNOT_TELL),
     ],
 )
 def test_a_bound_within_the_interval_cannot_be_told(
-    low: float | None, high: float | None, outcome: Outcome
+    low: float | None, high: float | None, outcome: Verdict
 ) -> None:
     assert judge(Estimate(0.5, low, high, 9), at_most=0.5) is outcome
 
@@ -371,5 +371,5 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     short = plan.smoke(module.Plan)
     found = await conduct(module.BENCH, short, Where(model=str(tiny_model), out=tmp_path))
     assert [turn.x for turn in sorted(found.turns, key=lambda turn: turn.x)] == [16, 64]
-    assert {check.outcome for check in found.checks if check.exact} == {Outcome.HOLDS}
+    assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
     assert render(module.BENCH, found, warn=print).count("<svg") == 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench import stats
-from bench.checks import Outcome, bounded
+from bench.checks import Verdict, bounded
 from bench.samples import Findings, Sample
 from bench.spec import Bench, Measure
 
@@ -130,7 +130,7 @@ def test_below_five_blocks_there_is_no_interval_and_nothing_is_judged(numbers: i
     found = stats.mean([1.0, 1.1, 1.2, 1.3][:numbers], log=True)
     assert (found.low, found.high) == (None, None)
     check = bounded("it is small", {"": [5.0] * numbers}, at_most=1.0)
-    assert check.outcome is Outcome.CANNOT_TELL
+    assert check.outcome is Verdict.CANNOT_TELL
 
 
 def test_three_pairs_say_what_their_ratio_is_and_five_how_sure_that_is() -> None:
@@ -180,7 +180,7 @@ def test_a_check_of_several_things_fails_no_more_often_than_one_of_one(things: i
         noise = draw.normal(0, 0.1, (things, 5))
         for truth in (0.5, 1.0):
             numbers = {f"{i}": (truth + some).tolist() for i, some in enumerate(noise)}
-            failed = bounded("at most a half", numbers, at_most=0.5).outcome is Outcome.FAILS
+            failed = bounded("at most a half", numbers, at_most=0.5).outcome is Verdict.FAILS
             alarms += failed and truth == 0.5
             caught += failed and truth == 1.0
     assert alarms / runs <= 0.07

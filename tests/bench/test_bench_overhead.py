@@ -39,8 +39,8 @@ def test_decoding_counts_from_when_all_answers_have_begun() -> None:
 
 
 async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, ...]]]:
-    await program.tell(msgspec.json.encode(([list(map(list, asked)) for asked in prompts], 12)))
-    answers = msgspec.json.decode(await program.hear(30), type=list[list[Turn]])
+    await program.send(msgspec.json.encode(([list(map(list, asked)) for asked in prompts], 12)))
+    answers = msgspec.json.decode(await program.receive(30), type=list[list[Turn]])
     for turn in (turn for turns in answers for turn in turns):
         assert turn.first_s + sum(turn.gaps_s) == pytest.approx(turn.total_s)
         assert 1 <= len(turn.tokens) == len(turn.gaps_s) + 1 <= 12
@@ -52,7 +52,7 @@ async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_aft
     """A second turn sees the first, however that was run; new sessions see nothing."""
     first, second = range(40, 60), range(50, 90)
     async with running("bench.in_process", tiny_model) as program:
-        assert await program.hear(30) == b"[]\n"
+        assert await program.receive(30) == b"[]\n"
         alone = await hold(program, [first], [second])
         batched = await hold(program, [first, first[:7]], [second, second[:7]])
         assert [turns[:1] for turns in batched] == alone
@@ -66,9 +66,9 @@ async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_aft
 async def test_a_program_that_fails_is_one_line_and_one_that_hangs_is_gone(tiny_model, tmp_path) -> None:
     async with running("bench.in_process", tmp_path) as program:
         with pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$"):
-            await program.hear(30)
+            await program.receive(30)
     async with running("bench.in_process", tiny_model) as program:
         process = psutil.Process(program.pid)
         with pytest.raises(BenchError, match=r"did not answer within 0\.01 s"):
-            await program.hear(0.01)
+            await program.receive(0.01)
     assert not process.is_running()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from bench.record import COMPARABLE, OTHER, exchanges, first_difference, fold, standings
+from bench.record import COMPARABLE, OTHER, first_difference, fold, pair_up, standings
 from turnkeep_client.log import Entry
 from turnkeep_client.messages import encode
 from turnkeep_client.subjects import SessionKey
@@ -76,7 +76,7 @@ def test_answers_behind_a_difference_a_fault_or_another_prompt_are_not_compared(
                     body |= {"finish_reason": "length"}
                 entries.append(entry(2 * i + 1, "in", {**GENERATE, "id": f"{i}"}))
                 entries.append(entry(2 * i + 2, "out", {**body, "seq": 2 * i + 1}))
-            both.append(list(exchanges(entries)))
+            both.append(list(pair_up(entries)))
         return list(standings(both[0], {one.request.id: one for one in both[1]}))
 
     same, after = (COMPARABLE, None), ("after a difference", None)

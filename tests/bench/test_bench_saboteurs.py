@@ -8,7 +8,7 @@ import pytest
 from saboteurs import Lie, Suite, suites
 
 from bench import checks
-from bench.checks import Check, Outcome
+from bench.checks import Check, Verdict
 from bench.plan import Where, smoke
 from bench.run import conduct
 from bench.samples import Findings
@@ -41,7 +41,7 @@ def judged(suite: Suite, seed: int, lie: Lie | None = None) -> list[Check]:
 
 
 def failed(found: Any) -> list[str]:
-    return [check.name for check in found if check.outcome is Outcome.FAILS]
+    return [check.name for check in found if check.outcome is Verdict.FAILS]
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
@@ -59,7 +59,7 @@ def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(su
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
-    assert sum(check.outcome is Outcome.HOLDS for run in runs for check in run) >= 0.8 * sum(map(len, runs))
+    assert sum(check.outcome is Verdict.HOLDS for run in runs for check in run) >= 0.8 * sum(map(len, runs))
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
@@ -78,9 +78,9 @@ def test_every_check_has_a_lie_that_it_catches(suite: Suite) -> None:
 
 
 def test_a_loop_that_is_late_is_told() -> None:
-    assert checks.kept_time([0.001] * 1000).outcome is Outcome.HOLDS
-    assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Outcome.FAILS
-    assert checks.kept_time([0.1] * 20).outcome is Outcome.CANNOT_TELL
+    assert checks.kept_time([0.001] * 1000).outcome is Verdict.HOLDS
+    assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Verdict.FAILS
+    assert checks.kept_time([0.1] * 20).outcome is Verdict.CANNOT_TELL
 
 
 @pytest.mark.process
