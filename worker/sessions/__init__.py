@@ -1,1 +1,1 @@
-"""Sessions: their order, their log as it is read, and what a request does to them."""
+"""Sessions: the order of their requests, their logs, and how a request is carried out."""

@@ -1,6 +1,6 @@
-"""Which request ids of a session have a result, and where: 24 bytes for each, however many there are.
+"""The request ids of a session that have a result, and where in the log: 24 bytes per id.
 
-An id is known by a hash alone. Whoever finds one reads the request at the sequence given, and compares it.
+Only a hash of each id is stored. So the caller of `find` must read the request there and compare its id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-#: So many are kept in a dict before they are sorted in among the others, and a quarter of those others.
+#: The dict of recent ids is sorted into the array once it is larger than this and a quarter of the array.
 _FEW: Final = 64
 
 
@@ -24,7 +24,7 @@ class AnsweredAt(NamedTuple):
 
 
 class AnsweredIds:
-    """The ids of a session with their first results."""
+    """The answered ids of one session, each with its first result. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
@@ -36,11 +36,11 @@ class AnsweredIds:
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes in memory."""
+        """The memory that the ids take, approximately."""
         return self._sorted.nbytes + 256 * len(self._recent)
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
-        """Note an id's result. The first one stands: repeats point to it, and nothing replaces it."""
+        """Add an id with its result. An id that is there already keeps its first result."""
         if self.find(request_id) is not None:
             return
         self._recent[_hash(request_id)] = answered
@@ -52,19 +52,19 @@ class AnsweredIds:
             self._recent = {}
 
     def drain_added(self) -> bytes:
-        """Return, for `load`, what was noted since this was called last."""
+        """Return, for `load`, the ids added since the last call."""
         noted, self._added = self._added, array("Q")
         if sys.byteorder == "big":
             noted.byteswap()
         return noted.tobytes()
 
-    def load(self, noted: bytes) -> None:
-        """Take all that was noted earlier. Raises `ValueError` where that is cut off."""
-        rows = np.frombuffer(noted, "<u8").astype(np.uint64).reshape(-1, 3)
+    def load(self, added: bytes) -> None:
+        """Replace all ids by joined results of `drain_added`. Raises `ValueError` if truncated."""
+        rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
     def find(self, request_id: str) -> AnsweredAt | None:
-        """Return where an id was answered; None if it was not. Another id may have the same hash."""
+        """Return where an id was answered; None if it was not. The hash may be that of another id."""
         key = _hash(request_id)
         if (found := self._recent.get(key)) is not None:
             return found

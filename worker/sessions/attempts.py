@@ -1,8 +1,9 @@
-"""How often a request was begun by workers that died over it, and what is done with one that ends them all.
+"""Counts the attempts at a request that may have crashed a worker, and isolates the last attempt.
 
-Counted in the log, beside the session: what is begun for the first time costs nothing. What a worker may
-have died over is noted before it is begun again, with how far it had come; an attempt that got further does
-not count. The last attempt is made alone on the device, so that nobody fails for having been near.
+The count is in the log, beside the session; a request that starts for the first time costs nothing. Before
+another attempt a note is stored with the number of tokens published so far. An attempt that published more
+tokens than the one before does not count. The last attempt runs alone on the device, so that a crash harms
+no other request.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
-    """What is known of a session in doubt: attempts at the request at `seq`, and at reading the log.
+    """Attempts in a session that may have crashed a worker: at the request at `seq`, and at reading the log.
 
-    `tokens` of the request's answer had been published before the attempt.
+    `tokens` is the number of the answer's tokens that were published before the last attempt.
     """
 
     seq: int = 0
@@ -34,55 +35,56 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
     reads: int = 0
 
     def then(self, seq: int, num_tokens: int) -> AttemptNote:
-        """Return the next attempt at the request at `seq`, of which so many tokens are published by now."""
-        # Where nothing is known of it, the life before this one may have begun it.
+        """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now."""
+        # Without a note, the worker before this one may have started the request.
         last = self if self.seq == seq else AttemptNote(seq, 1)
         return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
 
 
 class Attempts:
-    """Reads and writes the notes. Event loop only."""
+    """Reads and writes the notes of all sessions. Event loop only."""
 
     def __init__(self, journal: Journal, max_attempts: int) -> None:
         self._journal = journal
         self.max_attempts = max_attempts
 
     async def begin_reading(self, key: SessionKey) -> AttemptNote:
-        """Note that the log of a session in doubt is read once more."""
+        """Count one more attempt at reading a session's log, and return the stored note."""
         body = await self._journal.last(key, "attempt")
         note = AttemptNote()
-        with contextlib.suppress(msgspec.DecodeError):  # somebody else's
+        with contextlib.suppress(msgspec.DecodeError):  # not written by a worker
             note = msgspec.json.decode(body or b"{}", type=AttemptNote)
         return await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Store what is about to be tried."""
+        """Store a note before its attempt, and return it."""
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Note that the attempt was ended by an orderly stop: it does not count."""
+        """Take the last attempt off the count: an orderly stop ended it."""
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
     async def end(self, key: SessionKey) -> None:
-        """Remove the notes."""
+        """Remove a session's notes."""
         await self._journal.purge(key, "attempt")
 
 
 class DeviceLock:
-    """Requests on the device, and the one that must be there alone. Event loop only."""
+    """A shared/exclusive lock on the device, for requests that must run alone. Event loop only."""
 
     def __init__(self) -> None:
         self._num = 0
-        self._is_shut = False  # while somebody is alone, or waits for the others to leave
+        self._is_shut = False  # while a request runs alone, or waits for the others to end
         self._changed = Event()
 
     @asynccontextmanager
     async def enter(self, given_up: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
-        """Be there, with others or alone, once that is possible.
+        """Hold the lock, shared with others or `alone`.
 
-        Whoever has `given_up` leaves the device alone and gets by at once; `recheck` after it did.
+        A caller for which `given_up()` is true does not wait: it will not use the device. Call `recheck` when
+        that may have changed.
         """
         while self._is_shut and not given_up():
             await self._changed.wait()
@@ -103,6 +105,6 @@ class DeviceLock:
                 self.recheck()
 
     def recheck(self) -> None:
-        """Have all who wait look whether they still must, in the order in which they came."""
+        """Wake all waiting callers, in the order of their arrival, to check whether they can go on."""
         changed, self._changed = self._changed, Event()
         changed.set()

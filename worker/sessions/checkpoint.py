@@ -1,8 +1,8 @@
-"""Checkpoints: what a session's history became since the one before, as bytes, and a history from them again.
+"""Encodes how a history changed since its last checkpoint, and decodes all checkpoints to a history.
 
-A checkpoint is made of one or more messages beside the session's log, each of which names the one before it
-by its stream sequence and digest. The last one is named by a result in the log, so whoever can trust the log
-can trust all of them, and what nobody names is never read. Pure: no I/O.
+A checkpoint consists of one or more messages beside the session's log. Each message names the one before by
+stream sequence and digest, and a result in the log names the last message. So checkpoints are as trustworthy
+as the log, and messages that no result leads to are never read. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Changes
 
-#: Another number where what a checkpoint holds means something else, or the same requests give other tokens.
+#: Increase it when the fields change their meaning, or when the same requests give other tokens.
 _VERSION: Final = 1
-#: What a part of a checkpoint may take in memory: the tokens or texts of some millions of tokens.
+#: Limit of one decompressed field: the tokens or texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
-#: Of compression: half the size of token ids, some megabytes in a tenth of a second.
+#: zlib level: halves the size of token ids, at some megabytes in a tenth of a second.
 _LEVEL: Final = 1
 
 
 class Link(NamedTuple):
-    """Names a message: its sequence in the log's stream, and what it says."""
+    """Names a message by its sequence in the log's stream and the digest of its body."""
 
     seq: int
     digest: bytes
@@ -49,7 +49,7 @@ class Link(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Link | None:
-        """Read what `str` wrote; None for anything else."""
+        """Parse the text that `str` returns; None for any other text."""
         seq, _, digest = text.partition(" ")
         try:
             return cls(int(seq), bytes.fromhex(digest))
@@ -58,9 +58,9 @@ class Link(NamedTuple):
 
 
 class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
-    """A message: a part of a checkpoint, the first one or another, and the name of the message before it.
+    """One message of a checkpoint: a part of its bytes, and the `Link` of the message `before`, as text.
 
-    It is JSON, as all that is heard on a session's subjects.
+    `begins` marks a checkpoint's first message. JSON, like all messages on a session's subjects.
     """
 
     part: bytes
@@ -68,24 +68,24 @@ class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint",
     before: str = ""
 
     def pack(self) -> bytes:
-        """Write it as a message's body."""
+        """Encode as a message's body."""
         return msgspec.json.encode(self)
 
     @classmethod
     def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
-        """Read a message's body; None where it is not the one that the link names."""
+        """Decode a message's body; None if the body is not the one that `link` names."""
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
         return None
 
 
 def digest(body: bytes) -> bytes:
-    """Name a message's body."""
+    """Return the 16 bytes that identify a message's body."""
     return blake2b(body, digest_size=16).digest()
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """A checkpoint; `near` is its conversation shortened, unless the template looks back."""
+    """A checkpoint; `near` is the shortened conversation, empty if the template looks back."""
 
     version: int
     maker: bytes
@@ -94,8 +94,8 @@ class _Body(Struct, frozen=True, array_like=True):
     closed: bool
     started: datetime
     near: bytes
-    kept_steps: int
-    steps: bytes
+    kept_segments: int
+    segments: bytes
     kept_tokens: int
     tokens: bytes
     ids: bytes
@@ -103,9 +103,9 @@ class _Body(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a session has become since the checkpoint before, after the request at `in_seq`.
+    """The changes of a session from its last checkpoint to the request at `in_seq`.
 
-    `history` is without its tokens: `tokens` are those behind the ones that stayed.
+    `tokens` follow the first `changes.kept_tokens` tokens; `history` has none. `ids` are new answered ids.
     """
 
     in_seq: int
@@ -116,13 +116,13 @@ class Delta:
 
     @classmethod
     def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Delta:
-        """Take what is new since a conversation; the history may then change in place."""
+        """Collect the changes since an earlier conversation; the history may change in place afterwards."""
         changes = history.conversation.changes(since)
         short = replace(history, conversation=history.conversation.shortened(), tokens=as_tokens())
         return cls(in_seq, short, changes, history.tokens[changes.kept_tokens :], ids)
 
     def pack(self, maker: bytes) -> bytes:
-        """Write it, for another thread: that takes some milliseconds. `maker` names the tokenizer."""
+        """Encode; takes some milliseconds, so call it on a thread. `maker` identifies the tokenizer."""
         conversation = self.history.conversation
         body = _Body(
             version=_VERSION,
@@ -132,8 +132,8 @@ class Delta:
             closed=self.history.closed,
             started=conversation.started,
             near=b"" if conversation.looks_back else zlib.compress(conversation.pack(), _LEVEL),
-            kept_steps=self.changes.kept_segments,
-            steps=zlib.compress(pack_segments(self.changes.segments), _LEVEL),
+            kept_segments=self.changes.kept_segments,
+            segments=zlib.compress(pack_segments(self.changes.segments), _LEVEL),
             kept_tokens=self.changes.kept_tokens,
             tokens=zlib.compress(pack(self.tokens), _LEVEL),
             ids=self.ids,
@@ -143,7 +143,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A session after the request at `in_seq`, as the last of its checkpoints has it."""
+    """A session after the request at `in_seq`, decoded from its checkpoints."""
 
     in_seq: int
     history: History
@@ -151,7 +151,7 @@ class Checkpoint:
 
 
 def _inflate(packed: bytes) -> bytes:
-    """Decompress; raises `ValueError` for what would take all memory, which no worker has written."""
+    """Decompress; raises `ValueError` above `_MAX_BYTES`, which no worker has written."""
     stream = zlib.decompressobj()
     found = stream.decompress(packed, _MAX_BYTES)
     if stream.unconsumed_tail:
@@ -160,12 +160,12 @@ def _inflate(packed: bytes) -> bytes:
 
 
 def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
-    """Put a session together from all its checkpoints, in their order; for another thread.
+    """Decode a session from the bodies of all its checkpoints, oldest first. Call it on a thread.
 
-    The conversation is shortened unless it is asked for `whole`. None where they are another version's, or
-    made with another tokenizer.
+    The conversation is shortened unless `whole`. Returns None if the bodies cannot be decoded, do not
+    fit together, or are of another version or tokenizer.
     """
-    tokens, steps, answered = as_tokens(), list[Segment](), AnsweredIds()
+    tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
     try:
         read = [msgspec.msgpack.decode(body, type=_Body) for body in bodies]
         if not read or any(body.version != _VERSION or body.maker != maker for body in read):
@@ -176,11 +176,11 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
             del tokens[body.kept_tokens :]
             tokens += unpack(_inflate(body.tokens))
             if whole:
-                del steps[body.kept_steps :]
-                steps += unpack_segments(_inflate(body.steps))
+                del segments[body.kept_segments :]
+                segments += unpack_segments(_inflate(body.segments))
         answered.load(b"".join(body.ids for body in read))
         if whole:
-            conversation = Conversation.of(tokenizer, last.started, steps)
+            conversation = Conversation.of(tokenizer, last.started, segments)
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
     except (msgspec.MsgspecError, zlib.error, ValueError):

@@ -1,4 +1,4 @@
-"""Answers to what comes on a session's `ctl`: cancel, info, pin and unpin."""
+"""Answers control requests on a session's `ctl`: cancel, info, pin and unpin."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Control:
         model: str,
         metrics: Callable[[], Metrics],
     ) -> None:
-        """`metrics` is what `info` says of the worker, and `model` the name of what it serves."""
+        """`info` replies contain `model`, the model's name, and the worker's current `metrics()`."""
         self._sessions = sessions
         self._engine = engine
         self._store = store
@@ -57,7 +57,7 @@ class Control:
         self._metrics = metrics
 
     async def answer(self, subject: str, body: bytes) -> ControlReply:
-        """Answer what came on a session's `ctl`."""
+        """Answer one control request; invalid ones are answered with `failed`."""
         try:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
@@ -74,7 +74,9 @@ class Control:
                     return await session.cancel(request.id)
             except FencedError:
                 return failure(request.id, "internal", "another worker went on with this session; ask again")
-        with contextlib.suppress(FencedError):  # its own task finds out, and what is known will do
+        with contextlib.suppress(
+            FencedError
+        ):  # the session's task handles the lost fence; stale state is good enough here
             await session.refresh()
         history = session.history
         if session.pending or (history.exists and not history.closed):
@@ -119,7 +121,7 @@ class Control:
     async def _pin(
         self, key: SessionKey, tokens: Tokens, request: PinRequest | UnpinRequest
     ) -> Pinned | Unpinned | Failed:
-        """Pin or unpin the beginning of a session with these tokens; answered within some 2 s."""
+        """Pin or unpin the first tokens of a session, all by default; takes about 2 s at most."""
         store = self._store
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")

@@ -1,7 +1,7 @@
-"""Carry out one request of a session: what it adds, what runs on the device, and the result.
+"""Carries out one request of a session: adds its input, runs its turn on the device, builds the result.
 
-Stateless between requests: a history comes in, a result and the history after it go out. Committing them is
-the session's business, so a failure in here has changed nothing but which KV is warm.
+Stateless between requests: a history comes in, a result and the history after it go out. The session commits
+both, so a failure in here changes nothing but which KV is resident.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: So many characters, or token ids, are tokenised or looked at in less time than a thread takes to begin.
+#: Up to this many characters or token ids, tokenising takes less time than starting a thread.
 _LITTLE: Final = 256
 
 
-#: What a result and its headers take besides the answer's tokens and text, and text that was held back for a
-#: stop string: 256 characters, of up to 6 bytes each as JSON.
+#: Size of a result and its headers without the answer's tokens and text, and with text held back for a stop
+#: string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
 
 
 class Execution:
-    """Carries out requests for one model; event loop only."""
+    """Carries out requests for one model. Event loop only."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Execution:
         vocab_size: int,
         kv_bits: int | None,
     ) -> None:
-        """`context_tokens` is the most that a session may hold; `vocab_size` bounds the model's token ids.
+        """`context_tokens` is the maximum of a session; `vocab_size` bounds the model's token ids.
 
-        An answer ends before its result takes more than `max_result_bytes` of the log.
-        `kv_bits` is what this worker keeps of each number of KV; None where it keeps all of it.
+        An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
+        precision of this worker's KV; None is full precision.
         """
         self._journal = journal
         self._engine = engine
@@ -100,7 +100,7 @@ class Execution:
     async def carry_out(
         self, key: SessionKey, request: Request, pending: Pending, history: History
     ) -> tuple[Result, History]:
-        """Carry out a request that has passed `Fold.check`; returns its result and the history after it.
+        """Carry out a request that has passed `Fold.check`; return its result and the history after it.
 
         Raises `RefusedError`, `DeviceFaultError` and `StoppingError`.
         """
@@ -124,7 +124,7 @@ class Execution:
         if not request.forget:
             self._engine.forget(key)
             return closed
-        # Before the result is stored: after a crash in between, whoever answers it removes what is left.
+        # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         erased = await self._engine.erase(key, history.tokens)
         return structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
 
@@ -172,7 +172,7 @@ class Execution:
                 "the session is empty: append something first, or send messages, text or tokens",
             )
         self._check_size(len(prompt), room=1)
-        # An answer ends where context or memory do. What a dead worker has published of it stays.
+        # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = self._engine.most_tokens(self._context_tokens) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
         max_tokens = min(request.max_tokens, most)
@@ -194,20 +194,16 @@ class Execution:
         return self._generated(key, pending, answer, outcome, extended, after), after
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
-        """Add a request's input; raises `RefusedError`.
-
-        Rendering and tokenising are not for the event loop, unless a thread would take longer to begin.
-        """
+        """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
         num_given = len(request.text or request.tokens or ())
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await in_thread(self._fold.extend, history, request)
         return self._fold.extend(history, request)
 
     def _resume(self, published: list[Chunk], answer: Answer) -> None:
-        """Take up an answer that a dead worker had begun: what clients have seen is its beginning.
+        """Start the answer with its published chunks, which clients may have seen.
 
-        Always looked for, since a session that this worker has held all the time may have been served by
-        another.
+        Another worker may have published them, even if this worker had the session in memory all the time.
         """
         for chunk in published:
             if not all(0 <= token < self._vocab_size for token in chunk.tokens):
@@ -222,7 +218,7 @@ class Execution:
     async def _sample(
         self, key: SessionKey, request: Generate, pending: Pending, prompt: Tokens, answer: Answer
     ) -> Outcome | None:
-        """Run the answer to its end on the device; None where it needed none, or was cancelled before."""
+        """Run the answer to its end; None if it is complete already, or cancelled before its turn began."""
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
@@ -257,7 +253,7 @@ class Execution:
         after: History,
     ) -> Generated:
         now_s, begun_s = monotonic(), pending.received_s
-        # What of the context is the prompt: the beginning of an interrupted answer is no part of it.
+        # The beginning of an interrupted answer is in the context, but not in the prompt.
         num_prompt = extended.history.position if outcome else 0
         num_cached = min(outcome.num_cached, num_prompt) if outcome else 0
         return Generated(
@@ -284,7 +280,7 @@ class Execution:
         )
 
     def _check_precision(self, kv_bits: int | None) -> None:
-        """Refuse a session that insists on KV of another kind than this worker's."""
+        """Refuse a session that asks for another KV precision than this worker's."""
         if kv_bits not in (None, self._kv_bits):
             kept = f"in {self._kv_bits} bits" if self._kv_bits else "in full precision"
             raise RefusedError(
@@ -294,7 +290,7 @@ class Execution:
             )
 
     def _check_size(self, num_prompt: int, *, room: int) -> None:
-        """Refuse what can never run, before the device is touched. `room` is for the answer, in tokens."""
+        """Refuse a prompt that can never run, with `room` tokens for the answer."""
         if num_prompt + room > self._context_tokens:
             raise RefusedError(
                 "context_exceeded",
@@ -312,12 +308,12 @@ class Execution:
 
 
 def failed(pending: Pending, history: History, code: ErrorCode, message: str) -> Failed:
-    """Build the answer to a request that changed nothing."""
+    """Build the failure of a request that changed nothing."""
     return failure(pending.id, code, message, seq=pending.seq, position=history.position)
 
 
 def withdrawn(pending: Pending, history: History) -> Result:
-    """Build the answer to a request that was cancelled, or too late, before it had an effect."""
+    """Build the result of a request that was cancelled or expired before it had an effect."""
     if pending.expired and not pending.cancelled:
         return failed(pending, history, "expired", "its deadline passed; nothing was added")
     if not isinstance(pending.request, Generate):
@@ -337,7 +333,7 @@ def withdrawn(pending: Pending, history: History) -> Result:
 
 
 def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
-    # Without a seed the request's place in the log gives one, so that whoever resumes it draws alike.
+    # A seed derived from the request's place in the log: a worker that resumes the answer draws the same.
     seed = request.seed
     if seed is None:
         seed = derived_seed(key, pending.seq)

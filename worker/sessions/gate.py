@@ -1,4 +1,4 @@
-"""A limit on how many do something at a time (folds, say), shared fairly between tenants."""
+"""A limit on concurrent work (folds of logs, for example), shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Lets `limit` callers in at a time, those that wait by tenant in rotation. Event loop only."""
+    """Lets `limit` callers in at a time; waiting tenants take turns. Event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit
-        self._waiting: dict[str, deque[Event]] = {}  # in the order of their turns
+        self._waiting: dict[str, deque[Event]] = {}  # tenants in the order of rotation
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the tenant's turn, and hold a place."""
+        """Wait for a place, and occupy it."""
         if self._num_free:
             self._num_free -= 1
         else:
@@ -32,25 +32,25 @@ class Gate:
             self._leave()
 
     async def _wait(self, tenant: str) -> None:
-        turn = Event()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        admitted = Event()
+        self._waiting.setdefault(tenant, deque()).append(admitted)
         try:
-            await turn.wait()
+            await admitted.wait()
         except BaseException:
-            if turn.is_set():  # the place had been handed over already
+            if admitted.is_set():  # the place was handed over already
                 self._leave()
             else:
-                self._withdraw(tenant, turn)
+                self._withdraw(tenant, admitted)
             raise
 
-    def _withdraw(self, tenant: str, turn: Event) -> None:
+    def _withdraw(self, tenant: str, admitted: Event) -> None:
         queue = self._waiting[tenant]
-        queue.remove(turn)
+        queue.remove(admitted)
         if not queue:
             del self._waiting[tenant]
 
     def _leave(self) -> None:
-        """Hand the place to whose turn it is."""
+        """Hand the place to the next waiting tenant, if any."""
         if not self._waiting:
             self._num_free += 1
             return
@@ -58,4 +58,4 @@ class Gate:
         queue = self._waiting.pop(tenant)
         queue.popleft().set()
         if queue:
-            self._waiting[tenant] = queue  # behind the others
+            self._waiting[tenant] = queue  # to the end of the rotation

@@ -1,8 +1,7 @@
-"""What a session is, and how each request and its result change it. Pure: no I/O, no device.
+"""A session's tokens and conversation, and how requests and results change them. Pure: no I/O, no device.
 
-A session is the fold of its log: requests that were answered, in the order of their sequence, each with its
-result. The same functions serve the live path, which does not know the result yet, and the replay, which
-does; so they cannot come to different tokens.
+A session is the fold of its log: the answered requests in the order of their sequences, each with its result.
+The live path and the replay of a log use the same functions, so both lead to the same tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from worker.text.templates import Addition, Tokenizer
 
-    Step: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
-    Undo: TypeAlias = tuple[int, Tokens]  # how many tokens stay, and what follows them
+    Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
+    Undo: TypeAlias = tuple[int, Tokens]  # number of tokens to keep, and the tokens after them
 
 
 class RefusedError(Exception):
-    """A request that cannot be carried out; it is answered with `failed`."""
+    """A request cannot be carried out; its result is `failed`."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -53,7 +52,7 @@ class RefusedError(Exception):
 
 
 class DivergedError(Exception):
-    """The log does not fold to what it says: it was written with another model or template."""
+    """The log folds to other tokens than it says: another model or template wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +66,17 @@ class History:
 
     @property
     def position(self) -> int:
-        """Tokens in the session."""
+        """Number of tokens in the session."""
         return len(self.tokens)
 
     def digest(self) -> str:
-        """Name the tokens in 16 bytes, as hex."""
+        """Return the 16-byte digest of the tokens, as hex."""
         return blake2b(pack(self.tokens), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A history with a request's input in it. Its first `kept` tokens are those from before."""
+    """A history with a request's input added; its first `kept` tokens are unchanged."""
 
     history: History
     kept: int
@@ -85,16 +84,16 @@ class Input:
 
 
 class Fold:
-    """Applies requests to histories for one model's tokenizer. Thread-safe: it holds no state.
+    """Applies requests to histories with one model's tokenizer. Thread-safe: it has no state.
 
-    Tokenising a long text takes long, so `extend` belongs on a worker thread, not on the event loop.
+    Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def begin(self, started: datetime) -> History:
-        """Return the history of a session that has no entries yet; templates may print `started`."""
+        """Return the history of a session without entries; templates may print `started`."""
         return History(Conversation(self._tokenizer, started), as_tokens())
 
     def check(self, history: History, request: Request) -> None:
@@ -129,15 +128,15 @@ class Fold:
     def extend(self, history: History, request: Append | Generate, undo: list[Undo] | None = None) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        With `undo` the tokens are changed in place, and what takes that back is put there. Raises
-        `RefusedError` for tokens outside of the vocabulary and for messages that the chat template refuses,
-        and `CutOffError`.
+        With `undo` the tokens change in place, and `undo` collects what `_roll_back` needs. Raises
+        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses, and
+        `CutOffError`.
         """
         kept = history.position
         state = replace(history, exists=True)
         try:
-            for step in self._steps(request):
-                conversation, addition = step(state)
+            for edit in self._edits(request):
+                conversation, addition = edit(state)
                 kept = min(kept, addition.keep)
                 tokens = _spliced(state.tokens, addition.keep, addition.tokens, undo)
                 state = replace(state, conversation=conversation, tokens=tokens)
@@ -156,25 +155,25 @@ class Fold:
         return replace(extended, conversation=conversation, tokens=whole, exists=True)
 
     def opened(self, history: History) -> History:
-        """Start a session, over a closed one of the same name too."""
+        """Start a session; it may replace a closed session of the same name."""
         return replace(self.begin(history.conversation.started), exists=True)
 
     def closed(self, history: History) -> History:
-        """End a session. Its tokens are kept for the record's position only."""
+        """End a session. Its tokens are kept only to know its position."""
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:
-        """Forget the tokens from `position` on. Raises `CutOffError`."""
+        """Drop the tokens from `position` on. Raises `CutOffError`."""
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
-        """Apply a request that has a result to the history before it, which must not be used afterwards.
+        """Apply a request and its result to the history before, which must not be used afterwards.
 
-        Raises `DivergedError` where that does not lead to the position that the result names, and
-        `CutOffError`; the history is as it was then.
+        Raises `DivergedError` if the position is not the result's, and `CutOffError`; after an error the
+        history is unchanged.
         """
-        # Its tokens grow in place: copied for each turn, they would be most of what a long fold costs.
+        # Tokens change in place: to copy them for each turn would dominate the time of a long fold.
         undo: list[Undo] = []
         try:
             return self._replay(history, request, result, undo)
@@ -187,7 +186,7 @@ class Fold:
             case _, Failed():
                 return history
             case _, Generated(tokens=(), finish_reason="cancelled"):
-                return history  # cancelled before its first token: nothing was added, its input neither
+                return history  # cancelled before its first token: not even its input was added
             case Open(), Opened():
                 after = self.opened(history)
             case Append(), Appended():
@@ -198,7 +197,7 @@ class Fold:
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
-                return self.closed(history)  # the session was forgotten: what it closed has left the log
+                return self.closed(history)  # a forgotten session: its earlier entries have left the log
             case Close(), Closed():
                 after = self.closed(history)
             case _:
@@ -214,11 +213,11 @@ class Fold:
     def _replay_extend(
         self, history: History, request: Append | Generate, position: int, undo: list[Undo]
     ) -> History:
-        """Add a request's input again, which has brought the session to `position`."""
+        """Add the input of a request that brought the session to `position`."""
         try:
             extended = self.extend(history, request, undo).history
             if extended.position != position and request.messages and request.special_tokens is None:
-                # Earlier versions took what looked like a special token in a message for one.
+                # Earlier versions parsed special tokens in messages.
                 _roll_back(history.tokens, undo)
                 as_then = replace_fields(request, special_tokens=True)
                 return self.extend(history, as_then, undo).history
@@ -226,10 +225,10 @@ class Fold:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
         return extended
 
-    def _steps(self, request: Append | Generate) -> Iterator[Step]:
-        """List what a request adds: its input, then for a generate the answer header."""
+    def _edits(self, request: Append | Generate) -> Iterator[Edit]:
+        """List the edits of a request: its input, then for a generate the answer header."""
         if request.messages:
-            # A template need not know that an assistant who only calls tools says nothing.
+            # A template may require the content that a message with only tool calls lacks.
             messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
             if not request.special_tokens:
                 messages = [self._tokenizer.as_content(message) for message in messages]
@@ -260,7 +259,7 @@ class Fold:
 
 
 def _spliced(tokens: Tokens, kept: int, more: Sequence[int], undo: list[Undo] | None) -> Tokens:
-    """Replace what is behind the first `kept` tokens: in place where there is a list for what undoes it."""
+    """Replace the tokens after the first `kept`; in place if there is a list `undo`."""
     if undo is None:
         return tokens[:kept] + as_tokens(more)
     undo.append((kept, tokens[kept:]))

@@ -1,6 +1,6 @@
-"""A session's log as far as it was read: the history it folds to, which ids were answered, what is open.
+"""A session's log as far as it was read: the folded history, the answered ids, the pending requests.
 
-Pure: entries in, state out. Whoever holds a record sees to it that one caller at a time changes it.
+Pure: entries in, state out. Not thread-safe: the session lets only one caller at a time change its record.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ log = structlog.get_logger()
 class Pending:
     """A request without a result.
 
-    `request` is None where the body is no valid one; `error` says why, `named` is the id that it names.
-    `stored` is when the log took it. `held_text` is what an answer that was ended early still had to say;
-    `published` are its chunks in the token stream, where they are being read already.
+    `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any.
+    `stored` is the log's time of the request. `held_text` is the text not yet published when an answer was
+    ended early; `published` is the task, if any, that reads the answer's chunks from the token stream.
     """
 
     seq: int
@@ -68,19 +68,19 @@ class Pending:
 
     @property
     def id(self) -> str | None:
-        """The request's id; None where the body names no valid one."""
+        """The request's id; None if the body has no valid id."""
         return self.request.id if self.request else self.named
 
     @property
     def stopped(self) -> bool:
-        """Whether it is to end where it is."""
+        """Whether the request has to end as soon as possible."""
         return self.cancelled or self.expired
 
     @property
     def deadline_s(self) -> float | None:
-        """When it is to end, in seconds since 1970; None where it has the time that it takes.
+        """The request's deadline in seconds since 1970; None without a deadline.
 
-        Counted from the log's own time, so that a restart gives it no more.
+        Counted from the log's time, so that a restart does not extend the deadline.
         """
         request = self.request
         if not isinstance(request, Append | Generate) or request.deadline_s is None:
@@ -89,77 +89,76 @@ class Pending:
 
     @property
     def priority(self) -> int:
-        """How much it is to be preferred to others that wait."""
+        """The request's priority; higher ones run first."""
         return self.request.priority if isinstance(self.request, Append | Generate) else 0
 
     @property
     def type(self) -> str:
-        """The request's type, for counting."""
+        """The request's type, for the metrics."""
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
-#: So many results later the next checkpoint is due: opening a session folds no more, but for long turns.
+#: Results between two checkpoints; to open a session folds about as many.
 _CHECKPOINT_EVERY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _EarlyResult:
-    """A result of a request that has not been read yet, or is being folded."""
+    """A result that was read before its request."""
 
     result: Result
     entry: Entry
 
 
 class Record:
-    """One session's state as its log tells it. Starts empty, before its first request.
+    """One session's state as folded from its log. Starts empty, before the first request.
 
-    Requests and results are read separately, a page at a time: first results, then the requests that they
-    answer. What is not read yet stays in the log, so a session with a long queue takes no more memory.
+    Requests and results come in pages: results first, then the requests that they answer. Unread requests
+    stay in the log, so a long queue takes no memory.
     """
 
     def __init__(self, fold: Fold, *, whole: bool = False) -> None:
-        """`whole` keeps the conversation whole until what waits for that has its answer."""
+        """`whole` keeps the whole conversation until the pending request that needs it is answered."""
         self._fold = fold
         self.whole = whole
         self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
         self.pending: deque[Pending] = deque()
-        #: Whether the results up to now have been read; until then there may be more than `out_seq` tells.
+        #: Whether all results were read; before, there may be results behind `out_seq`.
         self.folded = False
-        #: Whether another worker has stored a result since then: this is not the session any more.
+        #: Whether another worker stored a result since: then this record is stale.
         self.overtaken = False
-        #: Whether the log has requests behind `in_seq`.
+        #: Whether the log has more requests behind `in_seq`.
         self.has_more = False
         self.in_seq = 0
         self.out_seq = 0
-        #: Entries of `out` that answer nothing: only somebody who may not publish there makes these.
+        #: Entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
-        #: Why the log cannot be continued by this worker, if so.
+        #: Why this worker cannot continue the log; None if it can.
         self.diverged: str | None = None
-        #: The last request that was folded, if its result says what it made of the history.
+        #: The last folded request, if its result has a digest of the history; else 0.
         self.proven_seq = 0
-        #: The last result, and before it its sequence and its request.
+        #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
         self._early: dict[int, _EarlyResult] = {}
-        self._answered_unread: set[int] = (
-            set()
-        )  # requests that were not read yet, and have a result of this worker
+        self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._proof: Entry | None = None  # the last result that changed the history
-        self._checkpoint_seq = 0  # the request of the checkpoint that this began with
-        self._last_checkpointed = self.history.conversation  # as it was at the last checkpoint
+        self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
+        self._last_checkpointed = self.history.conversation  # at the last checkpoint
         self._num_since_checkpoint = 0  # results since then
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Begin with a checkpoint, instead of the beginning of the log."""
+        """Start from a checkpoint, instead of the beginning of the log."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
         self._last_checkpointed = self.history.conversation
-        # Results of later requests may have been stored before that of the checkpoint's own.
+        # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
 
     def next_delta(self, in_seq: int) -> Delta | None:
-        """Return what the next checkpoint is to say, where one is due; of the history after this request.
+        """Return the next checkpoint, of the history after the request at `in_seq`; None if not due.
 
-        It is one whose result says what it made of the history, and with no request before it waiting.
+        That request's result must have a digest of the history. No checkpoint is due while an earlier request
+        is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
@@ -171,14 +170,14 @@ class Record:
         return delta
 
     def has_result(self, seq: int) -> bool:
-        """Whether the result of a request that was not read yet is known."""
+        """Whether the result of an unread request is known."""
         return seq in self._early or seq in self._answered_unread
 
     def add_results(self, entries: Sequence[Entry]) -> bool:
-        """Note results; says whether there was any for a request that had none.
+        """Add results; return whether any of them answers a request that had no result.
 
-        What does not fit is passed over: what is no result, one for a request that came later or has been
-        answered, and one that does not say what it made of the history, as every worker's does.
+        Ignores entries that no worker can have written: no valid result, no digest of the history, or the
+        request was stored later or has a result already.
         """
         found = False
         waiting = {pending.seq for pending in self.pending}
@@ -197,36 +196,36 @@ class Record:
         return found
 
     def lacks_result(self, pending: Pending) -> bool:
-        """Whether a request waits, or is still to be read and has no result."""
+        """Whether a request has no result: it is pending, or not read yet."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def add_requests(self, entries: Sequence[Entry]) -> None:
-        """Read on: apply what has a result, queue what has none.
+        """Add the next requests: apply those with a result, queue the others.
 
-        A fold tokenises, and is for another thread; requests without results are no more than decoded.
+        To apply requests tokenises, so call it on a thread; requests without a result are only decoded.
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(entries[0].stored)
         for entry in entries:
             if entry.seq in self._answered_unread:
-                self._answered_unread.remove(entry.seq)  # its id was noted then
+                self._answered_unread.remove(entry.seq)  # its id was added when it was answered
             else:
                 self._add_request(entry, self._early.pop(entry.seq, None))
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Hold the fold, whose results have all been read, against the last one's digest of the history."""
+        """Compare the history with the digest in the last result, after all results were read."""
         self.folded = True
         proof = self._proof
         if self.diverged is None and proof and proof.headers[HISTORY_HEADER] != self.history.digest():
             self._diverge("this model makes other tokens of the same log", proof)
 
     def mark_diverged(self, why: str) -> None:
-        """Take the history for lost: nothing is folded any more, and requests are answered with that."""
+        """Fold nothing any more; requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
 
     def committed(self, pending: Pending, out_seq: int, history: History) -> None:
-        """Note that a request's result is in the log, and what the session is after it."""
+        """Update the record: the request's result is in the log, and `history` is the session after it."""
         if pending in self.pending:
             self.pending.remove(pending)
         else:
@@ -241,23 +240,23 @@ class Record:
         pending = pending_at(entry)
         request = pending.request
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
-            self._ignore(recorded.entry)  # nobody answers out of turn but to call a request off
+            self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
         if recorded is None:
             self.pending.append(pending)
             return
         result, out = recorded.result, recorded.entry
-        # A close with nothing before it is of a session that was forgotten: it tells of what is gone. So may
-        # what was called off behind a close, before that was answered.
-        is_of_old = isinstance(result, Closed) and not self.history.exists
-        tells = HISTORY_HEADER in out.headers and not is_of_old and not _changes_nothing(result)
-        self.proven_seq = entry.seq if tells else 0
+        # A close without a session before it belongs to a forgotten session with its entries gone: its digest
+        # proves nothing here. Nor does that of a request cancelled behind an unanswered close.
+        is_of_forgotten = isinstance(result, Closed) and not self.history.exists
+        proves = HISTORY_HEADER in out.headers and not is_of_forgotten and not _changes_nothing(result)
+        self.proven_seq = entry.seq if proves else 0
         self._num_since_checkpoint += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
         if request is not None:
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
-        if tells and (self._proof is None or self._proof.seq < out.seq):
+        if proves and (self._proof is None or self._proof.seq < out.seq):
             self._proof = out
         if request is None or result.repeat_of is not None or self.diverged is not None:
             return
@@ -269,7 +268,9 @@ class Record:
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
-            log.warning("ignoring what is no result of this session, here and from now on", seq=entry.seq)
+            log.warning(
+                "ignoring this and further entries that are no results of this session", seq=entry.seq
+            )
 
     def _diverge(self, why: str, entry: Entry) -> None:
         model = entry.headers.get(MODEL_HEADER, "an unknown model")
@@ -277,7 +278,7 @@ class Record:
 
 
 def pending_at(entry: Entry) -> Pending:
-    """Read a request."""
+    """Decode a request; invalid ones too."""
     try:
         return Pending(entry.seq, decode_request(entry.body), "", entry.stored)
     except InvalidMessageError as error:
@@ -285,7 +286,7 @@ def pending_at(entry: Entry) -> Pending:
 
 
 def _early_result(entry: Entry) -> _EarlyResult | None:
-    """Read an entry of `out`; None where no worker has made it."""
+    """Decode an entry of `out`; None if no worker can have written it."""
     try:
         result = decode_result(entry.body)
     except InvalidMessageError:
@@ -293,9 +294,8 @@ def _early_result(entry: Entry) -> _EarlyResult | None:
     seq = result.seq
     if seq is None or not 0 < seq < entry.seq:
         return None
-    return (
-        _EarlyResult(result, entry) if isinstance(result, Failed) or HISTORY_HEADER in entry.headers else None
-    )
+    is_valid = isinstance(result, Failed) or HISTORY_HEADER in entry.headers
+    return _EarlyResult(result, entry) if is_valid else None
 
 
 def _changes_nothing(result: Result) -> bool:

@@ -1,7 +1,8 @@
-"""One session at work: its requests in the order of the log, each to a committed result.
+"""One session: carries out its requests in the order of the log, and commits a result for each.
 
-An actor on the event loop. Deliveries only ring its bell; it reads its log forward and answers what has no
-result yet, one request at a time. The sequence of its last result fences it against other workers.
+An actor on the event loop. A delivery only wakes the session, which then reads its log forward and answers
+the requests without a result, one at a time. The sequence of its last result is the fence against other
+workers.
 """
 
 from __future__ import annotations
@@ -71,19 +72,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: What was read of the token stream counts for so long: less than any `ack_wait_s`.
+#: Chunks that were read ahead are valid for this time, which is less than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
-#: What a session in memory takes, and each of its tokens: its id, and what the template keeps of its text.
+#: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all sessions of a worker share.
+    """The services that all sessions of a worker share.
 
-    `ack` is told of a session with nothing left to answer; `shares` bounds how many of a tenant's
-    sessions are at work, and `fold_gate` how many logs are read from their beginning at a time.
+    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits a
+    tenant's sessions at work, `fold_gate` the logs that are folded at the same time.
     """
 
     journal: Journal
@@ -104,34 +105,34 @@ class Services:
 
 
 class AnsweredRequest(NamedTuple):
-    """A request that was answered, as the log has it."""
+    """An answered request, as read from the log."""
 
     request: Request
     at: AnsweredAt
 
 
 class Session:
-    """See the module. `ring` and `cancel` may be called at any time; `run` by one task at a time."""
+    """See the module. Call `run` from one task at a time, everything else at any time. Event loop only."""
 
     def __init__(self, key: SessionKey, services: Services, wake: Callable[[Session], None]) -> None:
-        """`wake` is to see to it that `run` runs."""
+        """`wake(session)` starts `run` in a task unless it runs already."""
         self.key = key
         self._services = services
         self._wake = wake
         self._record = Record(services.fold)
         self._trail = Trail(key, services.trails)
-        self._rung_seq = 0  # the newest request that was delivered
-        self._first_seq = 0  # requests below it were delivered to another worker before
-        self._delivered: Delivery | None = None  # the first one since the log was read
-        self._in_doubt = False  # whether a worker may have died over this session
-        self._note = AttemptNote()  # of the attempts, where in doubt
-        self._tried_seq = 0  # the request that this worker has noted
-        self._num_failures = 0  # of this worker, for reasons that it does not know
-        self._log_lock = Lock(fast_acquire=True)  # reading and committing must not overtake each other
+        self._rung_seq = 0  # the newest delivered request
+        self._first_seq = 0  # earlier requests were delivered to another worker before
+        self._delivered: Delivery | None = None  # the first delivery since the log was read
+        self._in_doubt = False  # whether this session may have crashed a worker
+        self._note = AttemptNote()  # the attempts, if in doubt
+        self._tried_seq = 0  # the request whose attempt this worker has stored
+        self._num_failures = 0  # consecutive failures of this worker for unknown reasons
+        self._log_lock = Lock(fast_acquire=True)  # reads and commits exclude each other
         self.active: Pending | None = None
-        self.num_users = 0  # who use it beside its task
+        self.num_users = 0  # users besides its task
         self.used_s = monotonic()
-        self.counted_bytes = 0  # of its size, by who holds the sessions
+        self.counted_bytes = 0  # its size as `Sessions` last counted it
         try:
             session_key(key.tenant, key.session)
         except InvalidMessageError as error:
@@ -146,12 +147,12 @@ class Session:
 
     @property
     def pending(self) -> tuple[Pending, ...]:
-        """Requests without a result, in order; the first may be under way."""
+        """Requests without a result that were read, in order; the first may be running."""
         return tuple(self._record.pending)
 
     @property
     def num_answered(self) -> int:
-        """Distinct request ids with a result."""
+        """Number of distinct request ids with a result."""
         return len(self._record.answered_ids)
 
     @property
@@ -163,12 +164,12 @@ class Session:
 
     @property
     def size_bytes(self) -> int:
-        """About what the session takes in memory."""
+        """The memory that the session takes, approximately."""
         return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered_ids.size_bytes
 
     @property
     def priority(self) -> int:
-        """How much its next request is to be preferred, as far as that is known."""
+        """The priority of the next request; 0 if unknown."""
         if self._record.pending:
             return self._record.pending[0].priority
         with suppress(InvalidMessageError):
@@ -177,7 +178,7 @@ class Session:
         return 0
 
     def ring(self, delivery: Delivery) -> None:
-        """Take a delivery: the log has a request at its sequence."""
+        """Note that the log has a request at the delivery's sequence, and wake the session."""
         self._rung_seq = max(self._rung_seq, delivery.seq)
         self._first_seq = delivery.first_seq
         self._delivered = self._delivered or delivery
@@ -185,7 +186,7 @@ class Session:
         self._wake(self)
 
     async def run(self) -> None:
-        """Answer what there is to answer. Raises `StoppingError` where the worker stops first."""
+        """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""
         while True:
             try:
                 is_stopped = bool(self._record.pending) and self._record.pending[0].stopped
@@ -202,21 +203,23 @@ class Session:
                         asides.cancel_scope.cancel()
                     if not self.has_work:
                         await self._clear_doubt()
-                        if not self.has_work:  # a delivery that came meanwhile has no cover but the anchor
+                        if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
-                        if not self.has_work:  # else it was rung meanwhile
+                        if not self.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
                 log.warning("another worker went on with this session; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self._reset_record(whole=True)  # with all that was said, for a request that goes far back
+                self._reset_record(
+                    whole=True
+                )  # with the whole conversation: the request changes an early part
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
-        """Look for published tokens of the generate that was delivered, beside reading the log.
+        """Start to read the published chunks of a delivered generate, while the log is read.
 
-        What is returned gives them to a request, if that is the one, and if the log did not take so long that
-        another worker may have gone on with it since.
+        Returns a function that gives the chunks to a pending request. It does nothing if they belong to
+        another request, or if they are so old that another worker may have continued the answer since.
         """
         delivery, self._delivered = self._delivered, None
         request = None
@@ -236,13 +239,13 @@ class Session:
         return give
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
-        """Read the log until there is a request to answer, or as far as deliveries have told of it.
+        """Read the log up to a request to answer, or to the last delivered request.
 
-        The first time, or if asked to, beyond that too. Raises `FencedError` where another worker has gone on
-        with the session.
+        `beyond_bell` also reads requests that were not delivered yet, as the first fold does. Raises
+        `FencedError` if another worker has continued the session.
         """
         async with self._log_lock:
-            record = self._record  # the entries are its successors, and not those of one that replaces it
+            record = self._record  # the pages read belong to this record, not to its replacement
             if record.overtaken:
                 raise FencedError("a result is not this worker's")
             num_foreign = record.num_foreign
@@ -256,21 +259,21 @@ class Session:
                             record = self._reset_record(whole=True)
                             await self._fold(record)
                     except BaseException:
-                        self._reset_record()  # what is half read would be taken for unanswered
+                        self._reset_record()  # half read, answered requests would seem pending
                         raise
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
             self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
 
     async def _fold(self, record: Record) -> None:
-        """Read results and the requests that they answer, page by page, up to what waits for an answer."""
+        """Read requests with their results, page by page, up to the first request without a result."""
         journal, until = self._services.journal, self._rung_seq
         if self._num_failures >= self._services.attempts.max_attempts:
             record.mark_diverged("its log cannot be read, this worker's log says why")
         if self._in_doubt:
-            # A dead worker may have acknowledged what came behind the delivery.
+            # A dead worker may have acknowledged requests behind the delivered one.
             until = max(until, await journal.last_seq(self.key, "in"))
-            if not self._note.reads:  # else it was counted, and this worker lives
+            if not self._note.reads:  # else this worker has counted the attempt already
                 self._note = await self._services.attempts.begin_reading(self.key)
             if self._note.reads > self._services.attempts.max_attempts:
                 record.mark_diverged(f"reading its log has ended {self._note.reads - 1} workers")
@@ -283,7 +286,7 @@ class Session:
             while more_results and not all(record.has_result(entry.seq) for entry in requests):
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
-            # A fold tokenises everything that was ever said; that is not for the event loop.
+            # Tokenises all messages of the page: too long for the event loop.
             await in_thread(record.add_requests, requests)
             if record.proven_seq == record.in_seq and (delta := record.next_delta(record.in_seq)):
                 deltas.append(delta)
@@ -291,7 +294,7 @@ class Session:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.add_results(results)
         if not self._in_doubt and record.pending and record.pending[0].seq < self._first_seq:
-            # A new request came sooner than the old one comes again, over which a worker may have died.
+            # A new request came before the redelivery of the old one, which may have crashed a worker.
             self._in_doubt = True
             self._note = await self._services.attempts.begin_reading(self.key)
         record.end_fold()
@@ -300,10 +303,10 @@ class Session:
         if not self._in_doubt:
             record.last = None
         if not record.has_more:
-            record.in_seq = max(record.in_seq, until)  # also where the entry itself is gone by now
+            record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
 
     async def _read_on(self, record: Record) -> None:
-        """Read the next requests, unless some wait already; and whether another worker has answered any."""
+        """Read the next requests unless some are pending. Raises `FencedError` like `catch_up`."""
         journal, until = self._services.journal, self._rung_seq
         results, _ = await journal.page(self.key, "out", record.out_seq)
         if record.add_results(results):
@@ -311,28 +314,30 @@ class Session:
         if record.pending:
             return
         requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-        record.add_requests(requests)  # to be queued: a thread would take longer to begin
+        record.add_requests(requests)  # only queued, so not worth a thread
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 
     async def refresh(self) -> None:
-        """Read the log as far as it goes. Raises `FencedError` where what is under way has lost the fence."""
+        """Read the log to its end. Raises `FencedError` if the running request has lost the fence."""
         try:
             await self.catch_up(beyond_bell=True)
         except FencedError:
             if self.active is not None:
                 raise
-            self.forget()  # nothing is under way here, so nobody else would find out
+            self.forget()  # no request runs here that would notice
             await self.catch_up(beyond_bell=True)
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
-        """Stop a request that has no result yet; returns when its result is in the log."""
+        """Stop a request that has no result yet; return when its result is in the log."""
         try:
             await self.refresh()  # the request may be younger than its delivery
         except FencedError:
-            self._stop_active()  # its result has lost the fence already
+            self._stop_active()  # its result can no longer be committed
             raise
-        known = await self._find_answered(request_id) is not None  # then what is pending is a repeat of it
+        known = (
+            await self._find_answered(request_id) is not None
+        )  # a pending request with this id is a repeat
         pending = None if known else await self._find_waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
@@ -342,21 +347,23 @@ class Session:
             if await self._commit(pending, withdrawn(pending, self.history), None):
                 return Cancelled(id=request_id, was="waiting")
             if not pending.done.is_set() or await self._find_answered(request_id) is None:
-                return await self.cancel(request_id)  # it was read meanwhile
-            return Cancelled(id=request_id, was="waiting")  # the session's task has found it cancelled
+                return await self.cancel(request_id)  # the log was read anew meanwhile
+            return Cancelled(
+                id=request_id, was="waiting"
+            )  # the session's task committed the cancelled result
         if pending is self.active:
             self._stop_active()
         self._wake(self)
         self._services.shares.admit(self.key)
         await pending.done.wait()
-        if await self._find_answered(request_id) is None:  # the record was given up meanwhile
+        if await self._find_answered(request_id) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
         return Cancelled(id=request_id, was="running")
 
     async def waiting(self, skip: int, limit: int) -> tuple[list[str], int]:
-        """Name `limit` of the requests that wait for others, behind the first `skip`, and count them all.
+        """Return the ids of `limit` waiting requests after the first `skip`, and the number of all.
 
-        Those that were not read yet are counted with the few that were called off.
+        The number includes unread requests that were cancelled already.
         """
         names = [pending.id or "" for pending in self.pending if pending is not self.active]
         after, num_more = self._record.in_seq, int(bool(self.pending))
@@ -371,7 +378,7 @@ class Session:
         return names[skip:][:limit], len(names) + num_more
 
     async def _find_waiting(self, request_id: str) -> Pending | None:
-        """Find a request without a result: among those that were read, then in the rest of the log."""
+        """Find a request without a result: first among the pending ones, then in the rest of the log."""
         for pending in self.pending:
             if pending.id == request_id:
                 return pending
@@ -386,7 +393,7 @@ class Session:
         return None
 
     async def _find_answered(self, request_id: str) -> AnsweredRequest | None:
-        """Find an id's first request and result in the log; None where it has none."""
+        """Find an id's first request and its result in the log; None if the id has no result."""
         found = self._record.answered_ids.find(request_id)
         if found is None:
             return None
@@ -397,12 +404,12 @@ class Session:
         return None
 
     def forget(self) -> None:
-        """Drop everything that is in memory; the log is read anew when the session goes on."""
+        """Drop the session's KV and its record; the next `run` reads the log anew."""
         self._services.engine.forget(self.key)
         self._reset_record()
 
     def _reset_record(self, *, whole: bool = False) -> Record:
-        """Begin with an empty record; `whole` for one that leaves out nothing of the conversation."""
+        """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
         record, self._record = self._record, Record(self._services.fold, whole=whole)
         self._trail.end()
         self._trail = Trail(self.key, self._services.trails)
@@ -412,9 +419,9 @@ class Session:
         return self._record
 
     async def _begun(self, pending: Pending) -> bool:
-        """Say whether a request was begun, here or by a worker that died: its tokens so far have to stay.
+        """Return whether the request was started, here or by a dead worker: then its published tokens stay.
 
-        None was that is not the next one, whatever was published as its tokens.
+        Only the next request can have been started: chunks published for another request are not a worker's.
         """
         if pending is self.active:
             return True
@@ -422,19 +429,19 @@ class Session:
         return is_next and bool(await self._published(pending))
 
     def _stop_active(self) -> None:
-        """End what is under way as soon as it can be."""
+        """End the running request as soon as possible."""
         self._services.engine.cancel(self.key)
         self._services.device_lock.recheck()
 
     async def _published(self, pending: Pending) -> list[Chunk]:
-        """Read what clients may have seen of a request's tokens."""
+        """Read the chunks of a request that clients may have seen."""
         request = pending.request
         if not isinstance(request, Generate):
             return []
         return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
     async def _end_last_answer(self) -> None:
-        """Close the token stream of the last answer: who committed it may have died before it could."""
+        """Close the token stream of the last answer, as the worker that committed it may have died before."""
         last, self._record.last = self._record.last, None
         if last is None:
             return
@@ -445,7 +452,7 @@ class Session:
         tokens = result.tokens if isinstance(result, Generated) else ()
         chunks = await self._published(pending)
         held_text = ""
-        # Only behind all the others: who has lost chunks reads the record.
+        # Only if all chunks before it are there: a client that misses chunks reads the result instead.
         if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
             held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
         await self._end_tokens(pending, request.id, len(tokens), held_text)
@@ -465,24 +472,26 @@ class Session:
             self.used_s = monotonic()
 
     async def _expire(self, pending: Pending, deadline_s: float) -> None:
-        """End a request at its deadline, with what there is."""
+        """End a request at its deadline, with the tokens so far."""
         await sleep(deadline_s - time())
         if pending is self.active:
             pending.expired = True
             self._stop_active()
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
-        """Carry a request out, unless it has ended too many workers; in doubt, it is counted before."""
+        """Carry out a request, or give it up if it has crashed too many workers."""
         attempts, device_lock = self._services.attempts, self._services.device_lock
         note, limit = self._note, attempts.max_attempts
-        is_new = self._in_doubt and self._tried_seq != pending.seq  # to this worker
+        is_new = (
+            self._in_doubt and self._tried_seq != pending.seq
+        )  # this worker has not stored the attempt yet
         if is_new:
             note = note.then(pending.seq, await self._num_published(pending))
         if note.attempts > limit:
             return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
             async with device_lock.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
-                if is_new:  # not before: what only waits for its turn ends nobody
+                if is_new:  # not earlier: a waiting request cannot crash a worker
                     self._note, self._tried_seq = await attempts.store(self.key, note), pending.seq
                 return await self._result(pending)
         except StoppingError:
@@ -491,7 +500,7 @@ class Session:
             raise
 
     async def _clear_doubt(self) -> None:
-        """Note that what may have ended a worker has not ended this one."""
+        """Clear the doubt and its note: this worker has survived the request."""
         if self._in_doubt:
             await self._services.attempts.end(self.key)
             self._in_doubt, self._note = False, AttemptNote()
@@ -500,7 +509,7 @@ class Session:
         return sum(len(chunk.tokens) for chunk in await self._published(pending))
 
     async def _give_up(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
-        """Leave a request unanswered but for a failure, and a note of it where an operator finds it."""
+        """Give up a request: store a dead letter for the operator, and return a failure."""
         history = self.history
         log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
         letter = DeadLetter(
@@ -518,10 +527,10 @@ class Session:
         return failed(pending, history, "internal", message), history
 
     async def fail(self, error: Exception) -> None:
-        """Note a failure for an unknown reason; after some of them the request that is next is given up.
+        """Count a failure for an unknown reason, and forget the session: its log is read anew.
 
-        The log is to be read anew. Where reading it is what fails, the session is `history_diverged` in the
-        end.
+        After `max_attempts` failures the next request is given up. If folding itself fails so often, requests
+        are answered with `history_diverged`.
         """
         self._num_failures += 1
         record = self._record
@@ -533,7 +542,7 @@ class Session:
         self.forget()
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
-        """Work out a request's result and the history after it; only a stop or a fence gets in the way."""
+        """Return a request's result and the history after it. Raises errors only for a stop, fence or cut."""
         history = self.history
         try:
             return await self._try(pending, history)
@@ -558,7 +567,7 @@ class Session:
         known = await self._find_answered(request.id)
         if known is not None:
             return await self._repeated(request, pending, known), history
-        if pending.cancelled and not isinstance(request, Generate):  # a generate may have tokens out
+        if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
             return withdrawn(pending, history), history
         if pending.expired and not await self._published(pending):
             return withdrawn(pending, history), history
@@ -568,7 +577,7 @@ class Session:
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
-        """Answer an id that was answered before from the record."""
+        """Answer a repeated id with the first result of that id."""
         if request != known.request:
             raise RefusedError(
                 "id_conflict",
@@ -584,17 +593,15 @@ class Session:
         return msgspec.structs.replace(first, seq=pending.seq, repeat_of=known.at.in_seq)
 
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
-        """Store a result and the history after it, then tell everybody who waits for it.
+        """Store a result and the history after it, then wake all who wait for the result.
 
-        False where the request has a result by now, or was read anew.
-
-        Without a history the result changes none: so may a request that was cancelled while it waited be
-        committed out of turn.
+        Without `history` the result changes none: so a request cancelled while it waited may be committed out
+        of order. Returns False if the request has a result by now, or the log was read anew.
         """
         services, record = self._services, self._record
         closes = isinstance(result, Closed) and result.repeat_of is None
         if closes:
-            await self._trail.finish()  # what was said leaves the log sooner or later, and must not come back
+            await self._trail.finish()  # no checkpoint may be stored after the session was removed
         async with self._log_lock:
             if record is not self._record or not record.lacks_result(pending):
                 return False
@@ -623,7 +630,7 @@ class Session:
         return True
 
     async def _store(self, result: Result, history: History) -> int:
-        """Commit a result behind the last one; what is no result of this session is no fence either."""
+        """Commit a result after the last one. Entries that are no results of this session do not fence."""
         journal, record = self._services.journal, self._record
         headers = {MODEL_HEADER: self._services.model}
         if not isinstance(result, Failed):
@@ -642,8 +649,8 @@ class Session:
     async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int, held_text: str) -> None:
         """Close an answer's token stream.
 
-        Text that a cancel has set free is published only now: before the commit, a crash would have let the
-        answer go on differently.
+        Publishes the text that was held back until a cancel: if published before the commit, the answer could
+        continue differently after a crash.
         """
         rest = Chunk(num_tokens, (), held_text, pending.seq) if held_text else None
         await self._services.outbox.end(self.key, request_id, rest)

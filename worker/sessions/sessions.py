@@ -1,6 +1,6 @@
-"""All sessions that this worker holds in memory: wake them, let go of idle ones.
+"""The sessions in this worker's memory: starts their tasks, evicts idle ones.
 
-What is not held is in the log, and is read from there when it is asked for.
+An evicted session is read from its log when the next request for it comes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-#: An idle timeout may be 0, but not the pause between two looks at who is idle.
+#: Minimum pause between two sweeps, as the idle timeout may be 0.
 _LEAST_SWEEP_S = 0.1
-#: What the histories of idle sessions may take in memory; of those beyond it, the ones used longest ago are
-#: read from the log when their next request comes.
+#: Memory limit of all sessions; above it, the least recently used idle sessions are evicted.
 _MAX_IDLE_BYTES = 64 * 2**20
 
 
@@ -41,12 +40,12 @@ class Sessions:
     """The sessions in memory, by name. Event loop only."""
 
     def __init__(self, services: Services, tasks: TaskGroup, *, idle_timeout_s: float) -> None:
-        """`tasks` are to be those of the sessions at work: these end by themselves behind a `stop`."""
+        """`tasks` gets the tasks of the sessions at work, which end by themselves after `stop`."""
         self._services = services
         self._tasks = tasks
         self._idle_timeout_s = idle_timeout_s
         self._sessions: dict[SessionKey, Session] = {}
-        self._size_bytes = 0  # of all sessions, as they were when they were looked at last
+        self._size_bytes = 0  # of all sessions, as last counted
         self._at_work: set[SessionKey] = set()
         self._stopping = Event()
 
@@ -54,12 +53,12 @@ class Sessions:
         return len(self._sessions)
 
     def ring(self, delivery: Delivery) -> None:
-        """Take a delivery to its session; a name that breaks the rule is refused there."""
+        """Pass a delivery to its session, which refuses names that break the rule for ids."""
         self._get(delivery.key).ring(delivery)
 
     @contextlib.contextmanager
     def in_use(self, key: SessionKey) -> Iterator[Session]:
-        """Hold a session while somebody looks at it."""
+        """Keep a session in memory while the caller uses it."""
         session = self._get(key)
         session.num_users += 1
         try:
@@ -68,10 +67,10 @@ class Sessions:
             session.num_users -= 1
             self._update_size(session)
             if self._is_idle(key) and not (session.history.exists or session.history.closed):
-                self._evict(key)  # whoever asks for what does not exist may do so under any name
+                self._evict(key)  # else questions about unknown names would fill the memory
 
     async def sweep(self) -> None:
-        """Let go of idle sessions, until cancelled. Their KV on the device stays as long as there is room."""
+        """Evict idle sessions, until cancelled. Their KV stays on the device as long as there is room."""
         while True:
             await sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s
@@ -80,19 +79,19 @@ class Sessions:
                     self._evict(key)
 
     def stop(self) -> None:
-        """Begin nothing any more; what runs ends once the engine is told to stop."""
+        """Start no more tasks; running turns end when the engine is told to stop."""
         self._stopping.set()
         self._services.shares.stop()
 
     def _get(self, key: SessionKey) -> Session:
         session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
         self._bound_memory()
-        self._sessions[key] = session  # last in the order in which they leave
+        self._sessions[key] = session  # last in the order of eviction
         session.used_s = monotonic()
         return session
 
     def _bound_memory(self) -> None:
-        """Let the least recently used idle sessions go where all together take too much memory."""
+        """Evict the least recently used idle sessions while all sessions take too much memory."""
         if self._size_bytes <= _MAX_IDLE_BYTES:
             return
         for key in list(self._sessions):
@@ -107,7 +106,7 @@ class Sessions:
         session.counted_bytes = 0
 
     def _update_size(self, session: Session) -> None:
-        """Take a session's size into account; it has just been read, or has answered."""
+        """Count a session's size anew, after it was read or has answered."""
         size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
         session.counted_bytes = size_bytes
@@ -122,7 +121,7 @@ class Sessions:
             self._tasks.start_soon(self._run, session, name=str(session.key))
 
     async def _run(self, session: Session) -> None:
-        """Run a session's task to its end; what breaks it is logged, and its log is read anew."""
+        """Run a session until it has no work; log unknown errors, and try again from its log."""
         pause_s = _RETRY_S
         try:
             while not self._stopping.is_set():

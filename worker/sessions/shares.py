@@ -1,8 +1,7 @@
-"""Who is at work: so many sessions of a tenant as keep the device busy, and fewer beside others.
+"""Limits the sessions at work per tenant: enough to keep the device busy, fewer beside other tenants.
 
-What is not at work waits here before anything is read for it. Each session at work makes the steps of the
-device and the turns of the event loop longer for all others; many more of them than the device has rows gain
-nothing.
+Other sessions wait here before their logs are read. Each session at work makes the device's steps and the
+event loop slower for all others, and many more sessions than the device has batch rows gain nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-#: Whoever was at work so recently is likely to come again, and does not wait for a flood to make room then.
+#: A tenant that was at work so recently keeps its share, as its next request is likely to come soon.
 _PRESENT_S: Final = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """`floods` from when it has more sessions than may ever be at work, until none of them waits."""
+    """`floods`: had more sessions than may ever be at work at once, and some of them still wait."""
 
     seen_s: float
     num_at_work: int = 0
@@ -39,15 +38,15 @@ class _Tenant:
 
 
 class Shares:
-    """Bounds each tenant's sessions at work; none waits for another tenant's to end. Event loop only."""
+    """Limits each tenant's sessions at work; no session waits for another tenant's. Event loop only."""
 
     def __init__(self, num_rows: int, clock: Callable[[], float] = monotonic) -> None:
-        """The device decodes `num_rows` answers at a time."""
-        self._most = 4 * num_rows  # while some decode, more are read, prefilled and committed
+        """`num_rows` is the number of batch rows of the device."""
+        self._most = 4 * num_rows  # while some decode, others are read, prefilled or committed
         self._least = max(num_rows // 4, 1)
         self._clock = clock
-        self._present: dict[str, _Tenant] = {}  # the one seen last is the last
-        self._turns: dict[SessionKey, Event] = {}  # of those that wait
+        self._present: dict[str, _Tenant] = {}  # in the order of `seen_s`
+        self._waiting: dict[SessionKey, Event] = {}
         self._numbers = itertools.count()
         self._is_stopped = False
 
@@ -55,28 +54,28 @@ class Shares:
     async def enter(self, key: SessionKey, priority: int, *, at_once: bool) -> AsyncIterator[None]:
         """Be at work, `at_once` or when the tenant's share has room.
 
-        Raises `StoppingError` where the worker stops before.
+        Raises `StoppingError` if the worker stops before.
         """
         if self._is_stopped:
             raise StoppingError
         mine = self._seen(key.tenant)
-        turn = self._turns[key] = Event()
-        waiting = (place(mine.seen_s, priority), next(self._numbers), turn)
+        admitted = self._waiting[key] = Event()
+        waiting = (place(mine.seen_s, priority), next(self._numbers), admitted)
         heapq.heappush(mine.waiting, waiting)
         if at_once:
             self.admit(key)
         self._admit_waiting()
         try:
-            await turn.wait()
+            await admitted.wait()
         except BaseException:
-            if turn.is_set():  # it had been let in already
+            if admitted.is_set():  # admitted already
                 self._leave(key.tenant)
             else:
                 mine.waiting.remove(waiting)
                 heapq.heapify(mine.waiting)
             raise
         finally:
-            del self._turns[key]
+            del self._waiting[key]
         try:
             if self._is_stopped:
                 raise StoppingError
@@ -85,17 +84,17 @@ class Shares:
             self._leave(key.tenant)
 
     def admit(self, key: SessionKey) -> None:
-        """Let a session in that waits, whatever its tenant's share is: it needs no device any more."""
-        turn = self._turns.get(key)
-        if turn is not None and not turn.is_set():
+        """Admit a waiting session regardless of its tenant's share: it no longer needs the device."""
+        admitted = self._waiting.get(key)
+        if admitted is not None and not admitted.is_set():
             self._present[key.tenant].num_at_work += 1
-            turn.set()
+            admitted.set()
 
     def stop(self) -> None:
-        """Send away all who wait, and who come from now on."""
+        """Raise `StoppingError` in all waiting and later calls of `enter`."""
         self._is_stopped = True
-        for key in self._turns:
-            self.admit(key)  # to find out
+        for key in self._waiting:
+            self.admit(key)  # it then finds out that the worker stops
 
     def _seen(self, name: str) -> _Tenant:
         tenant = self._present.pop(name, None) or _Tenant(0.0)
@@ -108,7 +107,7 @@ class Shares:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Let in whoever has room."""
+        """Admit waiting sessions of tenants whose share has room."""
         horizon_s = self._clock() - _PRESENT_S
         while (first := next(iter(self._present.items())))[1].seen_s < horizon_s:
             if first[1].num_at_work or first[1].waiting:
@@ -123,7 +122,7 @@ class Shares:
         for tenant in tenants:
             share = beside_floods if tenant.floods else self._most
             while tenant.waiting and tenant.num_at_work < max(share, self._least):
-                _, _, turn = heapq.heappop(tenant.waiting)
-                if not turn.is_set():
+                _, _, admitted = heapq.heappop(tenant.waiting)
+                if not admitted.is_set():
                     tenant.num_at_work += 1
-                    turn.set()
+                    admitted.set()

@@ -1,7 +1,7 @@
-"""A session's checkpoints in the log: stored behind its answers, found again when it is opened.
+"""A session's checkpoints in the log: stores them after its answers, finds them when the session is opened.
 
-What is stored costs what is new since the checkpoint before. A session that is opened reads its checkpoints
-and the end of its log; a checkpoint that the log does not confirm is ignored, and the whole log is read.
+A checkpoint has the size of the changes since the one before. To open a session, its checkpoints and the end
+of its log are read; if the log does not confirm a checkpoint, the whole log is read instead.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: So many wait for a log that takes nothing; then there are no more until the session is opened again.
+#: Limit of waiting checkpoints; above it, the session stores none until it is opened again.
 _MAX_WAITING: Final = 64
-#: A message holds so much of a checkpoint; base64 and the rest take a third more.
+#: Bytes of a checkpoint in one message; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
 
 
 class Trails:
-    """What the trails of a worker share; `tasks` are those that store. Event loop only."""
+    """The services that all trails of a worker share; `tasks` gets the tasks that store. Event loop only."""
 
     def __init__(
         self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
@@ -48,11 +48,11 @@ class Trails:
 
 
 class Trail:
-    """One session's checkpoints, for as long as its record is in memory. Event loop only."""
+    """The checkpoints of one session's record. Event loop only."""
 
     def __init__(self, key: SessionKey, trails: Trails) -> None:
         self.key = key
-        #: The last message that is stored: results name it.
+        #: The last stored message; results name it.
         self.link: Link | None = None
         self._trails = trails
         self._waiting: deque[Delta] = deque()
@@ -61,7 +61,7 @@ class Trail:
         self._ended = False
 
     def add(self, delta: Delta) -> None:
-        """Store a checkpoint, once those before it are."""
+        """Store a checkpoint, after those added before."""
         if self._ended:
             return
         self._waiting.append(delta)
@@ -70,21 +70,21 @@ class Trail:
             self._storing = self._trails.tasks.start_soon(self.store, name=f"checkpoint {self.key}")
 
     def end(self) -> None:
-        """Store nothing any more, but what is on its way."""
+        """Stop storing checkpoints; cancels the one that is being stored."""
         self._ended = True
         self._waiting.clear()
         if self._storing is not None:
             self._storing.cancel()
 
     async def finish(self) -> None:
-        """End it, and wait for what is on its way: so it is removed with the rest of the session."""
+        """Stop storing checkpoints after the current one, and wait for it: it is removed with the session."""
         self._ended = True
         self._waiting.clear()
         if self._storing is not None:
             await self._storing.wait()
 
     async def store(self) -> None:
-        """Store what waits; what cannot be stored now is tried again with the next one."""
+        """Store the waiting checkpoints; one that fails is tried again with the next `add`."""
         try:
             while self._waiting:
                 link = await self._store(self._waiting[0])
@@ -115,7 +115,7 @@ class Trail:
         return link
 
     async def find(self, *, whole: bool) -> Checkpoint | None:
-        """Find the checkpoint that the last result names; None without one that the log confirms."""
+        """Read the checkpoint that the last result names; None if there is none that the log confirms."""
         journal = self._trails.journal
         named = await journal.last_result(self.key)
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
@@ -132,7 +132,7 @@ class Trail:
         return found
 
     async def _read(self, link: Link | None) -> list[bytes]:
-        """Read a checkpoint and all before it, in their order; none where one is not what it was."""
+        """Read a checkpoint and all before it, oldest first; empty if a message differs from its link."""
         parts: list[bytes] = []
         bodies: list[bytes] = []
         while link is not None:
@@ -148,10 +148,9 @@ class Trail:
         return bodies[::-1]
 
     async def _confirmed(self, found: Checkpoint, named: Entry) -> bool:
-        """Say whether the log has these tokens after that request, and the result that names the checkpoint.
+        """Return whether the log confirms the checkpoint's tokens, and the result that names the checkpoint.
 
-        Both must be the first results of requests of the session: others are nobody's, and only those are
-        what a whole fold would have believed.
+        Each must be the first result of its request: a fold of the whole log would use only those.
         """
         journal = self._trails.journal
         naming = answers(named)
