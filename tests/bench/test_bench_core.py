@@ -16,9 +16,10 @@ import click
 import lies_restart
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import compare, environment, plan, report, stats
+from bench import compare, environment, plan, plots, report, stats
 from bench.checks import Check, Verdict, judge
 from bench.cli import bench
 from bench.commands import command
@@ -31,6 +32,7 @@ from bench.report import Report, ReportFile
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
 from bench.run import Run, conduct
 from bench.samples import Turn
+from bench.spec import Plot
 from bench.stats import Estimate
 
 if TYPE_CHECKING:
@@ -240,6 +242,16 @@ def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
     assert html.index("Beware") < html.index("Checks: 1 fails") < html.index("<table")
     assert "#010101" not in html  # no stand-in colour is left
     assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize("values", [(3.8, 3.93), (-0.2, -0.05), (-1.0, 1.0)])
+def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values: tuple[float, ...]) -> None:
+    axes = Figure().add_subplot()
+    axes.plot([1, 2], values, "o")
+    plots._vertical(axes, Plot("points", "", ()))
+    bottom, top = axes.get_ylim()
+    assert bottom <= 0 <= top
+    assert top - max(*values, 0) >= 0.02 * (top - bottom)
 
 
 def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
