@@ -149,10 +149,10 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
         places = {f"{side}, {n} at a time:": (side, n) for side in sides for n in found.plan.batch}
         whole = {label: found.ratios(DECODING, side, OFF, n) for label, (side, n) in places.items()}
         name = f"{where} answers decode at {least:.0%} of the speed without, or more"
-        yield bounded(name, whole, at_least=least, unit="share", log=True)
+        yield bounded(name, whole, at_least=least, log=True)
         left = {label: _speed_left(found, *place) for label, place in places.items()}
         name = f"{where} the steps beside a block leave {least:.0%} of the speed, or more"
-        yield bounded(name, left, at_least=least, unit="share")
+        yield bounded(name, left, at_least=least)
 
 
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:

@@ -202,8 +202,11 @@ def _name(plot: Plot, unit: str) -> str:
 
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
-        low, high = min(0.0, axes.get_ylim()[0]), max(0.0, axes.get_ylim()[1])
-        axes.set_ylim(low, high + 0.03 * (high - low))  # a mark at the very top is whole
+        low, high = (
+            function(0.0, end) for function, end in zip((min, max), axes.dataLim.intervaly, strict=True)
+        )
+        room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
+        axes.set_ylim(low - room if low else 0.0, high + room)
     _numbers(axes.yaxis, log=plot.log)
 
 

@@ -268,14 +268,17 @@ def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
         (number(46_080, "bytes"), "45 KiB"),
         (number(0.985, "share"), "98.5 %"),
         (number(17.0, "tokens"), "17 tokens"),
+        (number(1480.7, "tokens/s"), "1,480 tokens/s"),
         (number(None, "s"), "-"),
         (interval(Estimate(1.0932, 1.0456, 1.1433, 9)), "1.09 (1.05 to 1.14)"),
+        (interval(Estimate(1083.2, 869.4, 1350.2, 9), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
         (interval(Estimate(0.2203, 0.1985, 0.2427, 9), "s"), "220 (198 to 243) ms"),
         (interval(Estimate(0.012, -0.041, 0.0653, 9), "s", signed=True), "+12 (-41 to +65) ms"),
         (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
         (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
         (interval(Estimate(17.0, 17.0, 17.0, 9), "tokens"), "17 tokens"),
         (interval(Estimate(0.89, 0.6, 1.17, 9), "share"), "89 (60 to 100) %"),
+        (interval(Estimate(1.21, 0.53, 2.75, 9), "share"), "121 (53 to 275) %"),
     ],
 )
 def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
