@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from .batch import Piece
+    from .batch import PrefillPiece
 
     #: mlx-lm's function, with its scale: `attention(queries, keys, values, cache=, mask=)`.
     Attention: TypeAlias = Callable[..., mx.array]
@@ -128,10 +128,10 @@ class Forward:
         self._model = model
         self._num_layers = len(make_prompt_cache(model))
         self._selected = _select_hidden(model)
-        _teach(model)
+        _patch_functions(model)
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[Piece] = ()
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
     ) -> mx.array:
         """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts behind them.
 
@@ -184,11 +184,11 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
     return selected
 
 
-def _teach(model: Any) -> None:
-    """Put functions of ours in the place of those that the model's modules call: see `_TAUGHT`."""
+def _patch_functions(model: Any) -> None:
+    """Put functions of ours in the place of those that the model's modules call: see `_PATCHES`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
-        for name, (theirs, ours) in _TAUGHT.items():
+        for name, (theirs, ours) in _PATCHES.items():
             if names.get(name) is theirs:
                 names[name] = ours
 
@@ -198,8 +198,8 @@ def _attention(
 ) -> mx.array:
     def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
         plain = all(value is None for value in more.values())  # no attention sinks
-        if plain and cpu.unpacks(keys):
-            keys, values = (cpu.unpacked(part, cache.group_size, cache.bits) for part in (keys, values))
+        if plain and cpu.should_dequantise(keys):
+            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
             cache = None
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, scale, mask)
@@ -222,7 +222,7 @@ _THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
-_TAUGHT: Final = {
+_PATCHES: Final = {
     "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),
 }
