@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-from itertools import pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
@@ -113,16 +112,14 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     measure = plot.measures[0]
     divisor, name = _scale([measure], findings)
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
-    cases = findings.cases(measure)
-    aside = 0.05 * min((later - sooner for sooner, later in pairwise(xs)), default=1.0)
-    for i, case in enumerate(cases):
+    for i, case in enumerate(findings.cases(measure)):
         found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
         if not found:
             continue
         bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
         bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
         axes.errorbar(
-            [x + aside * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
+            [x for x, _ in found],
             [one.value / divisor for _, one in found],
             yerr=bars,
             color=_LINES[i % len(_LINES)],
@@ -202,11 +199,7 @@ def _name(plot: Plot, unit: str) -> str:
 
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
-        low, high = (
-            function(0.0, end) for function, end in zip((min, max), axes.dataLim.intervaly, strict=True)
-        )
-        room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
-        axes.set_ylim(low - room if low else 0.0, high + room)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     _numbers(axes.yaxis, log=plot.log)
 
 

@@ -24,19 +24,21 @@ class RingCache:
 
     `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
     and biases where KV is quantised in groups of `group_size` to `bits` bits. Token p lies at place p while
-    p < sink, and behind them in turns. `offset` counts the tokens that were run.
+    p < sink, and behind them in turns. `offset` counts the tokens that were run. A key at position p is
+    rotated by p modulo `grid`, a power of two of no less than `sink + window`: see `worker.batch.far`.
     """
 
-    def __init__(self, sink: int, window: int, group_size: int = 0, bits: int = 0) -> None:
+    def __init__(
+        self, sink: int, window: int, group_size: int = 0, bits: int = 0, grid: int | None = None
+    ) -> None:
         self.sink = sink
         self.window = window
         self.group_size = group_size
         self.bits = bits
+        self.grid = grid or 1 << max(12, (2 * (sink + window) - 1).bit_length())
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
-        #: The first position behind the sinks that still has its place: all from there on have.
-        self.first_held = sink
 
     @property
     def capacity(self) -> int:
@@ -44,9 +46,9 @@ class RingCache:
         return self.sink + self.window + SLACK
 
     @property
-    def earliest(self) -> int:
-        """The fewest tokens that it can go back to, and to any number from there on."""
-        return 0 if self.first_held <= self.sink else self.first_held + self.window
+    def first_held(self) -> int:
+        """The first position behind the sinks that still has its place."""
+        return max(self.sink, self.offset - self.window - SLACK)
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -64,32 +66,7 @@ class RingCache:
 
     def can_trim(self, num_tokens: int) -> bool:
         """Say whether it can go back to its first `num_tokens`: what they see is still here."""
-        return self.earliest <= num_tokens <= self.offset
-
-    def trim(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens`, as caches of mlx-lm do. Raises `ValueError` where it cannot."""
-        left = self.offset - num_tokens
-        if not self.can_trim(left):
-            raise ValueError(f"a ring of {self.offset} tokens cannot go back to {left}")
-        self.offset = left
-
-    def copy_from(self, other: RingCache) -> None:
-        """Hold what a ring of the same form holds, copied, unevaluated: either may go on."""
-        if other.keys is not None and other.values is not None:
-            self.keys, self.values = tuple(map(mx.array, other.keys)), tuple(map(mx.array, other.values))
-        self.offset, self.first_held = other.offset, other.first_held
-
-    def shrink(self) -> None:
-        """Give back the places behind its last token, unevaluated; for a ring that has not come round."""
-        self.keys, self.values = (
-            tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
-            for side in (self.keys, self.values)
-        )
-
-    def holds(self, start: int, end: int) -> bool:
-        """Say whether it has the keys and values of the tokens `[start, end)`."""
-        first = max(start, self.sink)
-        return 0 <= start < end <= self.offset and (end <= self.sink or first >= self.first_held)
+        return num_tokens <= self.offset and max(self.sink, num_tokens - self.window) >= self.first_held
 
     def places(self, start: int, end: int) -> Iterator[slice]:
         """Give the places of the tokens `[start, end)`, in order, as few slices."""
@@ -100,7 +77,11 @@ class RingCache:
 
         Raises `ValueError` where some of them are not held.
         """
-        if self.keys is None or self.values is None or not self.holds(start, end):
+        first = self.sink if start >= self.sink else 0
+        is_held = first <= start < end <= self.offset
+        if start >= self.sink or end > self.sink:
+            is_held = is_held and max(start, self.sink) >= self.first_held
+        if not is_held or self.keys is None or self.values is None:
             raise ValueError(f"not held: the tokens [{start}, {end}) of {self.offset}")
         places = list(self.places(start, end))
         keys, values = (
@@ -108,6 +89,22 @@ class RingCache:
             for side in (self.keys, self.values)
         )
         return keys, values
+
+    def packed(self, array: mx.array) -> tuple[mx.array, ...]:
+        """Make of keys, or values, what is held of them."""
+        return mx.quantize(array, self.group_size, self.bits) if self.bits else (array,)
+
+    def unpacked(self, num_places: int) -> tuple[mx.array, mx.array]:
+        """Show the keys and the values at the first places, unevaluated."""
+        keys, values = (self._unpacked(side or (), num_places) for side in (self.keys, self.values))
+        return keys, values
+
+    def _unpacked(self, side: tuple[mx.array, ...], num_places: int) -> mx.array:
+        shown = [array[..., :num_places, :] for array in side]
+        if not self.bits:
+            return shown[0]
+        codes, scales, biases = shown
+        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
 
     def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
         """Add the keys and values of the next tokens, `SLACK` at the most: (1, KV heads, tokens, size)."""
@@ -121,7 +118,6 @@ class RingCache:
                     array[..., place, :] = part[..., at : at + num, :]
                     at += num
         self.offset = end
-        self.first_held = max(self.first_held, end - self.window - SLACK)
 
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
         """Make an empty cache hold what one of `num_tokens` tokens needs: its sinks, then its window.
@@ -144,7 +140,6 @@ class RingCache:
                     [array[..., shift : shift + size, :] for array in keys],
                     [array[..., shift : shift + size, :] for array in values],
                 )
-        self.first_held = num_tokens - num_held + num_sinks
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
         """Allocate for `end` tokens, or for all that there will ever be."""

@@ -1,4 +1,4 @@
-"""What a cache of each class holds: a place per token, for good or in a ring, or a state that is one whole.
+"""What a cache of each mlx-lm class holds: a place per token, or one state that changes as a whole.
 
 Knows single caches, and their classes by exact type: a subclass may hold what is unknown here. Runs on the
 device thread. `layers` puts what it finds into snapshots and back.
@@ -18,8 +18,6 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
-
-from .ring import RingCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,14 +44,14 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{i}", cache
 
 
-def is_cut(cache: Any) -> bool:
-    """Say whether the cache is cut by tokens: each that it holds has its own place."""
-    return type(cache) in _PLAIN or type(cache) is RingCache
+def is_plain(cache: Any) -> bool:
+    """Say whether the cache can be cut, and trimmed, at any of its tokens."""
+    return type(cache) in _PLAIN
 
 
 def is_known(cache: Any) -> bool:
     """Say whether all that the cache holds is known here."""
-    return is_cut(cache) or type(cache) in _WHOLE
+    return type(cache) in _PLAIN or type(cache) in _WHOLE
 
 
 def describe(cache: Any) -> str:
@@ -62,10 +60,6 @@ def describe(cache: Any) -> str:
     match cache:
         case QuantizedKVCache():
             return f"{name}({cache.group_size},{cache.bits})"
-        case RingCache(bits=0):
-            return f"{name}({cache.sink},{cache.window})"
-        case RingCache():
-            return f"{name}({cache.sink},{cache.window},{cache.group_size},{cache.bits})"
         case RotatingKVCache():
             return f"{name}({cache.max_size},{cache.keep})"
         case ChunkedKVCache():
@@ -82,15 +76,13 @@ def num_tokens(cache: Any) -> int | None:
 
 def room(cache: Any) -> int | None:
     """Count the tokens that a cache has allocated for; None where its class does not allocate ahead."""
-    if type(cache) not in _AHEAD and type(cache) is not RingCache:
+    if type(cache) not in _AHEAD:
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return how many tokens a ring holds, or a window or a chunk beside what runs; None for others."""
-    if type(cache) is RingCache:
-        return cache.capacity
+    """Return how many tokens a window or a chunk holds beside what runs; None for other classes."""
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
     return int(cache.chunk_size) if type(cache) is ChunkedKVCache else None
@@ -99,7 +91,7 @@ def most_tokens(cache: Any) -> int | None:
 def drop_passed(cache: Any) -> list[mx.array]:
     """Drop what a window or a chunk would drop before its next token; returns what is left, unevaluated."""
     most = most_tokens(cache)
-    if most is None or cache.keys is None or type(cache) is RingCache:
+    if most is None or cache.keys is None:
         return []
     keep = getattr(cache, "keep", 0)
     num_filled = cache.offset - getattr(cache, "start_position", cache.offset - cache.keys.shape[2])
@@ -117,61 +109,26 @@ def drop_passed(cache: Any) -> list[mx.array]:
     return left
 
 
-def drop_room(cache: Any) -> list[mx.array]:
-    """Drop what a cache has allocated behind its last token; returns what is left, unevaluated."""
-    if type(cache) is RingCache:
-        cache.shrink()
-    else:
-        held = tokens(cache, 0, cache.offset)
-        set_parts(cache, {name: mx.contiguous(part) for name, part in held.items()}, cache.offset)
-    return list(parts(cache).values())
-
-
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Name the arrays of keys and values; their axis 2 are a plain cache's tokens, with room behind them."""
+    """Name the arrays of a plain cache; their axis 2 are the tokens, with room for more behind them."""
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
-        found |= _named(name, getattr(cache, name))
+        part = getattr(cache, name)
+        if isinstance(part, mx.array):
+            found[name] = part
+        elif part is not None:
+            found |= {f"{name}.{kind}": array for kind, array in zip(_QUANTIZED, part, strict=True)}
     return found
 
 
-def _named(name: str, part: Any) -> dict[str, mx.array]:
-    """Name one array, or the three of a quantised part."""
-    arrays = [part] if isinstance(part, mx.array) else part or []
-    names = [name] if len(arrays) == 1 else [f"{name}.{kind}" for kind in _QUANTIZED]
-    return dict(zip(names, arrays, strict=False))
-
-
-def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
-    """Name what a cache that is cut by tokens holds of `[start, end)`, as `parts` does; some may be views.
-
-    Raises `ValueError` where it does not hold all of them.
-    """
-    if type(cache) is RingCache:
-        keys, values = cache.tokens(start, end)
-        return _named("keys", keys) | _named("values", values)
-    if cache.keys is None or end > cache.offset:
-        raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")
-    return {name: part[..., start:end, :] for name, part in parts(cache).items()}
-
-
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
-    """Fill a new cache that is cut by tokens; raises `ValueError` where the arrays do not fit.
-
-    Those of a plain one may have room for more; a ring takes its sinks, then its window.
-    """
-    is_ring = type(cache) is RingCache
+    """Fill a new plain cache; the arrays may have room for more. Raises `ValueError` if they do not fit."""
     names = ["keys", "values"]
-    if getattr(cache, "bits", 0):
+    if type(cache) is QuantizedKVCache:
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
-    if set(arrays) != set(names) or (
-        not is_ring and any(array.shape[2] < num_tokens for array in arrays.values())
-    ):
+    if set(arrays) != set(names) or any(array.shape[2] < num_tokens for array in arrays.values()):
         raise ValueError(f"not the keys and values of {num_tokens} tokens in a {type(cache).__name__}")
     filled = [arrays[name] for name in names]
-    if is_ring:
-        cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens)
-        return
     if type(cache) is ConcatenateKVCache:  # which has no room: what comes next is put behind all of it
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache

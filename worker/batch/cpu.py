@@ -31,12 +31,17 @@ def faster_attention(queries: Any, keys: Any) -> bool:
     return num_scores >= _LEAST_SCORES and queries.dtype == keys.dtype == mx.float32 and _on_cpu()
 
 
-def should_dequantise(keys: Any) -> bool:
+def faster_weighted(scores: mx.array) -> bool:
+    """Say whether `weighted` is the faster way for these scores."""
+    return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and _on_cpu()
+
+
+def unpacks(keys: Any) -> bool:
     """Say whether attention is to dequantise these: they are quantised, and this is a CPU."""
     return not isinstance(keys, mx.array) and _on_cpu()
 
 
-def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
+def unpacked(part: Any, group_size: int, bits: int) -> mx.array:
     """Dequantise a layer's keys, or values, to the type of their scales; unevaluated."""
     codes, scales, biases = part
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
@@ -57,10 +62,19 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     rows, heads, num_tokens, head_dim = queries.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     together = (queries * scale).reshape(rows, kv_heads, -1, head_dim)
-    scores = together @ keys.swapaxes(-1, -2)
+    scores = (together @ keys.swapaxes(-1, -2)).reshape(rows, heads, num_tokens, length)
+    return weighted(scores, values, mask)
+
+
+def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
+    """Compute softmax(scores + mask) values, evaluated up to the last product; shapes as in `attention`.
+
+    Writes into the memory of `scores`, which nobody else may have.
+    """
+    rows, heads, num_tokens, length = scores.shape
     seen = mask if isinstance(mask, mx.array) else None
     mx.eval(scores, *(() if seen is None else (seen,)))
-    held = _view(scores).reshape(rows, heads, num_tokens, length)
+    held = _view(scores)
     if isinstance(mask, str):
         if mask != "causal":
             raise ValueError(f"a mask is an array, None, or 'causal', not {mask!r}")
@@ -68,8 +82,8 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     elif seen is not None:
         _apply(held, _view(seen))
     sums = _exponentiate(held)
-    weighted = (scores @ values).reshape(rows, heads, num_tokens, head_dim)
-    return weighted / mx.array(sums)
+    grouped = scores.reshape(rows, values.shape[1], -1, length)
+    return (grouped @ values).reshape(rows, heads, num_tokens, -1) / mx.array(sums)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ architecture fits: `choosing` runs a few tokens both ways and compares.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -22,16 +23,15 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import make_prompt_cache
 
-from . import cpu
+from cache.kv.ring import SLACK, RingCache
+
+from . import cpu, far
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import TypeAlias
 
-    from .batch import PrefillPiece
-
-    #: mlx-lm's function, with its scale: `attention(queries, keys, values, cache=, mask=)`.
-    Attention: TypeAlias = Callable[..., mx.array]
+    from .batch import Piece
+    from .far import Rotate, Sight
 
 
 class Part(Protocol):
@@ -40,6 +40,9 @@ class Part(Protocol):
     @property
     def offsets(self) -> list[int]:
         """The position of each token in its session."""
+
+    def grid(self, layer: int) -> int:
+        """Say from which grid of positions a layer's offsets are counted; 0: from the session's beginning."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
         """Make what `attend` needs to know of who sees whom, before the layer's cache is written."""
@@ -58,11 +61,19 @@ class OwnPart:
         self._caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
+        self._sights: dict[tuple[int, ...], Sight] = {}  # of rings, which are mostly of one kind
         self.offsets = list(range(start, start + num_tokens))
 
-    def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model would have it do."""
+    def grid(self, layer: int) -> int:
+        """Only a ring's offsets are counted from a grid."""
         cache = self._caches[layer]
+        return cache.grid if type(cache) is RingCache else 0
+
+    def masks(self, layer: int, options: dict[str, Any]) -> Any:
+        """Let the cache make the mask, as the model would have it do; what a ring shows, `attend` knows."""
+        cache = self._caches[layer]
+        if type(cache) is RingCache:
+            return None
         if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
             return None
         return cache.make_mask(self._num_tokens, **options)
@@ -71,15 +82,42 @@ class OwnPart:
         """Hand them to the cache in the shape that it knows."""
         if self._num_tokens > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
-        self._fetched = self._caches[layer].update_and_fetch(keys, values)
+        cache = self._caches[layer]
+        is_ring = type(cache) is RingCache
+        self._fetched = (keys, values) if is_ring else cache.update_and_fetch(keys, values)
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         """Attend to all that the cache gave."""
+        if type(self._caches[layer]) is RingCache:
+            return self._attend_ring(layer, queries, attention)
         keys, values = self._fetched
         if self._num_tokens == 1:
             return attention(queries, keys, values, cache=self._caches[layer], mask=mask)
         turned = queries.transpose(2, 1, 0, 3)
         return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
+
+    def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
+        """Write and attend run by run: what a run overwrites, none of its tokens sees."""
+        ring, (keys, values), outputs = self._caches[layer], self._fetched, []
+        start, end = ring.offset, ring.offset + self._num_tokens
+        while ring.offset < end:
+            at, most = ring.offset, min(SLACK, ring.grid)
+            num = min(most - at % most, end - at)  # never across a base
+            run = slice(at - start, at - start + num)
+            ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
+            kind = (ring.sink, ring.window, at)
+            if kind not in self._sights:
+                self._sights[kind] = far.sight(ring, [at + num], num)
+            seen = self._sights[kind]
+            places = ring.unpacked(seen.num_places)
+            outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
+        together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return together.transpose(2, 1, 0, 3)
+
+
+def _of_one_session(array: mx.array) -> mx.array:
+    """Make (tokens, heads, 1, size) of one session (1, heads, tokens, size), or back."""
+    return array.transpose(2, 1, 0, 3)
 
 
 class _Masks:
@@ -92,8 +130,16 @@ class _Masks:
 class _LayerView:
     """What a model's layer gets for its cache during a pass."""
 
-    def __init__(self, layer: int, parts: Sequence[Part], ends: Sequence[int], offset: mx.array) -> None:
+    def __init__(
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        ends: Sequence[int],
+        offset: mx.array,
+        rotate: Rotate | None,
+    ) -> None:
         self._layer = layer
+        self._rotate = rotate
         self._parts = parts
         self._ends = ends
         self.offset = offset
@@ -111,6 +157,7 @@ class _LayerView:
     def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         if not isinstance(mask, _Masks):
             raise TypeError("the model makes its masks by itself")
+        attention.rotate = self._rotate
         outputs = [
             part.attend(self._layer, some, own, attention)
             for part, some, own in zip(self._parts, self._split(queries), mask.of_parts, strict=True)
@@ -121,17 +168,39 @@ class _LayerView:
         return [array] if len(self._parts) == 1 else list(mx.split(array, list(self._ends[:-1])))
 
 
+class _Offsets:
+    """The offsets of all tokens of a pass, which differ by layer where some count from a grid."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._made: dict[tuple[int, ...], mx.array] = {}
+
+    def of(self, layer: int) -> mx.array:
+        grids = tuple(part.grid(layer) for part in self._parts)
+        if grids not in self._made:
+            self._made[grids] = mx.array(
+                [
+                    position % grid if grid else position
+                    for part, grid in zip(self._parts, grids, strict=True)
+                    for position in part.offsets
+                ]
+            )
+        return self._made[grids]
+
+
 class Forward:
     """Runs passes over one model, which it prepares for them; the model can still be called as ever."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._num_layers = len(make_prompt_cache(model))
+        #: How each layer rotates queries; None where that cannot be told, and rings cannot be used.
+        self.rotations = far.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
-        _patch_functions(model)
+        _teach(model)
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[Piece] = ()
     ) -> mx.array:
         """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts behind them.
 
@@ -145,8 +214,11 @@ class Forward:
         ends = list(accumulate(len(part.offsets) for part in parts))
         prompts = zip(pieces, ends[num_parts:], strict=True)
         wanted += [end - 1 for piece, end in prompts if piece.row is not None]
-        offset = mx.array([position for part in parts for position in part.offsets])
-        views = [_LayerView(i, parts, ends, offset) for i in range(self._num_layers)]
+        offsets = _Offsets(parts)
+        views = [
+            _LayerView(i, parts, ends, offsets.of(i), self.rotations[i] if self.rotations else None)
+            for i in range(self._num_layers)
+        ]
         chosen = mx.array(wanted or [0])
         if self._selected is None:
             logits = self._model(tokens[:, None], cache=views)[chosen]
@@ -184,30 +256,65 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
     return selected
 
 
-def _patch_functions(model: Any) -> None:
-    """Put functions of ours in the place of those that the model's modules call: see `_PATCHES`."""
+def _teach(model: Any) -> None:
+    """Put functions of ours in the place of those that the model's modules call: see `_TAUGHT`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
-        for name, (theirs, ours) in _PATCHES.items():
+        for name, (theirs, ours) in _TAUGHT.items():
             if names.get(name) is theirs:
                 names[name] = ours
+
+
+@dataclass(slots=True)
+class Attention:
+    """Attention as a model's layer asks for it: `scale`, what some add to it, and how queries are rotated."""
+
+    scale: float
+    more: dict[str, Any]
+    rotate: Rotate | None = None
+
+    def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
+        """Attend to keys and values as a cache gives them."""
+        plain = all(value is None for value in self.more.values())  # no attention sinks
+        if plain and cpu.unpacks(keys):
+            keys, values = (cpu.unpacked(part, cache.group_size, cache.bits) for part in (keys, values))
+            cache = None
+        if plain and cpu.faster_attention(queries, keys):
+            return cpu.attention(queries, keys, values, self.scale, mask)
+        theirs: mx.array = _THEIR_ATTENTION(
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask, **self.more
+        )
+        return theirs
+
+    def to_ring(
+        self,
+        queries: mx.array,
+        places: tuple[mx.array, mx.array],
+        sight: Sight,
+        turn: Callable[[mx.array], mx.array],
+    ) -> mx.array:
+        """Attend to a ring's places: as `far.attend`, or plainly where every key stands where it says."""
+        keys, values = places
+        if sight.is_plain:
+            return self(turn(queries), keys, values, cache=None, mask=sight.seen)
+        if self.rotate is None:
+            raise AssertionError("a ring without its layer's rotation")
+        return far.attend(
+            queries,
+            keys,
+            values,
+            sight,
+            scale=self.scale,
+            rotate=self.rotate,
+            turn=turn,
+            sink_logits=self.more.get("sinks"),
+        )
 
 
 def _attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any
 ) -> mx.array:
-    def attention(queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
-        plain = all(value is None for value in more.values())  # no attention sinks
-        if plain and cpu.should_dequantise(keys):
-            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
-            cache = None
-        if plain and cpu.faster_attention(queries, keys):
-            return cpu.attention(queries, keys, values, scale, mask)
-        theirs: mx.array = _THEIR_ATTENTION(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, **more
-        )
-        return theirs
-
+    attention = Attention(scale, more)
     if isinstance(cache, _LayerView):
         return cache.attend(queries, mask, attention)
     return attention(queries, keys, values, cache=cache, mask=mask)
@@ -222,7 +329,7 @@ _THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
-_PATCHES: Final = {
+_TAUGHT: Final = {
     "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),
 }

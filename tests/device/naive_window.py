@@ -1,0 +1,91 @@
+"""Sinks and a window in the plainest way: the whole history at once, each token where the paper puts it."""
+
+from __future__ import annotations
+
+import sys
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models import base
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+THEIRS = base.scaled_dot_product_attention
+
+
+class _Unrotated(nn.Module):
+    def __init__(self, rope: Any) -> None:
+        super().__init__()
+        self.real = rope
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        return x
+
+
+class Naive:
+    """A model of its own with the weights of another; `kinds` are the sink and window of each layer.
+
+    A token at t sees key j if t - window < j <= t or j < sink; where that is a sink out of the window, the
+    query stands at `sink + window - 1` instead of t. Without a window it sees all.
+    """
+
+    def __init__(self, model: Any, fresh: Any, kinds: Sequence[tuple[int, int | None]]) -> None:
+        fresh.update(model.parameters())
+        self._model = fresh
+        self._kinds = kinds
+        self._layer = 0
+        self._ropes: list[Any] = []
+        for layer in fresh.layers:
+            found = [(part, name) for part in layer.modules() for name in part if "rope" in name]
+            self._ropes.append(getattr(*found[0]) if found else None)
+            for part, name in found:
+                setattr(part, name, _Unrotated(getattr(part, name)))
+
+    def logits(self, tokens: Sequence[int]) -> mx.array:
+        """Run a whole session: (tokens, vocabulary)."""
+        modules = [sys.modules[type(part).__module__] for part in self._model.modules()]
+        known = [module for module in modules if hasattr(module, "scaled_dot_product_attention")]
+        theirs = [module.scaled_dot_product_attention for module in known]
+        self._layer = 0
+        try:
+            for module in known:
+                module.scaled_dot_product_attention = self._attend  # type: ignore[attr-defined]
+            found: mx.array = self._model(mx.array([list(tokens)]))[0]
+            mx.eval(found)
+        finally:
+            for module, function in zip(known, theirs, strict=True):
+                module.scaled_dot_product_attention = function  # type: ignore[attr-defined]
+        return found
+
+    def _attend(
+        self, q: Any, k: Any, v: Any, cache: Any, scale: float, mask: Any = None, **more: Any
+    ) -> mx.array:
+        del cache, mask
+        (sink, window), rope = self._kinds[self._layer], self._ropes[self._layer]
+        self._layer += 1
+        num = q.shape[2]
+        t, j = np.arange(num)[:, None], np.arange(num)[None]
+        window = window or num
+        near = (j <= t) & (j > t - window)
+        far = (j < sink) & (j <= t - window)
+
+        def scores(at: np.ndarray) -> mx.array:
+            turned = copy(q)
+            if rope is not None:  # a query at a time, at its own place
+                turned = mx.concatenate([rope(q[:, :, i : i + 1], offset=int(at[i])) for i in range(num)], 2)
+            keys = k if rope is None else rope(k, offset=0)
+            keys = mx.repeat(keys, q.shape[1] // k.shape[1], axis=1)
+            return (turned @ keys.swapaxes(-1, -2)) * scale
+
+        at = np.arange(num)
+        found = mx.where(mx.array(far), scores(np.minimum(at, sink + window - 1)), scores(at))
+        found = mx.where(mx.array(near | far), found, -mx.inf)
+        if more.get("sinks") is not None:
+            column = mx.broadcast_to(more["sinks"][None, :, None, None], (*found.shape[:3], 1))
+            found = mx.concatenate([found, column], axis=-1)
+        weights = mx.softmax(found, axis=-1, precise=True)[..., :num]
+        return weights @ mx.repeat(v, q.shape[1] // v.shape[1], axis=1)

@@ -1,0 +1,160 @@
+"""Attention to KV whose tokens do not stand where their keys say: sinks, and what lies before a base.
+
+A session without end must not hand a model large positions: float32 angles are of no use beyond some 100,000.
+So the layers of a `RingCache` get offsets from a base on a fixed grid of positions, `RingCache.grid`. A key
+of the base before is one grid further away than it says, and a sink appears right before the window, however
+far it is. Both are made up for by turning the query, since the dot product knows only the distance: no stored
+key changes, and what is computed for a token follows from its position alone. Device thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from . import cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from cache.kv.ring import RingCache
+
+    #: Rotates queries, (tokens, heads, 1, head_dim), by so many positions, (tokens,) or one for all.
+    Rotate: TypeAlias = Callable[[mx.array, mx.array | int], mx.array]
+
+
+def rotations(model: Any, num_caches: int) -> list[Rotate] | None:
+    """Find how each layer of a model rotates its queries; None where that cannot be told.
+
+    A layer without rotary positions rotates nothing.
+    """
+    found: list[Rotate] = []
+    model_layers = getattr(model, "layers", ())
+    if len(model_layers) != num_caches:
+        return None
+    for layer in model_layers:
+        modules = {
+            id(child): child
+            for part in layer.modules()
+            for name, child in part.items()
+            if ("rope" in name or "rotary" in name) and isinstance(child, Module)
+        }
+        if len(modules) > 1:
+            return None
+        found.append(_rotate_by(next(iter(modules.values()))) if modules else _leave)
+    return found
+
+
+def _leave(queries: mx.array, by: mx.array | int) -> mx.array:
+    del by
+    return queries
+
+
+def _rotate_by(rope: Any) -> Rotate:
+    def rotate(queries: mx.array, by: mx.array | int) -> mx.array:
+        # Some scale what they rotate (YaRN): queries are scaled already.
+        scales = rope(mx.ones((1, 1, 1, queries.shape[-1]), queries.dtype), offset=0)
+        rotated: mx.array = rope(queries / scales, offset=by)
+        return rotated
+
+    return rotate
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What some tokens see of rings of one kind, for all their layers.
+
+    `seen`, (rows, 1, tokens, places), is None where all of it is. `before`, (rows, 1, 1, places), says which
+    keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are rotated
+    for the first `num_sinks` places, None where those stand where they say. `num_places` are looked at.
+    """
+
+    num_places: int
+    seen: mx.array | None = None
+    before: mx.array | None = None
+    to_sinks: mx.array | None = None
+    num_sinks: int = 0
+    grid: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every key stands where it says."""
+        return self.before is None and self.to_sinks is None
+
+
+def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
+    """Say what the last `num` tokens of each of several rows see of rings like this one.
+
+    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base.
+    """
+    end = np.array(ends)[:, None]
+    at = end - num + np.arange(num)  # (rows, tokens)
+    num_places = int(min(end.max(), ring.capacity))
+    places = np.arange(num_places)
+    last = end - 1
+    held = np.where(places < ring.sink, places, last - (last - places) % (ring.capacity - ring.sink))
+    held = np.where((places >= ring.sink) & (held < ring.sink), last + 1, held)  # never filled
+    is_sink = (places < ring.sink) & (held < end)
+    held, here = held[:, None, :], at[:, :, None]
+    seen = (held <= here) & ((held > here - ring.window) | is_sink[:, None, :])
+    first = at[:, :1] // ring.grid * ring.grid
+    before = (held[:, 0] < first) & (held[:, 0] >= ring.sink) & seen.any(axis=1)
+    passed = at - (ring.sink + ring.window - 1)
+    return Sight(
+        num_places,
+        None if seen.all() else mx.array(seen[:, None]),
+        mx.array(before[:, None, None]) if before.any() else None,
+        mx.array((first - np.maximum(passed, 0)).reshape(-1)) if ring.sink and (passed > 0).any() else None,
+        ring.sink,
+        ring.grid,
+    )
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    sight: Sight,
+    *,
+    scale: float,
+    rotate: Rotate,
+    turn: Callable[[mx.array], mx.array],
+    sink_logits: mx.array | None = None,
+) -> mx.array:
+    """Compute attention of queries to a ring's places: (rows, heads, tokens, head_dim).
+
+    `queries` are (all rows' tokens, heads, 1, head_dim), which `turn` makes (rows, heads, tokens, head_dim);
+    keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are what some models
+    have for a key that stands for nothing.
+    """
+    kv_heads = keys.shape[1]
+    transposed = keys.swapaxes(-1, -2)
+
+    def scored(asking: mx.array, columns: mx.array) -> mx.array:
+        turned = turn(asking * scale)
+        rows, heads, num, size = turned.shape
+        return (turned.reshape(rows, kv_heads, -1, size) @ columns).reshape(rows, heads, num, -1)
+
+    scores = scored(queries, transposed)
+    if sight.before is not None:
+        further = scored(rotate(queries, sight.grid), transposed)
+        scores = mx.where(sight.before, further, scores)
+    if sight.to_sinks is not None:
+        of_sinks = scored(rotate(queries, sight.to_sinks), transposed[..., : sight.num_sinks])
+        scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
+    if sink_logits is None and cpu.faster_weighted(scores):
+        return cpu.weighted(scores, values, sight.seen)
+    if sight.seen is not None:
+        scores = mx.where(sight.seen, scores, mx.finfo(scores.dtype).min)
+    if sink_logits is not None:
+        column = mx.broadcast_to(sink_logits[None, :, None, None], (*scores.shape[:3], 1))
+        scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
+    rows, heads, num, _ = scores.shape
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., : keys.shape[2]]
+    grouped = weights.reshape(rows, kv_heads, -1, weights.shape[-1])
+    return (grouped @ values).reshape(rows, heads, num, -1)
