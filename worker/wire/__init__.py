@@ -1,1 +1,1 @@
-"""Everything that crosses NATS: the server, the connection, streams, requests, chunks and the log."""
+"""Everything that crosses NATS: server process, connection, streams, requests, chunks and session logs."""

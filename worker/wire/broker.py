@@ -1,6 +1,6 @@
-"""The NATS server: run an own one beside the worker, or connect to the operator's.
+"""The worker's own NATS server: starts, adopts, supervises and ends its process.
 
-Owns the server process and its files in the data directory. Knows nothing of streams or sessions.
+Owns the process and its files in the data directory. Knows nothing of streams or sessions.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 HOST: Final = "127.0.0.1"
 
-#: The streams carry the limits that count. Left alone, the server takes 75% of the disk that is free at
-#: its start, and refuses the streams' reservations once the disk has filled up a little.
+#: No limit: the streams have their own. With its default, 75% of the disk that is free at its start,
+#: the server refuses the streams' reservations once the disk has filled up a little.
 _MAX_STORE_BYTES: Final = 2**60
 _POLL_S: Final = 0.2
 _HEALTH_S: Final = 5.0
-_READY_S: Final = 120.0  # a log of many GiB is checked before the server listens
+_READY_S: Final = 120.0  # before it listens, the server checks its store, which may have many GiB
 _STOP_S: Final = 10.0
 _BACKOFF_S: Final = (0.1, 10.0)
 _MAX_GREETING_BYTES: Final = 64 * 2**10
-_STABLE_S: Final = 30.0  # a server that lived this long may be restarted at once
+_STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
 
 log = structlog.get_logger(__name__)
 
 
 def find_server() -> Path | None:
-    """Find the `nats-server` program: beside this Python, else on the path."""
+    """Find the `nats-server` program: beside this Python, else on the PATH."""
     places = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     found = shutil.which("nats-server", path=os.pathsep.join(places))
     return Path(found) if found else None
@@ -75,7 +75,7 @@ def _program() -> Path:
 
 
 def check_port(port: int) -> None:
-    """Raise `BrokerError` if a server could not listen on `port` of the loopback address."""
+    """Raise `BrokerError` if no server can listen on `port` of the loopback address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
         try:
@@ -93,12 +93,12 @@ def check_port(port: int) -> None:
 
 
 def server_name(root: Path) -> str:
-    """Name the server of a data directory, so that it can be told from a stranger on its port."""
+    """Return the name of a data directory's server, which tells it from other servers on its port."""
     return "turnkeep-" + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
 
 
 async def greet(port: int) -> dict[str, Any] | None:
-    """Read what the server on a local port says of itself to whoever connects; None where none answers."""
+    """Read the INFO of the NATS server on a local port; None if no NATS server answers within 2 s."""
     with contextlib.suppress(OSError, ValueError, BrokenResourceError, IncompleteRead, DelimiterNotFound):
         with fail_after(2.0):
             async with await connect_tcp(HOST, port) as stream:
@@ -113,9 +113,9 @@ async def greet(port: int) -> dict[str, Any] | None:
 class EmbeddedServer:
     """A nats-server process of the worker's own, with JetStream in the worker's data directory.
 
-    It runs in its own session, so neither Ctrl-C nor `kill -9` on the worker ends it: what clients publish
-    is stored while no worker runs, and the next worker on the data directory adopts it. `supervise` starts it
-    again whenever it dies. Use it from one event loop; the data directory's lock keeps others away.
+    The process has its own session, so neither Ctrl-C nor `kill -9` on the worker ends the server: it stores
+    what clients publish while no worker runs, and the next worker on the data directory adopts it.
+    `supervise` restarts it when it dies. Event loop only; the data directory's lock excludes other workers.
     """
 
     def __init__(self, directory: DataDir, settings: Settings) -> None:
@@ -135,16 +135,16 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Address the server."""
+        """The server's URL."""
         return f"nats://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Tell the server's process id; None while there is none."""
+        """The server's process id; None while it does not run."""
         return self._process.pid if self._process else None
 
     def check(self) -> None:
-        """Raise `BrokerError` where `start` could neither adopt a server nor start one; changes nothing."""
+        """Raise `BrokerError` if `start` could neither adopt a server nor start one; change nothing."""
         if not self._find():
             _program()
             check_port(self.port)
@@ -152,7 +152,7 @@ class EmbeddedServer:
     async def start(self) -> None:
         """Adopt the server that already runs on this data directory, or start one; return when it is ready.
 
-        A server left over with other settings is replaced. Raises `BrokerError`.
+        A running server with other settings is restarted. Raises `BrokerError`.
         """
         self._process = self._find()
         if self._process and not await self._adopt():
@@ -161,15 +161,15 @@ class EmbeddedServer:
             await self._launch()
 
     async def stop(self) -> None:
-        """End the server, which nobody may `supervise` any more; without a server this does nothing."""
+        """End the server, if there is one. Cancel `supervise` before."""
         await self._end()
 
     def _render(self, directory: DataDir, settings: Settings) -> str:
-        # The server's configuration language contains JSON, whose quoting is not left to chance.
+        # The server's configuration language includes JSON, which quotes reliably.
         config = {
             "server_name": self._name,
             "listen": f"{HOST}:{settings.nats_port}",
-            "http": f"{HOST}:-1",  # the health check; any free port, which the server writes down in a file
+            "http": f"{HOST}:-1",  # health checks, on any free port, which the server writes to a file
             "ports_file_dir": str(self._root),
             "max_payload": settings.max_message_bytes,
             "jetstream": {
@@ -186,9 +186,8 @@ class EmbeddedServer:
     def _find(self) -> psutil.Process | None:
         """Find a server that runs with this data directory's configuration.
 
-        The state file names it; it is missing if the worker was killed between starting the server and
-        writing it, so then every process is looked at. The command line is the proof: a process id alone
-        may have been given to somebody else.
+        The state file has its process id; if the worker was killed before it wrote that file, all processes
+        are searched. The command line decides, as another process may have got the process id.
         """
         noted: list[int] = []
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -202,8 +201,8 @@ class EmbeddedServer:
         return None
 
     async def _adopt(self) -> bool:
-        """Take over the found server if it runs with these settings."""
-        # The file is written only while no server runs, so it is what the running one was started with.
+        """Adopt the found server; False if it has other settings or does not get ready."""
+        # The file is written only while no server runs, so the running server was started with it.
         with contextlib.suppress(OSError):
             if self._config_file.read_text("utf-8") != self._config:
                 log.info("restarting nats-server: its settings have changed", pid=self.pid, port=self.port)
@@ -226,7 +225,7 @@ class EmbeddedServer:
                 stale.unlink()
             _replace(self._config_file, self._config)
             with self._log_file.open("ab") as output:
-                self._child = subprocess.Popen(  # noqa: ASYNC220  # asyncio's would kill the server with the loop
+                self._child = subprocess.Popen(  # noqa: ASYNC220  # asyncio's kills the server with the loop
                     [program, "-c", self._config_file],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -261,14 +260,14 @@ class EmbeddedServer:
             return False
 
     async def _wait_until_ready(self) -> None:
-        """Return when this very server answers and its JetStream does; raises `BrokerError`."""
+        """Wait until this server and its JetStream answer; raises `BrokerError`."""
         deadline = current_time() + _READY_S
         while current_time() < deadline:
             if not self._alive():
                 raise BrokerError(f"nats-server ended at once: {self._last_words()}")
             greeting = await greet(self.port)
             if greeting and greeting.get("server_name") != self._name:
-                check_port(self.port)  # says whose port it is
+                check_port(self.port)  # raises: another program has the port
             if greeting and greeting.get("jetstream"):
                 client = await connect(self.url, name="turnkeep readiness")
                 await client.close()
@@ -289,7 +288,7 @@ class EmbeddedServer:
         return f"see {self._log_file}"
 
     async def supervise(self) -> None:
-        """Start the server again whenever it dies or cannot recover, until cancelled."""
+        """Restart the server whenever it dies or cannot recover, until cancelled."""
         next_check = current_time() + _HEALTH_S
         known: str | None = None
         while True:
@@ -305,8 +304,8 @@ class EmbeddedServer:
                 problem = await in_thread(self._health_problem)
                 if problem and problem != known:
                     log.error("nats-server is not healthy", reason=problem)
-                # After one failed write (a full disk) a stream stores nothing more and tells nobody: its
-                # publishers time out, until the server starts anew. What is stored can be read meanwhile.
+                # After one failed write (a full disk) a stream silently stores nothing more, and publishers
+                # time out, until the server restarts. Stored messages can still be read.
                 elif problem and self._has_room():
                     log.error("restarting nats-server: it does not recover by itself", reason=problem)
                     await self._restart()
@@ -318,7 +317,7 @@ class EmbeddedServer:
         return False
 
     def _health_problem(self) -> str | None:
-        """Ask the server's own health check what is wrong. Blocks; None if nothing is, or nobody says."""
+        """Ask the server's health check for a problem; None if it has none or does not answer. Blocks."""
         try:
             ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())
             connection = http.client.HTTPConnection(urlsplit(ports["monitoring"][0]).netloc, timeout=2.0)
@@ -330,7 +329,7 @@ class EmbeddedServer:
             return None
 
     async def _restart(self) -> None:
-        """Start the server until it runs, waiting longer each time; a stable life resets the wait."""
+        """Try to start the server until it runs, with exponential backoff, which a stable run resets."""
         if current_time() - self._started_at > _STABLE_S:
             self._backoff_s = _BACKOFF_S[0]
         await self._end()
@@ -345,13 +344,13 @@ class EmbeddedServer:
                 return
 
     async def _end(self) -> None:
-        """End the process by its id, politely first, and forget it."""
+        """End the process, by SIGTERM first, then by SIGKILL, and forget it."""
         for signal_it, patience_s in ((psutil.Process.terminate, _STOP_S), (psutil.Process.kill, _STOP_S)):
             deadline = current_time() + patience_s
             if self._process and self._alive():
                 with contextlib.suppress(psutil.Error):
                     signal_it(self._process)  # psutil refuses if the id has gone to another process
-            while self._alive() and current_time() < deadline:  # noqa: ASYNC110  # an adopted one sends no event
+            while self._alive() and current_time() < deadline:  # noqa: ASYNC110  # an adopted process is no child: no event
                 await sleep(0.02)
         self._process = None
         self._child = None
@@ -360,7 +359,7 @@ class EmbeddedServer:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never a part."""
+    """Replace a file atomically: a reader sees the old or the new text."""
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text, "utf-8")
     fresh.replace(path)

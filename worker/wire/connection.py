@@ -1,6 +1,6 @@
-"""A connection to NATS that stays: made once with clear errors, then kept up for ever.
+"""The connection to NATS: clear errors if it cannot be made, then reconnects for ever.
 
-Owns what is logged of the connection's life. Knows nothing of the server process, streams or sessions.
+Owns the log messages about the connection. Knows nothing of the server process, streams or sessions.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ async def connect(
     on_reconnected: Callable[[], Awaitable[None]] | None = None,
     on_closed: Callable[[], Awaitable[None]] | None = None,
 ) -> Nats:
-    """Connect to one of `urls` (joined by commas), check its JetStream, and stay connected for ever.
+    """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
 
-    `timeout_s` bounds the first connection only; a lost one is tried again without end. `on_reconnected`
-    is called after the subscriptions are back: outstanding pulls are not, so pull again there. `on_closed`
-    is called when the server has closed the connection for good, for example because a permission was
-    taken away, and on `close`; never before this has returned. Raises `BrokerError` where no server answers,
-    it refuses the credentials, has no JetStream, or takes messages of less than `min_payload_bytes`.
+    `timeout_s` limits the first connection only. `on_reconnected` is called after the subscriptions are
+    restored; outstanding pulls are lost. `on_closed` is called when the server has closed the connection for
+    good, for example because it revoked a permission, and on `close`; never before `connect` has returned.
+    Raises `BrokerError` if no server answers, or if it refuses the credentials, has no JetStream, or limits
+    messages to less than `min_payload_bytes`.
     """
     client = Nats()
     shown = shown_urls(urls)
@@ -60,8 +60,8 @@ async def connect(
                 reconnected_cb=watch.reconnected,
                 closed_cb=watch.closed,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept for, so a float will do
-                connect_timeout=timeout_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
+                reconnect_time_wait=0.25,  # type: ignore[arg-type]  # only passed to sleep, so a float works
+                connect_timeout=timeout_s,  # type: ignore[arg-type]  # only passed to asyncio.wait_for
             )
         watch.is_connected = True
         await _check_server(client, shown, min_payload_bytes, timeout_s)
@@ -79,7 +79,7 @@ async def connect(
 
 
 class _Watch:
-    """What happens to one connection: into the log, or, until it stands, into `failures`."""
+    """Receives one connection's events: logs them, or collects errors in `failures` until it is connected."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Watch:
     async def error(self, error: Exception) -> None:
         if not self.is_connected:
             self.failures.append(error)
-            if "authorization" in str(error).lower():  # the client itself would try again until the timeout
+            if "authorization" in str(error).lower():  # the client would retry until the timeout
                 raise BrokerError(
                     f"the NATS server at {self.shown} refuses the credentials; check the user and password in"
                     " the URL (nats://USER:PASSWORD@HOST)"
@@ -107,8 +107,8 @@ class _Watch:
         elif isinstance(error, nats.errors.SlowConsumerError):
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
         elif isinstance(error, OSError):
-            log.debug("NATS is not back yet", error=_first_line(error))  # said once by `disconnected`
-        elif (text := _first_line(error)) != self._said:  # a refused reconnect is tried four times a second
+            log.debug("NATS is not back yet", error=_first_line(error))  # `disconnected` has logged it once
+        elif (text := _first_line(error)) != self._said:  # the client retries four times a second
             self._said = text
             log.warning("NATS error", error=text)
 
@@ -128,10 +128,9 @@ class _Watch:
 
 
 async def confirm_subscriptions(client: Client) -> None:
-    """Wait until the server knows of all subscriptions so far; else it may still answer that nobody listens.
+    """Wait until the server has all subscriptions so far; before, it may still answer "no responders".
 
-    nats-py's `flush` sends its ping at once, past what is still to be written: only a second one comes behind
-    it.
+    nats-py's `flush` sends its ping at once, ahead of buffered commands: only a second ping comes after them.
     """
     await client.flush()
     await client.flush()

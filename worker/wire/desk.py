@@ -1,4 +1,4 @@
-"""Request and reply: `ctl` (info, cancel) and `ask`. Core NATS, so whoever asks waits for the answer."""
+"""Request and reply on core NATS: control requests (`ctl`) and asks (`ask`)."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Workers share the asks and the control requests of their prefix.
+#: The queue group of asks and control requests: each reaches one worker.
 _QUEUE = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
-#: So many are answered at a time; then a tenant is told so at once, unless it has less than an equal share.
+#: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
 _MAX_OPEN = 4096
 _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
 class Desk:
-    """Answers on `ctl` and `ask`; event loop only. An ask goes through the log like any other generate."""
+    """Answers on `ctl` and `ask`. An ask goes through the log like any generate. Event loop only."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Desk:
         *,
         ask_timeout_s: float,
     ) -> None:
-        """`tasks` answer. An ask waits `ask_timeout_s` for its result, which comes on `out` in any case."""
+        """`tasks` gets a task per request. An ask waits `ask_timeout_s` for its result on `out`."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
@@ -69,13 +69,13 @@ class Desk:
         self._subscriptions: list[Subscription] = []
         self._tasks = tasks
         self._num_open = 0
-        self._tenants: Counter[str] = Counter()  # of those who asked
+        self._tenants: Counter[str] = Counter()  # open requests by tenant
 
     async def open(self) -> None:
-        """Start to answer."""
+        """Subscribe; return when the server has confirmed."""
         for subject, handle in (
-            (self._subjects.every("ctl"), self._control_request),
-            (self._subjects.every("ask"), self._ask),
+            (self._subjects.every("ctl"), self._reply_control),
+            (self._subjects.every("ask"), self._reply_ask),
         ):
             self._subscriptions.append(
                 await self._nc.subscribe(subject, _QUEUE, cb=self._in_own_task(handle))
@@ -83,13 +83,13 @@ class Desk:
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
-        """Take no more questions. Who waits when the tasks are cancelled finds the result on `out`."""
+        """Take no more requests. Asks that are cancelled afterwards find their result on `out`."""
         for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
 
     def _in_own_task(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
-        """Handle each message in a task of its own: one long answer must not hold up the next question."""
+        """Handle each message in its own task, so that a slow reply does not delay the next request."""
 
         async def answer(message: Msg, tenant: str) -> None:
             try:
@@ -115,17 +115,17 @@ class Desk:
 
         return spawn
 
-    async def _control_request(self, message: Msg) -> None:
+    async def _reply_control(self, message: Msg) -> None:
         reply = await self._control.answer(message.subject, message.data)
         if message.reply:
             await self._outbox.reply(message.reply, reply)
 
-    async def _ask(self, message: Msg) -> None:
-        result = await self._result_of(message)
+    async def _reply_ask(self, message: Msg) -> None:
+        result = await self._ask(message)
         if message.reply:
             await self._outbox.reply(message.reply, result)
 
-    async def _result_of(self, message: Msg) -> Result:
+    async def _ask(self, message: Msg) -> Result:
         try:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, uuid4().hex)
@@ -145,7 +145,7 @@ class Desk:
             await shielded(results.unsubscribe)
 
     async def _store(self, key: SessionKey, request: Generate) -> int | Failed:
-        """Put the request into the log; returns its sequence, or why it could not be stored."""
+        """Store the request in the log; return its sequence, or the failure."""
         try:
             ack = await self._js.publish(
                 self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S
@@ -165,6 +165,6 @@ class Desk:
 async def _result(results: Subscription, seq: int) -> Result:
     while True:
         body = (await results.next_msg(timeout=None)).data
-        with contextlib.suppress(InvalidMessageError):  # somebody else's
+        with contextlib.suppress(InvalidMessageError):  # not from a worker
             if (result := decode_result(body)).seq == seq:
                 return result

@@ -1,11 +1,12 @@
-"""Requests in: pull from the stream's consumer, hold one delivery for each session with work, ack the rest.
+"""Pulls requests from the stream's consumer; keeps one delivery per session with work, acks the others.
 
-A delivery is a doorbell, no more: the session reads its log in order, whatever the order of deliveries. So
-one unacknowledged delivery, the session's anchor, is enough: after a crash it comes again, and whoever gets
-it answers all that the session's log has no result for. Every other delivery of the session is acknowledged
-as it comes, and the anchor once nothing is left to answer. What is held grows with sessions, not requests.
+A delivery only rings a session's bell: the session reads its log in order, whatever the order of deliveries.
+So one unacknowledged delivery per session, its anchor, is enough: after a crash the server redelivers the
+anchor, and the worker that gets the anchor answers all requests of the session without a result. Other
+deliveries are acknowledged as they come, the anchor when all requests are answered. So memory grows with
+sessions, not with requests.
 
-Tenants share the places for sessions: what is over a tenant's share is given back, to come again later.
+Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
 _EXPIRES_S: Final = 5.0
 _RETRY_S: Final = 0.5
-#: What is given back comes again after so long, and later where there is much of it: so many in a second.
+#: Returned deliveries come again after the minimum delay, and at most at the second number per second.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
 
-#: Ends of a pull that are no fault: nothing was there, or its time is over.
+#: Statuses of a pull's end without a fault: no messages, or expired.
 _EMPTY: Final = frozenset({"404", "408"})
-#: A longer name makes no subject: a server ends the connection of whoever sends a line of more than 4 KiB.
+#: Limit of a name in a subject: the server closes a connection that sends a line above 4 KiB.
 _MAX_NAME_BYTES: Final = 256
 
-#: And these: the next message is more than the rest of the pull's bytes, or it has brought all.
+#: Descriptions of ends without a fault: the byte limit or the number of messages was reached.
 _FULL: Final = frozenset({"Message Size Exceeds MaxBytes", "Batch Completed"})
 
 
 def session_of(subject: str) -> SessionKey | None:
-    """Name the session of a stored request; None where no subject can be built from its names.
+    """Return the session of a stored request's subject; None if no subject can be built from its names.
 
-    A name may break the rule for ids and still be one that can be answered: it is refused on its own `out`.
-    Ask here before anything, a subject or a filter, is built from names that came from outside.
+    A name that breaks the rule for ids may form a subject: then its session refuses the request on `out`.
+    Call this before a subject or filter is built from names that clients have chosen.
     """
     _, tenant, session, _ = subject.rsplit(".", 3)
     if _makes_a_subject(tenant) and _makes_a_subject(session):
@@ -69,8 +70,8 @@ def session_of(subject: str) -> SessionKey | None:
 
 
 def _makes_a_subject(name: str) -> bool:
-    # A `*` or `>` is a pattern: reading its log would be reading everybody's. U+FFFD stands for bytes that
-    # are not UTF-8; what is not printable nats-py may refuse to publish.
+    # `*` and `>` are wildcards: they would read the logs of all sessions. U+FFFD replaces bytes that are not
+    # UTF-8; nats-py may refuse to publish unprintable characters.
     if name in ("*", ">") or "\ufffd" in name:
         return False
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
@@ -80,8 +81,8 @@ def _makes_a_subject(name: str) -> bool:
 class Delivery:
     """A request as the server delivered it.
 
-    `again` says that it was delivered before, and to another worker; so were those of sequences below
-    `first_seq`, whether they come again or not.
+    `again`: it was delivered to another worker before. So were all requests below the sequence `first_seq`,
+    redelivered or not.
     """
 
     key: SessionKey
@@ -93,7 +94,7 @@ class Delivery:
 
 
 class Intake:
-    """The deliveries that this worker holds, one for each session with work. Event loop only."""
+    """Pulls deliveries, and keeps the anchors of the sessions with work. Event loop only."""
 
     def __init__(
         self,
@@ -107,12 +108,11 @@ class Intake:
         max_sessions_per_tenant: int,
         max_message_bytes: int,
     ) -> None:
-        """`refuse(subject, sequence, message)` answers what can be answered nowhere else.
+        """`refuse(subject, sequence, message)` answers requests whose names form no subject.
 
-        Without a sign of life for `ack_wait_s`, the server gives a delivery to another worker.
-
-        At most `max_sessions` are worked on at a time, and `max_sessions_per_tenant` of one tenant. Where all
-        places are taken, a tenant with less than an equal share of them still gets one.
+        The server redelivers a message to another worker `ack_wait_s` after its last sign of life. At most
+        `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places are
+        occupied, a tenant with less than an equal share still gets one.
         """
         self._nc = nc
         self._names = names
@@ -121,28 +121,30 @@ class Intake:
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
         self._max_per_tenant = max_sessions_per_tenant
-        self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # the largest message must fit
+        self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # at least the largest message
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
-        self._returned: dict[int, bool] = {}  # sequences that are to come again -> another had them before
-        self._first_seq = 0  # the first request that no other worker had
+        self._returned: dict[
+            int, bool
+        ] = {}  # sequences to be redelivered -> whether another worker had them before
+        self._first_seq = 0  # the first request that no other worker got
         self._num_to_come = 0
         self._fault = ""
-        self._inbox = ""  # of the pull that is out; older ones may still be answered
+        self._inbox = ""  # of the current pull; replies to older pulls are ignored
         self._pull_over = Event()
 
     @property
     def num_sessions(self) -> int:
-        """Sessions with requests that wait or run here."""
+        """Number of sessions with requests that wait or run here."""
         return len(self._anchors)
 
     @property
     def num_returned(self) -> int:
-        """Requests that were given back, since their tenant has as many sessions at work as it may."""
+        """Number of returned requests, above their tenants' shares of the places."""
         return len(self._returned)
 
     async def pull(self, ring: Ring) -> None:
-        """Pull until cancelled; `ring` is called for each delivery that is taken, and must not block."""
+        """Pull until cancelled, and call `ring`, which must not block, for each accepted delivery."""
         while True:
             try:
                 inbox = self._nc.new_inbox()
@@ -153,7 +155,7 @@ class Intake:
                 finally:
                     with contextlib.suppress(nats.errors.Error):
                         await shielded(subscription.unsubscribe)
-            except (nats.errors.Error, OSError) as error:  # a lost connection: nats-py reconnects by itself
+            except (nats.errors.Error, OSError) as error:  # nats-py reconnects by itself
                 log.warning("pulling requests failed, trying again", error=str(error) or type(error).__name__)
                 await sleep(_RETRY_S)
 
@@ -162,19 +164,19 @@ class Intake:
         self._fault = ""
         self._inbox = inbox
         self._pull_over = Event()
-        # The raw request, since nats-py's `fetch` takes any message with a header `Status` for the server's
-        # word on the pull. That header is the publisher's to set: it would lose the request, or end the pull.
+        # A raw request: nats-py's `fetch` takes any message with a `Status` header for the server's reply. A
+        # publisher can set that header, which would lose the request or end the pull.
         request = {"batch": _FETCH, "max_bytes": self._fetch_bytes, "expires": int(_EXPIRES_S * 1e9)}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._names.log}.{self._names.consumer}"
         await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
-        with move_on_after(_EXPIRES_S + 1.0):  # the server's word may have been lost
+        with move_on_after(_EXPIRES_S + 1.0):  # in case the server's reply is lost
             await self._pull_over.wait()
         if self._fault:
             raise nats.errors.Error(self._fault)
 
     def _arrival(self, ring: Ring) -> Callable[[Msg], Awaitable[None]]:
         async def arrived(message: Msg) -> None:
-            if message.subject.startswith("_INBOX."):  # a request comes under its own subject
+            if message.subject.startswith("_INBOX."):  # a status; requests have their own subjects
                 if message.subject != self._inbox:
                     return
                 headers = message.headers or {}
@@ -197,7 +199,7 @@ class Intake:
         num_delivered = metadata.num_delivered or 1
         if num_delivered == 1:
             self._first_seq = self._first_seq or seq
-        # Not what this worker has given back itself: nobody has died over that.
+        # A request that only this worker got and returned has crashed no worker.
         again = self._returned.pop(seq, num_delivered > 1)
         key = session_of(message.subject)
         if key is None:
@@ -209,29 +211,29 @@ class Intake:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=max(_RETURN_S, len(self._returned) / _RETURNS_PER_S))
             return
-        again = again and anchor is None  # else it is at work, and lives
+        again = again and anchor is None  # else the session is at work here
         ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
         if anchor is None:
             self._tenants[key.tenant] += 1
-        elif anchor.metadata.sequence.stream != seq:  # rung above, and covered by the anchor from here on
+        elif anchor.metadata.sequence.stream != seq:  # the anchor covers it from here on
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.ack()
             return
-        message.data = b""  # it may be held for long
-        self._anchors[key] = message  # the newest delivery is the one whose ack counts
+        message.data = b""  # frees memory: the anchor may stay for long
+        self._anchors[key] = message  # of several deliveries of a message only the last can be acked
 
     async def _refuse(self, message: Msg, seq: int) -> None:
-        """End a delivery from whose names no subject can be built, so that it does not come again."""
+        """Refuse a request whose names form no subject, and terminate its delivery."""
         counts = self._telemetry.requests["unnamed"]
         counts["terminated"] += 1
-        if counts["terminated"] == 1:  # whoever sends one may send thousands
+        if counts["terminated"] == 1:  # log once: there may be thousands
             log.warning(
                 "ended a request, and will end others, from whose subject no subject can be built",
                 seq=seq,
                 subject=message.subject[:80],
             )
         await self._answer_refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
-        with contextlib.suppress(nats.errors.Error, OSError):  # lost, it comes again and is ended again
+        with contextlib.suppress(nats.errors.Error, OSError):  # if lost, the redelivery is terminated
             await message.term()
 
     def _has_room(self, tenant: str) -> bool:
@@ -241,13 +243,13 @@ class Intake:
         return mine < min(self._max_sessions // (len(self._tenants) or 1), self._max_per_tenant)
 
     async def pull_again(self) -> None:
-        """Give up the outstanding pull, which the server forgot when the connection was lost."""
+        """Replace the current pull, which the server forgot when the connection was lost."""
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
-        """Tell the server again and again that the held sessions are worked on, until cancelled.
+        """Tell the server periodically that the anchors are in progress, until cancelled.
 
-        It must outlive the pulling: while the worker drains, its deliveries are still its own.
+        Must run longer than `pull`: while the worker drains, its anchors must not be redelivered.
         """
         while True:
             await sleep(self._ack_wait_s / 3)
@@ -256,7 +258,7 @@ class Intake:
                     await message.in_progress()
 
     async def ack(self, key: SessionKey) -> None:
-        """Ack a session's anchor: all that was delivered has its result. A lost ack costs a redelivery."""
+        """Ack a session's anchor: all its requests have results. A lost ack costs a redelivery."""
         message = self._anchors.pop(key, None)
         if message is None:
             return
@@ -267,7 +269,7 @@ class Intake:
             await message.ack()
 
     async def give_back(self) -> None:
-        """Return what is not settled, so that the next worker gets it without waiting for a time-out."""
+        """Return all anchors, so that the next worker gets them at once."""
         for message in list(self._anchors.values()):
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()

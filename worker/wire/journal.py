@@ -1,7 +1,7 @@
-"""The session log in JetStream: read it forward, commit a result to it, read back published tokens.
+"""The session logs in JetStream: reads entries forward, commits results, publishes and reads chunks.
 
-It owns the wire side of the log and the fence: a result is stored only if nobody stored another one since
-this worker last read. What entries mean is `history`'s business.
+Owns the fence: a result is stored only if no other result was stored since this worker last read. Knows
+nothing of what entries do to a session; see `sessions/history`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
-#: The stream refuses the message for its size, now and always.
+#: The message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
 _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
@@ -49,16 +49,16 @@ _MAX_BACKOFF_S: Final = 5.0
 
 
 class FencedError(Exception):
-    """Another committer stored a result for this session first: what is in memory is stale."""
+    """Another worker stored a result for this session first: the state in memory is stale."""
 
 
 class TooLargeError(Exception):
-    """The result is larger than the stream takes."""
+    """The result is larger than the stream permits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored message; `stored` is when the server took it."""
+    """One stored message; `stored` is the server's time."""
 
     seq: int
     kind: Literal["in", "out"]
@@ -68,7 +68,7 @@ class Entry:
 
 
 def answers(entry: Entry) -> int:
-    """Return the sequence of the request that an entry of `out` answers; 0 where it is no result."""
+    """Return the sequence of the request that an entry of `out` answers; 0 if the entry is no result."""
     try:
         return decode_result(entry.body).seq or 0
     except InvalidMessageError:
@@ -76,10 +76,10 @@ def answers(entry: Entry) -> int:
 
 
 class Journal:
-    """Reads and writes session logs; event loop only.
+    """Reads and writes session logs. Event loop only.
 
-    Every method retries through lost connections and full disks, and returns when it is done: a worker
-    that cannot reach its log has nothing better to do than wait for it.
+    Unless its docstring says otherwise, a method retries through lost connections and full disks until it has
+    succeeded, as a worker can do nothing without its log.
     """
 
     def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects) -> None:
@@ -91,11 +91,11 @@ class Journal:
     async def page(
         self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
     ) -> tuple[list[Entry], bool]:
-        """Read a session's next requests, or results, above the stream sequence `after`, in order.
+        """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        At most `_BATCH` entries or some MiB come at a time; the flag says whether there are more. `until` is
-        the sequence of an entry that was delivered: a replica that ends before it lags, and is asked again,
-        unless the stream's leader says that the entry was removed.
+        Returns up to `_BATCH` entries or some MiB, and whether there are more. `until` is the sequence of an
+        delivered entry: a replica that ends before it lags, and is read again, unless the stream's leader
+        says that the entry was removed.
         """
         stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
         pause_s = 0.01
@@ -108,14 +108,14 @@ class Journal:
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def backlog(self, key: SessionKey, after: int) -> tuple[list[Entry], int]:
-        """Read a session's next requests above the stream sequence `after`, and count those behind them."""
+        """Read a session's next requests after the stream sequence `after`; also count the rest."""
         return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> list[Chunk]:
-        """Read back the token chunks of the request at `seq`: those from index 0 on, without a gap.
+        """Read the published chunks of the request at `seq`, from index 0 up to the first gap.
 
-        Whoever may publish there may have done so before the request, to have the answer begin with it: only
-        what names the request's sequence and came after it (`stored`) is the worker's.
+        Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
+        client may have published them to forge the beginning of the answer.
         """
         chunks: list[Chunk] = []
         num_tokens = num_foreign = 0
@@ -141,10 +141,10 @@ class Journal:
         return chunks
 
     async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk) -> bool:
-        """Publish the next chunk of an answer; returns once it is stored, which is when it is heard.
+        """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
 
-        False where the token stream refuses it. Then nothing may follow it: what is heard is the beginning
-        of what is stored, so whoever resumes the answer finds all of it.
+        Returns False if the token stream refuses the chunk. Then publish no later chunks of the answer: the
+        stored chunks must have no gap, so that a worker that resumes the answer finds all that clients saw.
         """
         subject, body = self._subjects.tokens(key, request_id, "chunk"), encode(chunk)
         pause_s = 0.1
@@ -161,7 +161,7 @@ class Journal:
                 return True
 
     async def get(self, seq: int) -> bytes | None:
-        """Read the body of an entry; None where it was removed from the log."""
+        """Read the body of an entry; None if it was removed from the log."""
         while True:
             try:
                 message = await self._js.get_msg(self._subjects.log_stream, seq)
@@ -173,7 +173,7 @@ class Journal:
             return message.data or b""
 
     async def last_result(self, key: SessionKey) -> Entry | None:
-        """Read a session's last result; from a replica that lags it may be an earlier one."""
+        """Read a session's last result, or an earlier one from a replica that lags; None without one."""
         subject = self._subjects.of(key, "out")
         while True:
             try:
@@ -188,14 +188,14 @@ class Journal:
             return Entry(found.seq or 0, "out", stored, found.data or b"", headers)
 
     async def checkpoint(self, seq: int) -> bytes | None:
-        """Read the body of a message beside the log; None where it cannot be had."""
+        """Read the body of a checkpoint message; None if it is gone or cannot be read now. Does not retry."""
         for direct in (True, False):  # a replica may lag
             with contextlib.suppress(nats.errors.Error, APIError, OSError):
                 return (await self._js.get_msg(self._subjects.log_stream, seq, direct=direct)).data or b""
         return None
 
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
-        """Store a message beside a session's log; returns its sequence, None where that fails."""
+        """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
         subject = self._subjects.of(key, "checkpoint")
         try:
             return (await self._js.publish(subject, body, timeout=_TIMEOUT_S)).seq
@@ -204,7 +204,7 @@ class Journal:
             return None
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
-        """Ask the stream's leader for the sequence of a session's last request, or result; 0 without one."""
+        """Read the sequence of a session's last request, or result, from the stream's leader; 0 without."""
         found = await self._last(key, kind)
         return (found.seq or 0) if found else 0
 
@@ -218,10 +218,10 @@ class Journal:
                 await self._pause_after("reading the log", error, 1.0)
 
     async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
-        """Store a result as the successor of the session's result at sequence `after` (0: the first).
+        """Store a result directly after the session's result at sequence `after` (0: as the first).
 
-        Returns its sequence. Raises `FencedError` where another result came first, `TooLargeError` where
-        the stream will never take it.
+        Returns its sequence. Raises `FencedError` if another result came first, `TooLargeError` if the stream
+        does not permit its size.
         """
         subject = self._subjects.of(key, "commit")
         body = encode(result)
@@ -246,7 +246,7 @@ class Journal:
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
-        """Store what is neither a request nor a result beside a session's log."""
+        """Store an entry beside a session's requests and results."""
         pause_s = 0.1
         while True:
             try:
@@ -263,12 +263,12 @@ class Journal:
         return (found.data or b"") if found else None
 
     async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
-        """Remove what was stored of a kind. Where that fails it stays, which does no harm."""
+        """Remove a session's entries of a kind. Does not retry: entries that stay do no harm."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             await self._js.purge_stream(self._subjects.log_stream, subject=self._subjects.of(key, kind))
 
     async def count(self, key: SessionKey) -> int:
-        """Count what the log holds of a session; 0 where it does not say."""
+        """Return the number of a session's entries in the log; 0 if the server does not answer."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             info = await self._js.stream_info(
                 self._subjects.log_stream, subjects_filter=self._subjects.log(key)
@@ -277,11 +277,11 @@ class Journal:
         return 0
 
     async def log_bytes(self) -> int:
-        """Ask for the size of the log. Raises what nats-py does where it does not answer."""
+        """Return the size of the log. Raises nats-py's errors."""
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
     async def closed(self, after: int) -> tuple[list[Entry], bool]:
-        """Read the next notes of sessions that were about to be closed, above the stream sequence `after`."""
+        """Read the next notes of closes, of all sessions, after the stream sequence `after`."""
         entries, num_more = await self._direct_batch(
             self._subjects.log_stream, self._subjects.every("closed"), after
         )
@@ -290,23 +290,23 @@ class Journal:
     async def remove(
         self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
     ) -> None:
-        """Remove what the log holds of a session, or that of a kind, below the stream sequence `before`."""
+        """Remove a session's entries, all or of a kind, below a sequence. Raises nats-py's errors."""
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
         await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
 
     async def remove_tokens(self, key: SessionKey) -> None:
-        """Remove what can still be read back of a session's answers."""
+        """Remove the chunks of a session's answers. Raises nats-py's errors."""
         await self._js.purge_stream(self._subjects.token_stream, subject=self._subjects.tokens(key, "*"))
 
     async def delete(self, seq: int) -> None:
-        """Remove one entry, if it is there."""
+        """Remove one entry, if it exists. Raises nats-py's errors."""
         with contextlib.suppress(NotFoundError):
             await self._js.delete_msg(self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
-        """Answer the request at `seq` under names that no log can be kept for: at its tenant's `_refused`.
+        """Answer a request whose names form no subject, at its tenant's `_refused`. Does not retry.
 
-        Nothing can be said where the tenant's name is none either. After a crash it may be there twice.
+        There is no answer if the tenant's name is invalid too, and after a crash there may be two.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):
@@ -319,10 +319,10 @@ class Journal:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
 
     async def _own_commit(self, subject: str, body: bytes, after: int) -> int:
-        """Tell a commit whose ack was lost from one that another worker won."""
+        """Return the sequence of this commit if only its ack was lost; else raises `FencedError`."""
         while True:
             try:
-                # No direct get: its answer has the publisher's headers, and nats-py believes a `Status`.
+                # No direct get: nats-py would take a publisher's `Status` header for the server's.
                 last = await self._js.get_last_msg(self._subjects.log_stream, subject)
             except NotFoundError:
                 break
@@ -341,7 +341,7 @@ class Journal:
         await sleep(pause_s)
 
     async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:
-        """Iterate over a subject's messages with sequences above `after`, some hundred per request."""
+        """Iterate over a subject's messages after the sequence `after`."""
         num_more = 1
         while num_more:
             entries, num_more = await self._direct_batch(stream, subject, after)
@@ -350,7 +350,7 @@ class Journal:
                 yield entry
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read the next messages above `after`, and count those behind them."""
+        """Read a subject's next messages after the sequence `after`; also count the rest."""
         while True:
             try:
                 return await self._try_direct_batch(stream, subject, after)
@@ -358,7 +358,7 @@ class Journal:
                 await self._pause_after("reading the log", error, 1.0)
 
     async def _try_direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        # nats-py has no batched direct get, so this is the raw request of ADR-31.
+        # The raw request of NATS ADR-31, as nats-py has no batched direct get.
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         entries: list[Entry] = []
         async with self._replies.to(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode()) as replies:
@@ -366,7 +366,7 @@ class Journal:
                 message = await replies()
                 headers = message.headers or {}
                 status = headers.get("Status")
-                # An entry brings its publisher's headers along, among which there may be a `Status`.
+                # An entry's headers are its publisher's, and may include a `Status`.
                 if "Nats-Sequence" in headers:
                     entries.append(_entry(message, headers))
                 elif status in ("204", "404"):
@@ -376,7 +376,7 @@ class Journal:
 
 
 class _Replies:
-    """Requests with several replies, over one subscription: one for each request takes a third longer."""
+    """Requests with several replies, over one subscription: one per request takes a third longer."""
 
     def __init__(self, nc: Client) -> None:
         self._nc = nc
@@ -388,9 +388,9 @@ class _Replies:
 
     @asynccontextmanager
     async def to(self, subject: str, body: bytes) -> AsyncIterator[Callable[[], Awaitable[Msg]]]:
-        """Send a request; gives what waits for its next reply, and raises `TimeoutError` if none comes.
+        """Send a request; yield a function that waits for its next reply, and raises `TimeoutError`.
 
-        What is on its way while the connection is lost never comes.
+        Replies are lost with the connection.
         """
         async with self._opening:
             if self._subscription is None:
@@ -413,11 +413,11 @@ class _Replies:
 
     async def _arrived(self, message: Msg) -> None:
         waiting = self._waiting.get(message.subject)
-        if waiting is not None:  # else nobody waits for it any more
+        if waiting is not None:  # else the request is over
             waiting.send_nowait(message)
 
 
 def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:
     kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
-    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # nanoseconds, of which microseconds are kept
+    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # truncated to microseconds
     return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

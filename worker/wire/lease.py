@@ -1,8 +1,9 @@
-"""The lease on a prefix: one worker at a time serves it, and a second one refuses to start.
+"""The lease on a prefix: one worker at a time serves the prefix, a second worker refuses to start.
 
-A message in a stream of its own, in memory and laid out as a KV bucket, that the server removes where it was
-not renewed in time. No result rests on it: of two committers the fence lets one win. It is there for what two
-workers would do badly: clean one disk of two, answer `info` for each other's sessions, publish tokens twice.
+The lease is a message in its own in-memory stream, in the layout of a KV bucket; the server removes the
+message if it is not renewed in time. Results do not depend on the lease, as the fence lets only one of two
+workers commit. The lease prevents other faults of two workers: `forget` erases only one of two caches, the
+wrong worker answers `info`, chunks are published twice.
 """
 
 from __future__ import annotations
@@ -30,22 +31,25 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import Subjects
 
-#: How long a lease outlives its last renewal; servers take whole seconds.
+#: Time from the last renewal to the end of the lease; the server wants whole seconds.
 TTL_S: Final = 2
 _RENEW_S: Final = 0.5
 _LOOK_S: Final = 0.1
-#: A lease that did not change for so long is nobody's, whatever the server makes of its end.
+#: A lease that did not change for this time is free, even if the server has not removed it.
 _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
 
-_WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another was faster; another is about to be
+_WRONG_LAST_SEQUENCE: Final = (
+    10071,
+    10164,
+)  # another worker was faster; another worker's write is in progress
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 
 log = structlog.get_logger()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has the lease. `directory` names a data directory, `boot` one life of a worker."""
+    """Who has the lease. `directory` identifies a data directory, `boot` one run of a worker."""
 
     worker: str
     host: str
@@ -80,15 +84,15 @@ class Lease:
         self._is_acquired = False
 
     async def acquire(self) -> None:
-        """Take the lease. Raises `BrokerError` where a living worker has it.
+        """Acquire the lease. Raises `BrokerError` if a running worker has it.
 
-        The lease of a worker that was killed is taken once it has run out, or at once with the same data
-        directory, whose lock says that nobody else lives on it.
+        Waits until the lease of a killed worker has run out, but not with the same data directory: its lock
+        proves that no other worker runs on it.
         """
         await self._make_stream()
         try:
             while not await self._put(await self._free()):
-                pass  # somebody else was faster: it renews its lease, or dies
+                pass  # another worker was faster: `_free` raises, or waits for its end
         except (APIError, nats.errors.Error, OSError) as error:
             raise BrokerError(
                 f"the lease of the prefix cannot be taken ({reason(error)}); let the user publish to"
@@ -97,7 +101,7 @@ class Lease:
         self._is_acquired = True
 
     async def _free(self) -> int:
-        """Wait until nobody has the lease; returns the sequence of what is to be replaced, 0 for nothing."""
+        """Wait until the lease is free; return the sequence of the message to replace, 0 without one."""
         deadline_s = current_time() + _STALE_S
         seen = 0
         while True:
@@ -113,10 +117,10 @@ class Lease:
             await sleep(_LOOK_S)
 
     async def release(self) -> None:
-        """Let the next worker have the lease at once; nobody may `keep` it any more."""
+        """Release the lease for the next worker. Cancel `keep` before."""
         if not self._is_acquired:
             return
-        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # then it runs out
+        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # else it runs out
             await self._js.delete_msg(self._stream, self._seq)
 
     async def keep(self) -> None:
@@ -125,11 +129,11 @@ class Lease:
             await sleep(_RENEW_S)
             try:
                 other = await self._renew()
-            except NoStreamResponseError:  # it was in the memory of a server that is a new one now
+            except NoStreamResponseError:  # the server has restarted and lost its memory
                 with suppress(BrokerError):
                     await self._make_stream()
             except (APIError, nats.errors.Error, OSError) as error:
-                # A server out of reach gives the lease to nobody else.
+                # A server out of reach gives the lease to no other worker.
                 log.debug("the lease is not renewed yet", error=reason(error))
             else:
                 if other is not None:
@@ -140,17 +144,17 @@ class Lease:
                     return
 
     async def _renew(self) -> Holder | None:
-        """Renew the lease, or take it again where it ran out; returns who else has it by now."""
+        """Renew the lease, also after it ran out; return its holder if that is another worker."""
         if await self._put(self._seq):
             return None
         holder, seq = await self._holder()
         if holder is not None and holder.boot != self._me.boot:
             return holder
-        await self._put(seq)  # it ran out, or the answer to a renewal was lost
+        await self._put(seq)  # it ran out, or the ack of a renewal was lost
         return None
 
     async def _put(self, after: int) -> bool:
-        """Write the lease in the place of sequence `after`; False where that is not the last one."""
+        """Write the lease if the last message has the sequence `after`; False otherwise."""
         try:
             ack = await self._js.publish(
                 self._subject,
@@ -167,7 +171,7 @@ class Lease:
         return True
 
     async def _holder(self) -> tuple[Holder | None, int]:
-        """Read who has the lease, and its sequence; nobody has what no worker has written."""
+        """Read the holder and the sequence of the lease; no holder if no worker wrote the message."""
         try:
             last = await self._js.get_last_msg(self._stream, self._subject)
         except NotFoundError:
@@ -178,7 +182,7 @@ class Lease:
             return None, last.seq or 0
 
     async def _make_stream(self) -> None:
-        """Make the stream, as safe as the log is. Raises `BrokerError`."""
+        """Make the stream, with as many replicas as the log. Raises `BrokerError`."""
         replicas = None
         with suppress(APIError, nats.errors.Error):
             replicas = (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
@@ -188,7 +192,7 @@ class Lease:
                 name=self._stream,
                 subjects=[f"$KV.{self._subjects.lease_bucket}.>"],
                 retention=api.RetentionPolicy.LIMITS,
-                storage=api.StorageType.MEMORY,  # renewed twice a second: no disk is to be woken for it
+                storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
                 discard=api.DiscardPolicy.NEW,
                 max_msgs_per_subject=1,
                 max_bytes=2**16,

@@ -1,4 +1,4 @@
-"""Ends of answers, replies and metrics out. Nothing here is a promise: what counts is the journal's."""
+"""Publishes ends of answers, replies and metrics, at most once; `journal` stores what must not be lost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = structlog.get_logger()
 
 
 class Outbox:
-    """Publishes without waiting for anybody to have received it. Event loop only."""
+    """Publishes on core NATS, without acknowledgements. Event loop only."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
         self._nc = nc
         self._subjects = subjects
 
     async def end(self, key: SessionKey, request_id: str, rest: Chunk | None) -> None:
-        """Publish the rest of an answer and the empty body that ends it; its record is in the log by now."""
+        """Publish an answer's last chunk and the empty body that ends it; its result is committed."""
         subject = self._subjects.tokens(key, request_id, "chunk")
         if rest is not None:
             await self._publish(subject, encode(rest))
@@ -38,7 +38,7 @@ class Outbox:
         await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
 
     async def reply(self, inbox: str, message: Struct) -> None:
-        """Answer a control request or an ask; what is too large for the server becomes a `failed`."""
+        """Reply to a control request or an ask; a reply too large for the server becomes a `failed`."""
         body, limit = encode(message), self._nc.max_payload
         if len(body) > limit:
             text = f"the answer takes {len(body)} bytes, the server carries {limit}; ask for less of it"
@@ -46,8 +46,8 @@ class Outbox:
         await self._publish(inbox, body)
 
     async def _publish(self, subject: str, body: bytes) -> None:
-        # While the connection is down nats-py buffers up to a limit; what goes beyond it is lost to those
-        # who listen, who then see a gap and read the record.
+        # While the connection is down nats-py buffers up to a limit; beyond it messages are lost, and clients
+        # that see a gap read the result instead.
         try:
             await self._nc.publish(subject, body)
         except nats.errors.MaxPayloadError:

@@ -1,9 +1,10 @@
-"""What leaves the log: closed sessions after a time, sooner in a full log, forgotten ones at once.
+"""Removes sessions from the log: closed ones after a time, earlier in a full log; forgotten ones at once.
 
-A close is noted on the session's `closed` before its result is stored. So even if the worker dies in between,
-the note is there, and is followed if the result is. Nothing of a session that is open ever leaves.
+A close is noted on the session's `closed` before its result is stored. So the note is there even if the
+worker dies in between; it takes effect once the result is there. Entries of an open session always stay.
 
-Requests of the next life may lie between a close and its result, and so may answers to requests before it.
+Between a close and its result there may be requests to the session opened next, and results of requests
+before the close.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _PERIOD_S: Final = 10.0
-#: From this share of the log's limit on, closed sessions leave early, until it is down to the other.
+#: Above this share of the log's limit closed sessions are removed early, until the log is below the second.
 _NEARLY_FULL: Final = 0.9
 _RELIEVED: Final = 0.8
-#: A note whose result is not there after so long belongs to a close that never came about.
+#: A note without a result after this time belongs to a close that was never carried out.
 _STALE_S: Final = 3600.0
 _FORGET: Final = b"forget"
 
 
 class _Closing(NamedTuple):
-    """A close in the log: its result's entry, its result, and whether it is to forget."""
+    """A close in the log: the entry of its result, the result, and whether the close asks to `forget`."""
 
     entry: Entry
     result: Closed
@@ -56,28 +57,28 @@ class Retention:
     """Removes closed sessions from the log. Event loop only."""
 
     def __init__(self, journal: Journal, *, closed_ttl_s: float | None, max_bytes: int) -> None:
-        """Without `closed_ttl_s` closed sessions stay until there is no room for them."""
+        """Without `closed_ttl_s` closed sessions stay until the log is nearly full."""
         self._journal = journal
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._done_seq = 0  # all notes up to this one have been followed, or need their time
-        self._forgotten: set[int] = set()  # notes behind it that were followed already
+        self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
+        self._forgotten: set[int] = set()  # later notes that were handled
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
     def lock(self, key: SessionKey) -> Lock:
-        """Return what is held while a session's log is read: half of it could be gone by the second page."""
+        """Return the lock that excludes removal while a session's log is read page by page."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
-        """Note that a session is about to be closed; with `forget` count the entries that will leave."""
+        """Note that a session is about to be closed; with `forget` return how many entries will go."""
         num_entries = await self._journal.count(key) if forget else None
         await self._journal.append(key, "closed", _FORGET if forget else b"")
         return num_entries and num_entries - 1  # not the close itself
 
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
-        """Remove what was said in a session before a close; the sequences are its own and its result's."""
+        """Remove a session's entries before a close, given the sequences of the close and its result."""
         try:
             await self._journal.remove_tokens(key)
             await self._remove_before(key, close_seq, closed_seq)
@@ -85,7 +86,7 @@ class Retention:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Sweep periodically, until cancelled."""
         while True:
             try:
                 await self.sweep()
@@ -94,7 +95,7 @@ class Retention:
             await sleep(_PERIOD_S)
 
     async def sweep(self) -> None:
-        """Remove what is due; more than that, oldest first, where the log is nearly full."""
+        """Remove the sessions that are due; if the log is nearly full, more of them, oldest first."""
         self.num_bytes = await self._journal.log_bytes()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         after, more, unfinished = 0, True, 0
@@ -107,11 +108,11 @@ class Retention:
                 if full:
                     self.num_bytes = await self._journal.log_bytes()
                     full = self.num_bytes > _RELIEVED * self.max_bytes
-                elif after < self._done_seq and not self._is_due(note):
-                    after, more = self._done_seq, True  # those between are younger: not due either
+                elif after < self._seen_seq and not self._is_due(note):
+                    after, more = self._seen_seq, True  # the notes in between are younger, so not due either
                     break
-        self._done_seq = unfinished - 1 if unfinished else max(after, self._done_seq)
-        self._forgotten = {seq for seq in self._forgotten if seq > self._done_seq}
+        self._seen_seq = unfinished - 1 if unfinished else max(after, self._seen_seq)
+        self._forgotten = {seq for seq in self._forgotten if seq > self._seen_seq}
         nearly_full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         if nearly_full and not self._nearly_full:
             log.warning(
@@ -126,7 +127,7 @@ class Retention:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
     async def _follow(self, note: Entry, *, at_once: bool) -> bool:
-        """Do what a note asks for by now; False where the close that it announces has no result yet."""
+        """Do what a note asks for, if due. Returns False if its close has no result yet."""
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
@@ -146,18 +147,18 @@ class Retention:
         return True
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
-        """Remove a session up to its close's result; what was sent behind the close is of its next life."""
+        """Remove a session up to its close's result, except requests after the close: a new session."""
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
         requests, _ = await self._journal.page(key, "in", close_seq)
         if not requests or requests[0].seq > closed_seq:
             await self._journal.remove(key, closed_seq + 1)
             return
         await self._remove_before(key, close_seq, closed_seq)
-        for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must not be without result
+        for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must never lack its result
             await self._journal.delete(seq)
 
     async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
-        """Remove all that came before a close, also where it was stored behind that, up to its result."""
+        """Remove all entries up to a close, and later ones that belong to requests before it."""
         await self._journal.remove(key, close_seq)
         await self._journal.remove(key, closed_seq, "checkpoint")
         await self._journal.remove(key, closed_seq, "dead")
@@ -170,7 +171,7 @@ class Retention:
                     await self._journal.delete(after)
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
-        """Find the close that was noted; None where it has no result, or anybody else has made the note."""
+        """Find the close of a note; None if it has no result, or if no worker wrote the note."""
         results, _ = await self._journal.page(key, "out", note_seq)
         for entry in results[:1]:
             with contextlib.suppress(InvalidMessageError):

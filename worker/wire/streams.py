@@ -1,6 +1,6 @@
-"""The JetStream streams and the consumer that all workers of one prefix share.
+"""The configuration of the JetStream streams and the consumer of a prefix.
 
-Owns their configuration. Knows nothing of what the messages say.
+Knows nothing of the messages' content.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKind, Subjects
     from worker.settings import Settings
 
-#: The durable pull consumer of the log stream; every worker pulls from it.
+#: The durable pull consumer of the log stream.
 CONSUMER: Final = "worker"
-#: What was given back counts too: at this number of sessions waiting for a place nobody is delivered to.
+#: Returned messages count too: with this many sessions waiting for a place, the server delivers nothing.
 MAX_ACK_PENDING: Final = 1_000_000
 
-#: Message ids are compared across the whole stream, so one tenant's could swallow another's message.
-#: A window of 0 means two minutes to the server; this is the shortest that it takes.
+#: The server's minimum (0 means two minutes). Message ids are compared across the whole stream, so one
+#: tenant's id could swallow another tenant's message.
 DEDUPE_S: Final = 0.1
 
 _NAME_IN_USE: Final = 10058
 _SUBJECTS_OVERLAP: Final = 10065
 _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of the server
 
-#: What the log stream takes; `commit` is stored as `out`.
+#: The kinds of subjects of the log stream; `commit` is stored as `out`.
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
-#: What the settings decide; everything else is the operator's.
+#: The fields that the settings decide; all others are the operator's.
 _OWNED: Final = frozenset(
     {"subjects", "discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
     | {"subject_transform", "republish"}
@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The names of what `ensure` has made sure of."""
+    """The names of the streams and the consumer."""
 
     log: str
     tokens: str
@@ -62,8 +62,8 @@ class Streams:
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
     """Create the log stream, the token stream and the consumer, or bring them to these settings.
 
-    Any number of workers may do it at the same time. What an operator set beyond the settings (replicas,
-    placement, metadata) is kept. Raises `BrokerError` where a stream exists that cannot be made to fit.
+    Workers may do this at the same time. An operator's other changes (replicas, placement) are kept. Raises
+    `BrokerError`, also if an existing stream cannot be changed to fit.
     """
     await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
@@ -75,13 +75,13 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
         subjects=[subjects.every(kind) for kind in _LOGGED],
-        # A result is stored under `out`, and is heard there only then: what is published on a subject of a
-        # stream reaches its subscribers at once, even where the stream refuses it for a lost fence.
+        # Results are published on `commit`, stored under `out`, and republished there only then: subscribers
+        # of a published subject get a message at once, even if the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),
         republish=api.RePublish(src=subjects.every("out"), dest=subjects.same("out")),
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
-        discard=api.DiscardPolicy.NEW,  # the log is the truth: when it is full it refuses, it never forgets
+        discard=api.DiscardPolicy.NEW,  # a full log refuses requests, and never drops entries
         max_bytes=settings.log_max_bytes,
         max_msg_size=settings.max_message_bytes,
         allow_direct=True,
@@ -93,7 +93,7 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.token_stream,
         subjects=[subjects.every_token("chunk")],
-        # As results: who has heard a chunk may count on it, so none is heard that a crash can take back.
+        # As for results: clients must not receive a chunk that a crash can lose.
         subject_transform=api.SubjectTransform(
             src=subjects.every_token("chunk"), dest=subjects.same_tokens("tok")
         ),
@@ -116,7 +116,7 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
         deliver_policy=api.DeliverPolicy.ALL,
         ack_policy=api.AckPolicy.EXPLICIT,
         ack_wait=settings.ack_wait_s,
-        max_deliver=-1,  # a request is answered, however many workers it takes
+        max_deliver=-1,  # every request is answered, however often it is redelivered
         max_ack_pending=MAX_ACK_PENDING,
     )
 
@@ -133,7 +133,7 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
             except APIError as error:
                 if error.err_code != _NAME_IN_USE:
                     raise
-                info = await js.stream_info(name)  # another worker was faster, with other settings
+                info = await js.stream_info(name)  # another worker made it, with other settings
             else:
                 log.info("created stream", stream=name)
                 return
@@ -154,9 +154,9 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
 
 
 def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
-    """Refuse a stream of this name that is another's, or of a kind that cannot be changed.
+    """Refuse a stream that belongs to another program, or differs in a setting that cannot be changed.
 
-    One that an earlier version made has some of the subjects, or what is stored under another one now.
+    A stream of an earlier version has some of the subjects, or the subject that is republished now.
     """
     ours = {*(wanted.subjects or ()), wanted.republish.src if wanted.republish else ""}
     if not found.subjects or not set(found.subjects) <= ours:
@@ -190,7 +190,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
 
 
 def _differences(wanted: Any, found: Any) -> dict[str, Any]:
-    """Collect what `wanted` says otherwise than `found`; what it leaves open (None) is not looked at."""
+    """Return the owned fields of `wanted`, other than None, that differ in `found`."""
     asked = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
     return {
         name: value
@@ -216,5 +216,5 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
 
 
 def reason(error: Exception) -> str:
-    """Say why the server refused something."""
+    """Return the server's reason for an error."""
     return str(getattr(error, "description", None) or error or type(error).__name__)
