@@ -1,8 +1,7 @@
-"""The only face of the cache: match, load, save, forget, pin, limits, barrier, stats.
+"""The interface of a running cache: match, load, save, forget, pin, limits, barrier, stats.
 
 Belongs to the event loop, which owns the index and all counts; blocking work runs on the writer thread and
-on I/O threads. Names KV by tenant and tokens. Knows nothing of sessions: those are names that share a
-beginning.
+on I/O threads. Names KV by tenant and tokens; knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
 _IO_THREADS: Final = 2
-#: How long a load may take, and how much longer for each byte: a disk that is slower is of no use.
+#: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of some tokens: `num_tokens` of them, over these nodes in order.
+    """The longest stored prefix of some tokens: `num_tokens` tokens, in these nodes in order.
 
-    The last node may hold more than is used of it, but not where a model's layers have states: then it ends
-    the prefix, and its state is that of all before it. All are pinned until `load` or `release`.
+    Only the first tokens of the last node may be used; if the model's layers have states, all of them, and
+    its state is that of the whole prefix. The nodes are held until `load` or `release`.
     """
 
     num_tokens: int
@@ -66,9 +65,9 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """What is there of some tokens' KV; it stays until it is released.
+    """What is stored or on its way of some tokens' KV, held until it is released.
 
-    `edges` are where the pieces of the last, partial block start and end; the first lies on the grid.
+    `edges` are where the pieces of the last, partial block start and end; the first is a block boundary.
     """
 
     edges: tuple[int, ...]
@@ -77,19 +76,19 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots went, and whether it is known that nothing of them, no copy, is on the disk."""
+    """How many snapshots were removed; `settled` says that no copy of them is left on the disk."""
 
     num_snapshots: int
     settled: bool
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
-    """Measure the file of a snapshot that is not saved."""
+    """Return the size that a snapshot's file would have."""
     return snapshot_format.encode(name, identity, tensors).size_bytes
 
 
 class Store:
-    """An open cache directory. Make it with `open`; every method but `room` belongs to the event loop."""
+    """An open cache directory, made by `open`. Every method but `room` belongs to the event loop."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class Store:
         self._catalog = opened.catalog
         self._identity = identity
         self._identity_digest = identity.digest()
-        #: Of all that there are snapshots of.
+        #: Identities of all models that have snapshots here.
         self._identities = opened.identities
         self._layout = layout
         self._stateful = bool(layout.states)
@@ -134,7 +133,7 @@ class Store:
         self._closing = False
         self._restored_bytes = 0
         self._timed_out = 0
-        #: Whether the last load was given up for want of an answer: it is said once an episode.
+        #: Whether the last load timed out: logged once per episode.
         self._hangs = False
         self._rejected = opened.rejected
         self._room.shrink_at_once()
@@ -156,11 +155,11 @@ class Store:
         """Lock the directory, reconcile the index with the files, and return the store.
 
         Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout` is
-        what the model's own caches hold: a file that differs goes to quarantine; with states, which are saved
-        whole, KV can be restored only up to the end of a snapshot that has one. `queue_bytes` bounds what
-        waits in memory for the disk; `min_free_bytes` stays free, at the cost of snapshots.
-        `model` is what people call the model, for listings. `clock` orders uses, `monotonic` times the pauses
-        after failed writes. Raises `DirectoryLockedError`, `OSError`.
+        what the model's own caches hold: a file that differs goes to quarantine. If it has states, KV can be
+        restored only up to the end of a snapshot with a state. `queue_bytes` bounds what waits in memory for
+        the disk; `min_free_bytes` of the file system stay free. `model` is the model's name in listings.
+        `clock` (seconds since 1970) orders uses, `monotonic` times the pauses after failed writes. Raises
+        `DirectoryLockedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock)
         return cls(
@@ -174,11 +173,11 @@ class Store:
         )
 
     def chain(self, tenant: str) -> Chain:
-        """Make what to name a tenant by in the calls of one turn: it hashes each block of the turn once."""
+        """Return a tenant's chain, which a turn passes instead of the tenant to hash each block once."""
         return Chain(self._root(tenant), self._identity.block_tokens)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
-        """Find the longest stored prefix of `tokens`, and pin it until it is loaded or released."""
+        """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
         num_tokens, nodes = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
         if nodes:
             self._index.hold(nodes[-1])
@@ -186,9 +185,9 @@ class Store:
         return Match(num_tokens, tuple(nodes))
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
-        """Pin what is stored or on its way of these tokens, until it is released.
+        """Hold what is stored or on its way of these tokens, until it is released.
 
-        What continues it can then be saved, whatever others save or forget meanwhile.
+        A turn can then save what continues it, whatever others save or forget meanwhile.
         """
         edges, nodes = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
         if nodes:
@@ -199,18 +198,18 @@ class Store:
         return HeldPrefix(edges, tuple(nodes))
 
     def release(self, match: Match | HeldPrefix) -> None:
-        """Unpin what was held, or a match that is not going to be loaded. `load` does it by itself."""
+        """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
         held = self._index.release(match.nodes[-1]) if match.nodes else None
         if held is not None:
             self._removal.discard_released(held)
         self._room.check()
 
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
-        """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on an I/O thread.
+        """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on I/O threads.
 
-        A doubtful file goes to quarantine together with what continues it, and the prefix before it is
-        returned; None where nothing is left, or where no state was read: match again then. None in time, too,
-        where the disk hangs. Releases the match, however it ends.
+        A doubtful file goes to quarantine, what continues it is removed, and the prefix before it is
+        returned. None if nothing is left or the state is missing (match again), or if the disk hangs, after
+        the time limit. Always releases the match.
         """
         if not match.nodes:
             return None
@@ -221,7 +220,7 @@ class Store:
         for node in match.nodes:
             num_tokens = min(node.num_tokens, match.num_tokens - at)
             state = self._stateful and node is match.nodes[-1]
-            # From where the one before ends, whatever a file says: nothing else would be left unwritten.
+            # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
             files.append(ChainFile(node.digest, at, num_tokens, state=state))
             at += num_tokens
         limit_s = LOAD_S + sum(node.size_bytes for node in match.nodes) / _LOAD_BYTES_PER_S
@@ -235,14 +234,14 @@ class Store:
         try:
             outcome = await self._readers.run(read, limit_s)
             if outcome.doubt is not None and (doubtful := match.nodes[outcome.num_read]).doomed:
-                self._writer.unlink([doubtful.row], quarantined=True)  # nobody is to look at it any more
+                self._writer.unlink([doubtful.row], quarantined=True)  # forgotten: keep no copy
         except TimeoutError:
             self._timed_out += 1
             if not self._hangs:
                 _log.error("restores_hang", limit_s=round(limit_s, 1))
             self._hangs = True
             return None
-        except (RuntimeError, MemoryError, OSError) as error:  # or no file may be opened: the files are good
+        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: the files are good
             _log.error("restore_failed", error=str(error))
             return None
         finally:
@@ -255,11 +254,11 @@ class Store:
         return outcome.restored
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """List the spans of `[start, end)` that are neither stored nor on their way: what is worth cutting.
+        """Return the spans of `[start, end)` that are neither stored nor on their way: those worth cutting.
 
-        Full blocks, of which the first may begin before `start`, then the tail up to `end`: of that what
-        `blocks.tail_start` says, beside the pieces that are there. Empty where the prefix before it is
-        missing, since nothing could find such a span again: `start` 0 mends a gap.
+        Full blocks, of which the first may begin before `start`, then a piece of the tail up to `end`, from
+        `blocks.tail_start`. Empty if the prefix before `start` is missing, since no match could reach the
+        span; with `start` 0 the missing prefix is returned too.
         """
         if self._writer.paused:
             return []
@@ -268,10 +267,10 @@ class Store:
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
     ) -> bool:
-        """Queue the KV of `span`; `tokens` must reach at least to its end. False where it was dropped.
+        """Queue the KV of `span` for the disk; `tokens` must reach at least to its end. False if dropped.
 
-        True also where the same KV is stored or on its way. Once it is durable, stored pieces of a tail that
-        it contains are removed. Raises `ValueError` where the tensors do not fit the span.
+        True also if the same KV is stored or on its way. Once the snapshot is durable, pieces of a tail that
+        it contains are removed. Raises `ValueError` if the tensors do not fit the span.
         """
         packed = blocks.pack(tokens[: span.end])
         parent = self._prefixes.parent(self._chain(tenant), packed, span.start)
@@ -284,7 +283,7 @@ class Store:
         if reason is not None:
             self._writer.drop(reason)
             return False
-        # In the index first: as a child on its way it keeps its own chain from being evicted for it.
+        # Added before the eviction: as a child on its way the node protects its own chain.
         node = self._index.add(name, encoded.size_bytes)
         if not self._room.make(encoded.size_bytes):
             self._index.remove(node)
@@ -294,35 +293,35 @@ class Store:
         return True
 
     def room(self) -> int:
-        """Tell how many bytes `save` would queue now. Safe on any thread: ask it before cutting."""
+        """Return how many bytes `save` would queue now. Safe on any thread: ask before cutting."""
         return self._writer.room_bytes
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots that were not even cut, because `room` was too small."""
+        """Count snapshots that were not cut because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
-        """Give up what waits for the disk, so that its tensors are free: whoever made them needs the room.
+        """Drop what waits for the disk, to free its memory on the device.
 
-        All but the one that is being written, however long that takes.
+        The snapshot that is being written keeps its memory until the write ends.
         """
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
-        """Remove what is stored or on its way of these tokens, from the end to where others share it.
+        """Remove what is stored or on its way of these tokens, from the end up to what others share.
 
-        That is under any identity: another model, or other `kv_bits`. Returns how many snapshots went. What
-        is being loaded goes when that is done; what is pinned stays. Settled after a `barrier`: nothing of it
-        comes back, not even by a write that was under way.
+        Covers all identities: other models, other `kv_bits`. Returns how many snapshots were removed. What a
+        load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing of it
+        comes back, not even by a write in flight.
         """
         within = self._within(tenant, blocks.pack(tokens))
         return self._removal.discard(node for node in within if not node.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
-        """`forget`, and wait until that is settled; the answer comes in time whatever the disk does.
+        """`forget`, and wait at most `timeout_s` until the removal is durable.
 
-        Removes copies in quarantine too. Not settled where a turn still holds some of it, where something
-        could not be removed, or where there are files of another format version: whose they are is unknown.
+        Removes copies in quarantine too. Not settled if time ran out, if a turn still holds some of it, if a
+        removal failed, or if there are files of another format version, whose tokens are unknown.
         """
         packed = blocks.pack(tokens)
         num_snapshots = self.forget(tenant, tokens)
@@ -340,10 +339,8 @@ class Store:
     async def clear(self, timeout_s: float = 5.0) -> bool:
         """Remove everything, of all tenants and models, pins and quarantine too.
 
-        False where that takes long, or something could not be removed.
-
-        What is written meanwhile or later stays. Nothing from before comes back, not even by a write that
-        the disk holds up now.
+        False if time ran out or a removal failed. Snapshots that are saved after the call stay; none from
+        before comes back, not even by a write in flight.
         """
         self._index.clear()
         self._room.clear()
@@ -351,9 +348,9 @@ class Store:
         return await self.barrier(timeout_s) and erasure.clean
 
     async def pin(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
-        """Keep a prefix until it is unpinned, over restarts: what is stored of it, and what comes.
+        """Pin a prefix, over restarts: what is stored of it, and what will be saved.
 
-        Raises `PinRefusedError` where it is too large, `ValueError` where it is empty.
+        Raises `PinRefusedError` if it is too large, `ValueError` if it is empty.
         """
         if not tokens:
             raise ValueError("a pinned prefix has at least one token")
@@ -365,9 +362,9 @@ class Store:
         return replace(pinned, noted=note.made)
 
     def unpin(self, tenant: str, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
-        """Let go of all pinned prefixes of these tokens, or only of the one that is all of them.
+        """Unpin all prefixes of these tokens; with `exactly` only the prefix that equals them.
 
-        Returns their lengths in tokens. They are evicted when others need the room.
+        Returns their lengths in tokens. From then on they can be evicted.
         """
         gone = self._room.unpin(self._root(tenant), blocks.pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
@@ -381,7 +378,7 @@ class Store:
         )
 
     async def barrier(self, timeout_s: float) -> bool:
-        """Wait until all earlier writes and removals are settled; False where that takes too long."""
+        """Wait until all earlier writes and removals are done; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained()
@@ -401,11 +398,11 @@ class Store:
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
-        """Write what is queued, then end the threads and unlock. False where time ran out.
+        """Write what is queued, end the threads and unlock the directory. False if time ran out.
 
-        What is not written by then is given up. A directory whose writer hangs stays locked; a read that
-        hangs ends with the process. Saves are refused from now on; closing again does nothing. `discard`
-        removes everything instead of writing it.
+        What is not written in time is dropped. If the writer hangs, the directory stays locked; a hanging
+        read ends with the process. Saves are refused from now on; closing again does nothing. `discard`
+        removes everything instead of writing the queue.
         """
         if self._closing:
             return True
@@ -424,15 +421,15 @@ class Store:
 
     async def _drained(self) -> None:
         await self._writer.barrier()
-        # What has just been settled may have queued removals, of tails that it replaced and of files that
-        # were forgotten while they were renamed. Those queue nothing more.
+        # The end of a write may queue removals: of superseded pieces, and of files that were forgotten during
+        # their rename. Removals queue nothing more.
         await self._writer.barrier()
 
     def _root(self, tenant: str) -> bytes:
         return blocks.root(self._identity_digest, tenant)
 
     def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
-        """Go through the nodes that hold nothing but a part of these tokens, children first."""
+        """Yield the nodes whose tokens are all in these, of all identities, children before parents."""
         for identity in self._identities:
             yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
 

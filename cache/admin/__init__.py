@@ -1,1 +1,1 @@
-"""What the command line does with a cache directory. Blocking; no running store takes part in it."""
+"""The command line's work on a cache directory. Blocking; uses no running store."""

@@ -1,7 +1,7 @@
-"""Carry snapshots from one cache to another, as a plain tar of their files. Blocking: for the command line.
+"""Copy snapshots from one cache to another as a plain tar of their files. Blocking: for the command line.
 
-Every file of an archive is proved before it gets its place, and none is ever written under a name of the
-archive's choice. That it is what it says does not prove that a model has computed it: see `import --help`.
+An import verifies every file before it is placed, and uses no name of the archive's choice. A valid file does
+not prove that a model computed its KV: see `import --help`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
-#: An archive with more members that are no snapshots than this is not one of ours.
+#: An archive with more members that are no snapshots is rejected.
 _MOST_OTHERS: Final = 1000
 #: Members that describe the next one.
 _EXTENDED: Final = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
-#: Members that nothing follows, whatever size they say.
+#: Members without content, whatever their size field says.
 _EMPTY: Final = {
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,
@@ -52,7 +52,7 @@ _EMPTY: Final = {
 
 @dataclass(slots=True)
 class Transferred:
-    """What was transferred; `skipped` are names with the reason."""
+    """What was copied; `skipped` are names with the reasons."""
 
     num_files: int = 0
     size_bytes: int = 0
@@ -60,17 +60,17 @@ class Transferred:
 
 
 def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Transferred:
-    """Write the chains that end in `digests` (beginnings of hex names; None: everything) to a tar file.
+    """Write the chains that end in `digests` (prefixes of hex names; None: all chains) to a tar file.
 
-    Needs no lock. Every file is proved on the way. Raises `CacheError` where one is unknown, doubtful, or
-    was evicted meanwhile; then there is no archive.
+    Needs no lock, and verifies every file. Raises `CacheError`, and leaves no archive, if a snapshot is
+    unknown, doubtful, or was evicted meanwhile.
     """
     check(directory)
     paths = _chains(directory, digests)
     if not paths:
         raise CacheError(f"there is nothing to export in {directory}")
     transferred = Transferred()
-    made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # its owner's alone
+    made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # with mode 0600
     temporary = target.parent / name
     try:
         with (
@@ -93,10 +93,10 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Tran
 
 
 def import_files(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: int) -> Transferred:
-    """Take the files of an archive into a cache, each after it is proved; the lock is held meanwhile.
+    """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
 
-    What is there already, is doubtful, lacks its prefix, or exceeds a limit is skipped with the reason.
-    Raises `CacheError` where the archive cannot be read, `DirectoryLockedError`, `OSError`.
+    Skips, with the reason, files that exist already, are doubtful, lack their prefix, or exceed a limit.
+    Raises `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
     with source.open("rb") as file, opened(directory) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -116,10 +116,10 @@ def import_files(directory: Path, source: Path, *, max_bytes: int, min_free_byte
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Go through an archive; the file then stands where a member's content begins.
+    """Yield an archive's members, with the file at the start of the member's content.
 
-    Of a member 512 bytes are taken for a header, whatever it is. Extended headers, of any length, are passed
-    over: a snapshot has a short name, and its size stands in its own. Raises `tarfile.TarError`.
+    Reads only headers of 512 bytes. Extended headers are skipped, however long: a snapshot's name is short,
+    and its own header has its size. Raises `tarfile.TarError`.
     """
     at = num_others = 0
     while num_others <= _MOST_OTHERS:
@@ -140,7 +140,7 @@ def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
 
 
 class _Importer:
-    """Takes one member after the other into an open cache."""
+    """Adds members one by one to an open cache."""
 
     def __init__(
         self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
@@ -154,7 +154,7 @@ class _Importer:
         self._min_free_bytes = min_free_bytes
 
     def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
-        """Raise `DoubtfulSnapshotError` with the reason where a member is not taken."""
+        """Add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
         digest = digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
@@ -193,7 +193,7 @@ class _Importer:
 
 
 def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
-    """List the files of the chains, every parent before its children."""
+    """Return the files of the chains, parents before children."""
     snapshots = directory / "snapshots"
     there = {digest.hex() for digest in scan(snapshots)}
     ends = there if digests is None else {_only(there, digest) for digest in digests}
@@ -203,12 +203,12 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
         while digest not in starts:
             path = snapshots / f"{digest}{SUFFIX}"
             try:
-                if digest not in there:  # or only as a link
+                if digest not in there:  # missing, or only a link
                     raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
                 name = read_name(path)
             except (DoubtfulSnapshotError, OSError) as error:
                 if digests is None and not is_lack(error):
-                    break  # everything means: all that is sound
+                    break  # all chains means all intact ones
                 raise CacheError(f"{path.name} cannot be exported: {error}") from None
             starts[digest] = name.start
             if name.start == 0:
@@ -231,7 +231,7 @@ def _only(there: set[str], beginning: str) -> str:
 
 
 def _add_file(tar: tarfile.TarFile, path: Path) -> int:
-    """Add a file under its name, without who owned it: that says nothing where it is going."""
+    """Add a file to an archive under its name, without its owner; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
         member = tarfile.TarInfo(path.name)
@@ -241,7 +241,7 @@ def _add_file(tar: tarfile.TarFile, path: Path) -> int:
 
 
 def _is_snapshot(member: tarfile.TarInfo) -> bool:
-    """Say whether a member is a plain file with a snapshot's name, and no hole in it that takes up room."""
+    """Whether a member is a plain file, not sparse, with a snapshot's name."""
     return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and digest_of(member.name) is not None
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What went and what is left; `num_pinned` would have gone but for a pin."""
+    """What was removed and what is left; `num_pinned` snapshots stayed only because they are pinned."""
 
     num_files: int
     size_bytes: int
@@ -37,7 +37,7 @@ class Pruned:
 
 @contextmanager
 def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, Index]]:
-    """Hold a directory's lock, with its index brought together with its files.
+    """Lock a directory, and reconcile its index with its files.
 
     Raises `NotACacheError`, `DirectoryLockedError`, `OSError`.
     """
@@ -55,10 +55,10 @@ def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, Index]]:
 def prune(
     directory: Path, *, older_than_s: float | None, to_bytes: int | None, model: str | None, now_s: float
 ) -> Pruned:
-    """Remove what was last used before `older_than_s` seconds, and of a model, down to `to_bytes` in all.
+    """Remove snapshots unused for `older_than_s` seconds, of one model, until at most `to_bytes` are left.
 
-    Each is a condition where it is given. `model` is the beginning of an identity's digest. Leaves go first,
-    least recently used first; pinned prefixes stay.
+    None leaves a condition out. `model` is a prefix of an identity's hex digest. Removes leaves first, least
+    recently used first; pinned prefixes stay.
     """
     with opened(directory) as (folder, catalog, index):
         Pins(index, catalog.pins())
@@ -71,7 +71,7 @@ def prune(
             if to_bytes is not None and left_bytes <= to_bytes:
                 break
             if older_than_s is not None and node.used / 1e6 >= now_s - older_than_s:
-                break  # the rest was used later still
+                break  # the rest was used later
             if len(node.children) > gone[node.digest] or not is_of_model(node):
                 continue
             if node.kept:
@@ -87,7 +87,7 @@ def prune(
 
 
 def prune_all(directory: Path) -> Pruned:
-    """Remove everything: snapshots, quarantine, pins. Raises `CacheError` where files cannot be removed."""
+    """Remove all snapshots, the quarantine and all pins. Raises `CacheError` if files cannot be removed."""
     with opened(directory) as (folder, catalog, index):
         left = folder.clear()
         catalog.clear()
@@ -97,7 +97,7 @@ def prune_all(directory: Path) -> Pruned:
 
 
 def unpin(directory: Path, names: list[str]) -> list[Pin]:
-    """Let go of pins by the beginnings of their names (hex). Raises `CacheError` for one that is unknown."""
+    """Remove pins by prefixes of their hex names. Raises `CacheError` for an unknown or ambiguous one."""
     with opened(directory) as (_, catalog, _):
         found: list[Pin] = []
         pins = catalog.pins()

@@ -1,7 +1,6 @@
-"""Look at a cache directory without its lock, beside a worker that may be using it.
+"""Inspect a cache directory without its lock, beside a worker that may be using it.
 
-Files are read, nothing is changed. What comes or goes meanwhile is seen or not; what is there is what the
-files say. Blocking: for the command line.
+Reads files and changes nothing. Changes during the inspection may be missed. Blocking: for the command line.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from cache.index.nodes import Node
 
 
-#: How often the index is copied where its log begins anew meanwhile: once in some hundred changes.
+#: How often to retry a copy of the index when its log restarts meanwhile (every few hundred changes).
 _COPY_TRIES: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Whose KV it is. `identity` is the digest as hex; `name` is empty where no worker has noted it."""
+    """A model. `identity` is the digest as hex; `name` is empty if no worker has stored it."""
 
     identity: str
     name: str
@@ -43,10 +42,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class StoredChain:
-    """One stored sequence of tokens, down to a leaf of the tree; `digest` names the leaf.
+    """One stored sequence of tokens, from a root to a leaf of the tree; `digest` names the leaf.
 
-    `size_bytes` are those of the whole chain, `own_bytes` of what no other chain shares. `pinned_tokens`
-    are those of its beginning that pins keep. Whose tokens they are cannot be told: names are salted.
+    `size_bytes` is the whole chain, `own_bytes` what no other chain shares. The first `pinned_tokens` tokens
+    are pinned. The tenant is unknown: names are salted.
     """
 
     digest: bytes
@@ -61,7 +60,7 @@ class StoredChain:
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """What one model's snapshots take."""
+    """The disk usage of one model's snapshots."""
 
     model: Model
     num_chains: int
@@ -71,9 +70,9 @@ class ModelUsage:
 
 @dataclass(slots=True)
 class Survey:
-    """What a look at a directory has found.
+    """What an inspection has found.
 
-    `doubtful` are file names with what is wrong with them, `quarantined` those that were moved for it.
+    `doubtful` are file names with the reasons, `quarantined` the doubtful files that were moved.
     """
 
     chains: list[StoredChain] = field(default_factory=list)
@@ -88,7 +87,7 @@ class Survey:
 
 
 def check(directory: Path) -> None:
-    """Raise `NotACacheError` where there is no cache in a directory."""
+    """Raise `NotACacheError` if a directory is not a cache."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():
@@ -99,7 +98,7 @@ def check(directory: Path) -> None:
 
 
 def inspect(directory: Path) -> Survey:
-    """List what is there. Reads one header for each chain. Raises `NotACacheError`, `OSError`."""
+    """List chains, usage and pins. Reads one header per chain. Raises `NotACacheError`, `OSError`."""
     check(directory)
     rows, survey, names = _read(directory)
     index = Index(lambda: 0.0, rows)
@@ -110,7 +109,7 @@ def inspect(directory: Path) -> Survey:
     for node in index:
         if node.children:
             continue
-        with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile; or it was read once already
+        with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile
             identity = read_header(directory / "snapshots" / f"{node.digest.hex()}{SUFFIX}").identity
             model = models.setdefault(identity, Model(identity, names.get(identity, "")))
             links = list(node.chain())
@@ -128,18 +127,18 @@ def inspect(directory: Path) -> Survey:
 
 
 def verify(directory: Path, progress: Callable[[int, int], None], *, quarantine: bool = False) -> Survey:
-    """Prove every file: length, checksum, name, layout. `progress(done, total)` hears of the bytes read.
+    """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
-    Returns a survey with what is doubtful; files of other versions are counted, and not judged. With
-    `quarantine` what is doubtful is moved, under the lock. Raises `NotACacheError`, `DirectoryLockedError`,
-    and `OSError` where the process can open no more files, which says nothing of them.
+    Returns a survey of the doubtful files; files of other format versions are only counted. With `quarantine`
+    doubtful files are moved, under the lock. Raises `NotACacheError`, `DirectoryLockedError`, and `OSError`
+    if the process lacks open files or memory.
     """
     check(directory)
     with closing(Folder(directory)) if quarantine else nullcontext() as folder:
         survey = _proved(directory, progress)
         for name, _ in survey.doubtful if folder is not None else ():
             digest = digest_of(name)
-            if folder is not None and digest is not None:  # what is not named as a snapshot is never read
+            if folder is not None and digest is not None:  # files without a snapshot's name are never read
                 folder.quarantine(digest)
                 survey.quarantined.append(name)
     return survey
@@ -175,11 +174,11 @@ def _proved(directory: Path, progress: Callable[[int, int], None]) -> Survey:
 
 
 def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read rows, pins and model names: from the index where it agrees with the files, else from headers."""
+    """Read rows, pins and model names: from the index if it agrees with the files, else from headers."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        # Of any version: what is said twice, by a proof, is compared with the file here.
+        # Any schema version: the rows are compared with the files below, so their proofs are not needed.
         known = {row[0]: Row(*row[: len(Row._fields)]) for row in db.execute("SELECT * FROM snapshot")}
         survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
@@ -207,11 +206,11 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
 
 @contextmanager
 def _copied(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a copy of the index: a worker that runs has the file for itself.
+    """Open a copy of the index, since a running worker has the file locked.
 
-    Changes stand in the log (`-wal`) first. What gets from there into a file that is just being copied is in
-    the log's copy too, which is taken after it, unless the log has begun anew meanwhile. Raises `OSError`,
-    `sqlite3.Error`.
+    A change is in the log (`-wal`) before it is in the file. The log is copied after the file, so it has all
+    changes that the file's copy may have in part, unless the log restarted meanwhile; then copy again. Raises
+    `OSError`, `sqlite3.Error`.
     """
     log = path.with_name(f"{path.name}-wal")
     with tempfile.TemporaryDirectory() as folder:
@@ -231,7 +230,7 @@ def _copied(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _start_of(log: Path) -> bytes:
-    """Read a log's header: it is another one each time that the log begins anew."""
+    """Read a log's header, which changes whenever the log restarts."""
     try:
         with log.open("rb") as file:
             return file.read(32)

@@ -1,1 +1,1 @@
-"""Files: the directory, the format of a snapshot, and the threads that write and read them."""
+"""Files: the directory, a snapshot's format, the SQLite catalog, and the threads that write and read."""

@@ -1,7 +1,7 @@
-"""The index's SQLite file: used while opening, then by the writer thread alone.
+"""The catalog: the index's SQLite file, used while a store opens, then by the writer thread alone.
 
-The snapshot files are the truth. A catalog that is lost, damaged or wrong is made anew from their headers;
-the order of use and the pins are lost with it.
+The snapshot files are the truth. A lost, damaged or wrong catalog is rebuilt from their headers; only the
+order of use and the pins are lost.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 has brought the pins, and states; version 3 the rows' proofs; since version 4 what is deleted is
-#: overwritten. What older ones hold is taken over.
+#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites what is deleted. Older
+#: versions are migrated.
 _SCHEMA_VERSION: Final = 4
-#: Errors that say nothing of the file's contents: it is left alone.
+#: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -51,22 +51,22 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
 )
-#: What older versions lack, in the order of the columns. A row without a proof is proved by its tokens.
+#: Columns that older versions lack, in order. A row without a proof is verified by its tokens.
 _ADDED: Final = {"resumable": "INTEGER NOT NULL DEFAULT 1", "proof": "BLOB"}
 _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. Its errors cost recency, never a snapshot: the caller logs them and goes on."""
+    """The SQLite file. Its errors cost the order of use, never a snapshot: the caller logs and continues."""
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
-        #: Whether what is noted outlives the process.
+        #: Whether changes outlive the process.
         self.is_lasting = True
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file; one that is damaged or of another version is removed and made anew."""
+        """Open the file; replace it if it is damaged or of an unknown version."""
         existed = self._path.exists()
         db = self._connect()
         try:
@@ -92,9 +92,9 @@ class Catalog:
             return self._in_memory(error)
 
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
-        """Go on without the file, on a disk that is full, say: what is stored there is still of use.
+        """Use a database in memory where the file cannot be written, for instance on a full disk.
 
-        What the file says is taken over as far as it can be read; what changes is lost with the process.
+        Copies what can be read of the file. Later changes are lost when the process ends.
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self.is_lasting = False
@@ -109,40 +109,40 @@ class Catalog:
         return db
 
     def _connect(self) -> sqlite3.Connection:
-        with suppress(OSError):  # SQLite says it in its own words; its log gets the same mode
+        with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
             os.close(private.opener(str(self._path), os.O_RDWR | os.O_CREAT))
         # Opened on one thread, then used by the writer alone.
         db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
-        # Else the log's index is a mapped file, and on a full disk that copies on write (btrfs) changing it
-        # is no error but SIGBUS, which ends the process. Others read a copy: see `survey`.
+        # Otherwise SQLite maps the log's index, and on a full copy-on-write disk (btrfs) a write to the map
+        # is a SIGBUS, which ends the process. Other processes read a copy: see `survey`.
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
         return db
 
     def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
-        # SQLite's own 1000 pages would let the log grow to 4 MiB beside every limit.
+        # The default of 1000 pages would let the log grow to 4 MiB, which no limit counts.
         db.execute("PRAGMA wal_autocheckpoint=100")
-        # Nor its own 2 MiB of pages: the system has them too, and 10,000 sessions are to cost little.
+        # The default of 2 MiB of pages is not worth its memory: the system caches the file too.
         db.execute("PRAGMA cache_size=-256")
-        # Rows have tokens, and what was forgotten is to be gone.
+        # Rows contain tokens, which `forget` must erase.
         db.execute("PRAGMA secure_delete=ON")
-        if version != _SCHEMA_VERSION:  # else it is opened without a write: on a full disk too
+        if version != _SCHEMA_VERSION:  # the current version opens without a write, so on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
             there = {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}
             for name, kind in _ADDED.items():
                 if name not in there:
                     db.execute(f"ALTER TABLE snapshot ADD COLUMN {name} {kind}")
-            with suppress(sqlite3.OperationalError):  # no room for it: the next start tries again
+            with suppress(sqlite3.OperationalError):  # no room: the next start tries again
                 if version:
-                    db.execute("VACUUM")  # what was deleted before is in the file still
+                    db.execute("VACUUM")  # older versions left deleted rows in the file
                 db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def read(self) -> list[Row]:
-        """Read all rows, whatever their fields are: `reconciling` believes none unseen."""
-        made = partial(tuple.__new__, Row)  # which is `Row._make` without a step of Python's for each
+        """Read all rows, unchecked: `reconciling` verifies them."""
+        made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(map(made, self._db.execute("SELECT * FROM snapshot")))
 
     def pins(self) -> list[Pin]:
@@ -161,25 +161,25 @@ class Catalog:
             db.executemany("DELETE FROM pin WHERE name = ?", [(pin.name,) for pin in pins])
 
     def name_model(self, identity: bytes, name: str) -> None:
-        """Note what people call the model with this identity."""
+        """Store the name of the model with this identity."""
         known = self._db.execute("SELECT name FROM model WHERE identity = ?", (identity,)).fetchone()
         if known != (name,):
             with self._transaction() as db:
                 db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
 
     def identities(self) -> list[bytes]:
-        """Read the identities that snapshots may have been made with."""
+        """Read the identities of all models that may have snapshots here."""
         return [row[0] for row in self._db.execute("SELECT identity FROM model")]
 
     def note_identities(self, identities: Iterable[bytes]) -> None:
-        """Note identities that there are snapshots of, whatever people call their models."""
+        """Add identities that have snapshots; the names of their models are unknown."""
         with self._transaction() as db:
             rows = [(identity, "") for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def purge_log(self) -> bool:
-        """See to it that what was deleted is in no file of the catalog any more; False where it cannot be."""
-        # The log has the pages as they were before.
+        """Remove deleted rows from SQLite's log too; False if some may remain on the disk."""
+        # The log still has the pages from before the deletion.
         return self.is_lasting and self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 
     def clear(self, _: Iterable[object] = ()) -> None:
@@ -204,7 +204,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, row.parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Note the times of use of leaves, as (used, digest); their chains follow when the rows are read."""
+        """Store the last use of leaves, as (used, digest); that of their chains follows from it."""
         with self._transaction() as db:
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", uses)
 
@@ -217,7 +217,7 @@ class Catalog:
 
 
 class _Transaction:
-    """BEGIN, then COMMIT, or ROLLBACK on an exception."""
+    """BEGIN, then COMMIT, or ROLLBACK after an exception."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -231,6 +231,6 @@ class _Transaction:
             if kind is None:
                 self._db.execute("COMMIT")
         finally:
-            # A full disk has mostly rolled it back already; one that was left open would fail every next one.
+            # SQLite may have rolled back already (disk full); an open transaction would fail all later ones.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")

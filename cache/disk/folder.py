@@ -1,10 +1,10 @@
 """The directory on SSD: its lock, its paths, and moving files between its subfolders. Knows no index.
 
-lock            held while a store is open
-index.sqlite    what is there and when it was last used; can be lost
-snapshots/      complete files, named by their digest
-tmp/            files being written; whatever a start finds here is from a process that died
-quarantine/     files that failed verification, kept for inspection while they are few
+lock            locked while a store is open
+index.sqlite    the catalog: snapshots and their last use; can be lost
+snapshots/      complete files, named by digest
+tmp/            files being written; at a start, leftovers of a dead process
+quarantine/     the latest files that failed verification, for inspection
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _IS_NAME: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}{re.escape(SUFFIX)}
 
 
 def file_name(digest: bytes) -> str:
-    """Name the file of a snapshot."""
+    """Return the file name of a snapshot."""
     return digest.hex() + SUFFIX
 
 
 def digest_of(name: str) -> bytes | None:
-    """Return the digest that a file is named by; None where it is not the name of a snapshot."""
+    """Return the digest in a file name; None if it is not the name of a snapshot."""
     return bytes.fromhex(name.removesuffix(SUFFIX)) if _IS_NAME(name) else None
 
 
 def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
-    """List the snapshots in a folder: digest to (size in bytes, mtime in ns)."""
+    """Map the digests of the snapshots in a folder to (size in bytes, mtime in ns)."""
     found = {}
     with os.scandir(snapshots) as entries:
         for entry in entries:
             digest = digest_of(entry.name)
-            with suppress(FileNotFoundError):  # it has just been removed
+            with suppress(FileNotFoundError):  # removed meanwhile
                 if digest is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
                     found[digest] = (stat.st_size, stat.st_mtime_ns)
@@ -62,7 +62,7 @@ def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
 
 
 def may_hold(directory: Path) -> bool:
-    """Say whether there may be snapshots, or what is left of some, in a directory that nobody opens."""
+    """Whether a directory without a store may contain snapshots or remains of snapshots."""
     try:
         return any(any(path.iterdir()) for path in directory.iterdir() if path.is_dir())
     except FileNotFoundError:
@@ -92,13 +92,13 @@ class Folder:
         except OSError:  # a file system without locks
             os.close(self._lock)
             raise
-        with suppress(OSError):  # on a full disk nobody is told who holds it, but what is there is of use
+        with suppress(OSError):  # on a full disk the owner stays unknown, but the cache is still useful
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self._tighten()
 
     def _tighten(self) -> None:
-        """Close what an older version has left open to others: once, since there may be very many files."""
+        """Restrict files that an older version left readable to others. Done once: files may be many."""
         subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
         files += [(path for path in subfolder.iterdir() if digest_of(path.name)) for subfolder in subfolders]
@@ -107,19 +107,19 @@ class Folder:
             private.tighten(subfolder, ())
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         os.close(self._lock)
 
     def path(self, digest: bytes) -> Path:
-        """Name the file of a snapshot."""
+        """Return the path of a snapshot."""
         return self.snapshots / file_name(digest)
 
     def names(self) -> set[str]:
-        """List what lies among the snapshots. Only the names: a look at each would take half of a start."""
+        """List the names in the snapshots' folder; a `stat` of each would double the time of a start."""
         return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:
-        """Remove what a process that died was writing; count it."""
+        """Remove the unfinished files of a dead process; return how many."""
         leftovers = _within(self.tmp)
         for path in leftovers:
             _discard(path)
@@ -127,7 +127,7 @@ class Folder:
 
     @contextmanager
     def placing(self, digest: bytes) -> Iterator[Path]:
-        """Give a path to write to; on exit remove it unless `place` has moved it."""
+        """Yield a temporary path to write to; remove the file at the end unless `place` has moved it."""
         path = self.tmp / digest.hex()
         try:
             yield path
@@ -136,14 +136,14 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def place(self, path: Path, digest: bytes) -> None:
-        """Move a complete, synced file to its place, and sync the move."""
+        """Move a complete, synced file to its place, and sync the directory."""
         path.rename(self.path(digest))
         _sync(self.snapshots)
 
     def repair(self, digest: bytes) -> None:
-        """Make what was in a snapshot's way leave, and folders that were removed come back.
+        """Recreate missing subfolders, and remove whatever is in the place of a snapshot's file.
 
-        Raises `OSError` where the directory itself is gone.
+        Raises `OSError` if the directory itself is gone.
         """
         for subfolder in (self.snapshots, self.tmp, self.quarantined):
             subfolder.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
@@ -152,33 +152,33 @@ class Folder:
             self.quarantine(digest)
 
     def remove(self, digest: bytes) -> None:
-        """Remove a snapshot; one that is gone already is no fault."""
+        """Remove a snapshot's file; a missing file is no error."""
         self.path(digest).unlink(missing_ok=True)
 
     def quarantine(self, digest: bytes) -> None:
-        """Move a doubtful file out of the way, and drop the oldest of those that are too many.
+        """Move a doubtful file to quarantine, and remove the oldest files there beyond `QUARANTINE_FILES`.
 
-        Where the disk does not let it be moved it stays where it is; it is doubtful again when next read.
+        A file that cannot be moved stays, and fails verification again when next read.
         """
         path = self.path(digest)
         try:
             self.quarantined.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
             if (self.quarantined / path.name).is_dir():
-                _discard(self.quarantined / path.name)  # a file could not take its place
+                _discard(self.quarantined / path.name)  # a file cannot replace a directory
             with suppress(FileNotFoundError):
                 path.rename(self.quarantined / path.name)
             kept = sorted(self.quarantined.iterdir(), key=lambda kept: kept.stat().st_ctime_ns)
             for old in kept[:-QUARANTINE_FILES]:
                 _discard(old)
-        except OSError as error:  # a disk that turned read-only, or is gone: no reason to fail a load
+        except OSError as error:  # a read-only or missing disk must not fail the load
             _log.warning("snapshot_not_quarantined", digest=digest.hex(), error=str(error))
 
     def remove_quarantined(self, digest: bytes) -> None:
-        """Remove a file from the quarantine, if it is there."""
+        """Remove a snapshot's file from quarantine, if it is there."""
         (self.quarantined / file_name(digest)).unlink(missing_ok=True)
 
     def remove_quarantined_of(self, packed: bytes) -> None:
-        """Remove what the quarantine has of a run of tokens, and what does not say which it has."""
+        """Remove quarantined files with a part of these packed tokens, or with unreadable tokens."""
         for path in _within(self.quarantined):
             try:
                 name = read_name(path)
@@ -189,20 +189,20 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """See to it that what was removed stays removed, even if the power fails."""
+        """Sync the subfolders, so that removals survive a power failure."""
         for subfolder in (self.snapshots, self.tmp, self.quarantined):
-            with suppress(FileNotFoundError):  # gone, with all that was in it
+            with suppress(FileNotFoundError):  # a removed folder has no files to sync
                 _sync(subfolder)
 
     def quarantined_bytes(self) -> int:
-        """Measure the quarantine: it counts against the disk limit."""
+        """Return the bytes in quarantine, which count against the disk limit."""
         try:
             return sum(path.stat().st_size for path in self.quarantined.iterdir())
         except OSError:  # gone, or going
             return 0
 
     def clear(self) -> list[str]:
-        """Remove all snapshots, the quarantined ones too; returns the names that could not be removed."""
+        """Remove all snapshots, quarantined ones too; return the names that could not be removed."""
         left = []
         for subfolder in (self.snapshots, self.quarantined):
             with suppress(FileNotFoundError), os.scandir(subfolder) as entries:
@@ -217,13 +217,13 @@ class Folder:
         return left
 
     def free_bytes(self) -> int:
-        """Measure what the file system has left for this process."""
+        """Return the bytes that the file system has free for this process."""
         stat = os.statvfs(self.directory)
         return stat.f_bavail * stat.f_frsize
 
 
 def _within(directory: Path) -> list[Path]:
-    """List a directory; one that is gone has nothing in it."""
+    """List a directory; a missing one is empty."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def _sync(directory: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove what lies where only files should, whatever it is; nothing there is no fault."""
+    """Remove a file or a directory tree; a missing path is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

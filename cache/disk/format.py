@@ -1,11 +1,10 @@
-"""One snapshot is one safetensors file: write it, check it, read it.
+"""One snapshot is one safetensors file: write, verify and read it.
 
-Its header says whose KV it holds (`header`). Nothing of a file is used before length, checksum, identity,
-name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of a snapshot's use.
+The header says whose KV the file holds (`header`). Nothing of a file is used before its length, checksum,
+identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of sessions.
 
-Behind the header stand the tensors, back to back: first those that are cut by tokens, then the state of
-layers that cannot be. The first checksum covers all but the state, which has its own: of a chain, only the
-last file's state is ever read.
+The tensors follow the header without gaps: first those that are cut by tokens, then the state of other
+layers. The state has a checksum of its own, since a restore reads the state of a chain's last file alone.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".safetensors"
 
-#: The process or the machine has no more of something: open files, memory.
+#: Errors that mean a lack of open files or memory, in the process or the machine.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-#: What is read by a system call: enough that waiting for the GIL after each costs little, and no more than
-#: the processor's cache keeps until it is hashed.
+#: Bytes per system call: enough that retaking the GIL after each costs little, few enough that they are still
+#: in the processor's cache when they are hashed.
 _READ_BYTES: Final = 1 << 20
 #: The most buffers that a system call takes (IOV_MAX).
 _MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
@@ -44,7 +43,7 @@ _MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
 
 @dataclass(frozen=True, slots=True)
 class EncodedSnapshot:
-    """A snapshot ready to be written. `header` is complete but for its checksums."""
+    """A snapshot ready to be written. Its `header` still lacks the checksums."""
 
     header: bytes
     tensors: tuple[Tensor, ...]
@@ -56,12 +55,12 @@ class EncodedSnapshot:
 
 
 def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> EncodedSnapshot:
-    """Lay out a file. Raises `ValueError` where the tensors do not fit the name: a fault of the caller."""
+    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name: the caller's error."""
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
 def write(encoded: EncodedSnapshot, path: Path) -> None:
-    """Write and fsync a file, over whatever is there, without copying a tensor.
+    """Write and fsync a file, replacing any old content, without copying a tensor.
 
     Runs on the writer thread. Raises `OSError`.
     """
@@ -75,8 +74,7 @@ def write(encoded: EncodedSnapshot, path: Path) -> None:
         if not tensor.of_state:
             hasher.update(tensor.data)
     header = header[:CHECKSUM_AT] + hasher.hexdigest().encode() + header[CHECKSUM_END:]
-    # Few system calls for all tensors: one for each takes half as much of the processor again, and waits for
-    # the GIL as often.
+    # A system call for each tensor would take 1.5 times the processor time, and retake the GIL each time.
     with open(path, "wb", buffering=0, opener=private.opener) as file:
         for group in _batches((memoryview(header), *(tensor.data for tensor in encoded.tensors))):
             _write_all(file.fileno(), group)
@@ -84,14 +82,14 @@ def write(encoded: EncodedSnapshot, path: Path) -> None:
 
 
 def is_lack(error: Exception) -> bool:
-    """Say whether a file could not be read for want of open files or memory: it is as good as it was."""
+    """Whether an error means a lack of open files or memory, which says nothing about the file."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
 def prove(path: Path) -> Name:
-    """Prove that a file is what its own name and header say. Reads the whole file, blocking.
+    """Verify a whole file against its own name and header; return the name of its snapshot. Blocking.
 
-    Raises `DoubtfulSnapshotError`, and `OSError` where that says nothing of the file (`is_lack`).
+    Raises `DoubtfulSnapshotError`, and `OSError` if that says nothing about the file (`is_lack`).
     """
     name = headers.read_name(path)
     with _opened(path) as found:
@@ -102,9 +100,9 @@ def prove(path: Path) -> Name:
 
 
 def peek(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
-    """Read what tensors the snapshot `digest` has, from a header that nothing has verified yet.
+    """Read the layout and states of the snapshot `digest` from its header, which is not verified yet.
 
-    Raises `DoubtfulSnapshotError` where the file cannot be that snapshot, `OSError` as `prove` does.
+    Raises `DoubtfulSnapshotError` if the file cannot be that snapshot, `OSError` as `prove` does.
     """
     with _opened(path) as found:
         found.check(digest, start, identity)
@@ -122,17 +120,17 @@ def read(
     num_tokens: int,
     state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read the first `num_tokens` tokens of a snapshot into their places, and verify what is read.
+    """Read the first `num_tokens` tokens of a snapshot into `places`, and verify them.
 
-    `layout` is what all snapshots of the model share, `places` are in its order. Each byte is read once, to
-    where it stays, and hashed there. The header is checked before anything is written; the checksum can only
-    be checked afterwards: after a `DoubtfulSnapshotError` the places of this span hold what nobody may use.
+    `layout` is the model's; `places` are in its order. Each byte is read once, to its final place, and hashed
+    there. The header is verified before the first write, the checksum after the last one: after a
+    `DoubtfulSnapshotError` nobody may use the places of this span.
 
-    `state` is the memory of the state's tensors, in the order of `peek`, for the last snapshot of a chain
-    whose model has such layers; None leaves a state unread.
+    `state` are the buffers of the state's tensors, in the order of `peek`, for the last snapshot of a chain;
+    None skips the state.
 
-    Returns the bytes of the file that were read; raises `OSError` as `prove` does. Safe on any thread: it
-    waits for the disk without the GIL.
+    Returns the number of bytes read; raises `OSError` as `prove` does. Safe on any thread; waits for the disk
+    without the GIL.
     """
     with _opened(path) as found:
         found.check(digest, start, identity)
@@ -159,7 +157,7 @@ def read(
 
 
 class _Found:
-    """An open file whose header has been read and checked, and whose checksums are yet to be taken."""
+    """An open file whose header has been parsed, and whose checksums have not been verified yet."""
 
     def __init__(self, file: int, head: bytes, payload_bytes: int) -> None:
         self.header = headers.parse(head, payload_bytes=payload_bytes)
@@ -169,7 +167,7 @@ class _Found:
         self._head = head
 
     def check(self, digest: bytes, start: int, identity: bytes) -> None:
-        """Raise `DoubtfulSnapshotError` where this is not the snapshot that is asked for."""
+        """Raise `DoubtfulSnapshotError` if this is not the requested snapshot."""
         if self.header.is_foreign:
             raise DoubtfulSnapshotError("another format version")
         if self.header.identity != identity.hex():
@@ -178,10 +176,10 @@ class _Found:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def read(self, groups: Iterable[list[memoryview]]) -> None:
-        """Read all but the state, a system call per group of buffers, and compare the checksum.
+        """Read all but the state, one system call per group of buffers, and compare the checksum.
 
-        A group is hashed before the next one is read: while it is in the processor's cache, and so that
-        groups may share a buffer.
+        Each group is hashed before the next is read: it is still in the processor's cache, and groups may
+        share a buffer.
         """
         head = self._head
         self._read(
@@ -191,7 +189,7 @@ class _Found:
         )
 
     def read_state(self, groups: Iterable[list[memoryview]]) -> None:
-        """Read the state, behind all else, and compare its checksum."""
+        """Read the state, which ends the file, and compare its checksum."""
         self._read(groups, xxhash.xxh3_128(), self._head[STATE_AT:STATE_END])
 
     def _read(self, groups: Iterable[list[memoryview]], hasher: xxhash.xxh3_128, claimed: bytes) -> None:
@@ -205,7 +203,7 @@ class _Found:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Found]:
-    """Open a file that says it is a snapshot. What is wrong with it is a `DoubtfulSnapshotError`."""
+    """Open a snapshot's file and parse its header. Any defect is a `DoubtfulSnapshotError`."""
     try:
         with headers.opened(path) as (file, head, payload_bytes):
             yield _Found(file.fileno(), head, payload_bytes)
@@ -216,12 +214,12 @@ def _opened(path: Path) -> Iterator[_Found]:
 
 
 def _in_scratch(scratch: memoryview, size_bytes: int) -> Iterator[list[memoryview]]:
-    """Give buffers for so many bytes that are only to be hashed."""
+    """Yield buffers for `size_bytes` bytes that are only hashed."""
     return ([scratch[:num_left]] for num_left in range(size_bytes, 0, -_READ_BYTES))
 
 
 def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Group buffers for one system call each: enough bytes to be worth it, and no more than it takes."""
+    """Group buffers, one group per system call: about `_READ_BYTES`, at most `_MAX_BUFFERS` buffers."""
     batch: list[memoryview] = []
     size_bytes = 0
     for run in runs:
@@ -235,7 +233,7 @@ def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _read_all(file: int, buffers: list[memoryview]) -> None:
-    """Read on in a file until all buffers are full; a system call may do it in parts."""
+    """Read from a file until all buffers are full, over several system calls if necessary."""
     while num_read := os.readv(file, buffers):
         buffers = _skip_bytes(buffers, num_read)
         if not buffers:
@@ -244,13 +242,13 @@ def _read_all(file: int, buffers: list[memoryview]) -> None:
 
 
 def _write_all(file: int, buffers: list[memoryview]) -> None:
-    """Write all buffers behind one another; a system call may do it in parts, as the disk gets full, say."""
+    """Write all buffers in order; a system call may write a part only, as when the disk is nearly full."""
     while buffers:
         buffers = _skip_bytes(buffers, os.writev(file, buffers))
 
 
 def _skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Leave out the first bytes of buffers, with those that are empty then."""
+    """Return the buffers without their first `num_bytes` bytes."""
     full = 0
     while full < len(buffers) and num_bytes >= buffers[full].nbytes:
         num_bytes -= buffers[full].nbytes

@@ -1,11 +1,11 @@
-"""A snapshot file's header: how it is written, and what it says where it is one of ours.
+"""A snapshot file's header: writing and parsing it.
 
-It says whose KV the file holds, and carries the checksums of the file. Its text is as `write` makes it, byte
-by byte, or the file is not ours: each thing is said in one way, and each field has a type and a range.
-Whatever is wrong with it is a `DoubtfulSnapshotError`. Proves nothing: that `format` does.
+The header says whose KV the file holds, and contains the checksums, which `format` verifies. The text that
+`write` makes is the only valid one, with a type and a range for each field; any other is a
+`DoubtfulSnapshotError`.
 
-Layout: 8 bytes length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, and an entry for
-each tensor, first those that are cut by tokens, then the state of layers that cannot be.
+Layout: 8 bytes of length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, then the tensors,
+first those that are cut by tokens, then the state of other layers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Tensor
 
-#: The checksum stands first, at a fixed place: it is verified before anything of the file is used. Behind it
-#: stand the state's checksum and length, which say how far the first one reaches.
+#: The checksum is at a fixed place, since it is verified before the file is used. The state's checksum and
+#: length follow; the length tells where the bytes of the first checksum end.
 CHECKSUM_CHARS: Final = 32
 CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
 CHECKSUM_END: Final = CHECKSUM_AT + CHECKSUM_CHARS
@@ -41,7 +41,7 @@ STATE_AT: Final = CHECKSUM_END + len('","state":"')
 STATE_END: Final = STATE_AT + CHECKSUM_CHARS
 BLANK: Final = b"0" * CHECKSUM_CHARS
 
-#: Thousands of tensors, and the most tokens that a block has; parsed it may take twenty times that.
+#: Enough for thousands of tensors and the largest block; parsing takes up to twenty times that memory.
 _MAX_BYTES: Final = 1 << 20
 #: MLX counts in 32 bits along an axis.
 _MAX_DIM: Final = (1 << 31) - 1
@@ -49,12 +49,12 @@ _MAX_AXES: Final = 8
 
 _HEX: Final = "[0-9a-f]"
 _POSITION: Final = "(0|[1-9][0-9]{0,9})"
-#: What the header of any format version begins with, as far as it is of use here.
+#: The beginning of the header, in every format version.
 _BEGINNING: Final = re.compile(
     rf'{{"__metadata__":{{"checksum":"{_HEX}{{32}}",(?:"state":"{_HEX}{{32}}({_HEX}{{16}})",)?'
     rf'"format":"turnkeep","version":"([0-9]{{1,9}})","identity":"({_HEX}{{64}})",'.encode()
 )
-#: How it goes on in this one, up to the tensors.
+#: The rest of the metadata, in this version.
 _REST: Final = re.compile(
     rf'"model":"[ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*",'
     rf'"parent":"({_HEX}{{64}})","digest":"({_HEX}{{64}})","start":"{_POSITION}","end":"{_POSITION}",'
@@ -62,29 +62,29 @@ _REST: Final = re.compile(
 )
 
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
-#: One tensor of those; behind the last one the object ends.
+#: One tensor; the object ends behind the last one.
 _TENSOR: Final = re.compile(
     rf',"([a-z0-9.]+)":{{"dtype":"([A-Z0-9]+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],'
     rf'"data_offsets":\[({_SIZE}),({_SIZE})\]}}'.encode()
 )
 
 _PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
-#: All names of a file, a space behind each: keys and values of a layer together, then states.
+#: All tensor names of a file, each with a space behind it: each layer's keys and values, then states.
 _NAMES: Final = re.compile(
     rf"(?:({_PATH})\.keys \1\.values |"
     rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
     r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
-#: Nothing could be matched by it.
+#: The name of nothing: no chain contains it.
 NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says that it holds. `identity` is a digest as hex.
+    """What a file claims to hold. `identity` is a digest as hex.
 
-    Of a file of another format version only that is known. It is left alone: `name` is that of nothing.
+    Of a file of another format version only the identity is known, and `name` is `NO_NAME`.
     """
 
     identity: str
@@ -95,12 +95,12 @@ class Header:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another version of Turnkeep wrote the file."""
+        """Whether the file has another format version."""
         return not self.name.tokens
 
 
 def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
-    """Make a header, complete but for its checksums. Raises `ValueError` where the tensors do not fit it."""
+    """Return a header without its checksums. Raises `ValueError` if the tensors do not fit the name."""
     state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
     metadata = {
         "checksum": BLANK.decode(),
@@ -134,9 +134,9 @@ def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file that has to bear the name it says.
+    """Read a file's header, and compare it with the file's name.
 
-    Raises `DoubtfulSnapshotError` where it is no file of Turnkeep's, `OSError`.
+    Raises `OSError`, and `DoubtfulSnapshotError` if it is not a snapshot of Turnkeep.
     """
     with opened(path) as (_, head, payload_bytes):
         header = parse(head, payload_bytes=payload_bytes)
@@ -146,7 +146,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_name(path: Path) -> Name:
-    """Read which KV a file of this version says it holds. Raises as `read_header` does."""
+    """Read which KV a file of this format version claims to hold. Raises as `read_header` does."""
     header = read_header(path)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")
@@ -155,11 +155,11 @@ def read_name(path: Path) -> Name:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], bytes, int]]:
-    """Open a file and read its header, length included; gives both and the size of what follows.
+    """Open a file and read its header; yields the file, the header with its length, and the payload's size.
 
-    Raises `DoubtfulSnapshotError` where it is too short to have one, `OSError`.
+    Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
     """
-    # Nobody has to write to a pipe for it to be opened, and what a link points to is not ours.
+    # `_open` neither blocks on a pipe nor follows a link.
     with open(path, "rb", buffering=0, opener=_open) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         head = file.read(8) or b""
@@ -172,7 +172,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], bytes, int]]:
 
 
 def parse(head: bytes, *, payload_bytes: int) -> Header:
-    """Take a header and its length apart."""
+    """Parse a header, which begins with its length. Raises `DoubtfulSnapshotError`."""
     beginning = _BEGINNING.match(head, 8)
     if beginning is None:
         raise DoubtfulSnapshotError("unreadable header: it does not begin as a snapshot of Turnkeep's does")
@@ -204,9 +204,9 @@ def _check_length(length: int, most: int) -> None:
 def _tensors(
     text: bytes, payload_bytes: int, state_bytes: int, num_tokens: int, resumable: bool
 ) -> tuple[Layout, States]:
-    """Read what follows the metadata: the same in all blocks of a chain, and slow to check one by one.
+    """Parse the tensors behind the metadata. Cached: the text is the same in all blocks of a chain.
 
-    Complete groups of keys and values, then the state, back to back, to the end of the file.
+    Valid are complete groups of keys and values, then the state, without gaps, up to the end of the file.
     """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []

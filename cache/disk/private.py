@@ -1,6 +1,6 @@
-"""Files and directories for nobody but their owner: KV and its tokens are what users have said.
+"""Access to files and directories for their owner alone: KV and tokens reveal what users said.
 
-Knows no layout: `folder` says which there are.
+Knows modes, not the directory's layout (`folder`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file for `open`, made for its owner alone where it is new; what a link points to is refused."""
+    """Open a file, for `open`; a new one is its owner's alone. Refuses to follow a link."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
 def is_open(directory: Path) -> bool:
-    """Say whether others than its owner have any access to a directory."""
+    """Whether anybody but the owner has access to a directory."""
     return bool(stat.S_IMODE(directory.stat().st_mode) & ~DIRECTORY_MODE)
 
 
 def tighten(directory: Path, files: Iterable[Path]) -> None:
-    """Take others' access to a directory away, if they have any, after that to the files in it.
+    """Remove others' access to these files, then to their directory, if others have access to it.
 
-    Where that is not allowed, of what is another user's, it is said and left.
+    Where this is not permitted, for another user's files, log that and leave them.
     """
     if not is_open(directory):
         return
@@ -44,7 +44,7 @@ def tighten(directory: Path, files: Iterable[Path]) -> None:
             with suppress(FileNotFoundError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     path.chmod(FILE_MODE)
-        directory.chmod(DIRECTORY_MODE)  # the last: if this is not reached, the next start begins again
+        directory.chmod(DIRECTORY_MODE)  # last: if a crash prevents this, the next start begins again
     except OSError as error:
         _log.warning("cache_open_to_others", directory=str(directory), error=str(error))
     else:

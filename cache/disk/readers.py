@@ -1,7 +1,7 @@
-"""The threads that restores read on: daemons, since a disk that hangs keeps them for as long as it likes.
+"""The I/O threads that restores read on: daemons, since a hanging disk may block them for ever.
 
-A read that takes longer than it may is the sign of that. Until it has returned, nothing else is read: the
-disk would only get the other threads as well, and every load would wait for it in vain.
+A read beyond its time limit means that the disk hangs. Until that read returns, all others fail at once:
+otherwise the disk would block the other threads too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How often it is looked whether a read takes too long.
+#: How often a waiting restore checks for an overdue read.
 _POLL_S: Final = 0.1
 
 
@@ -32,12 +32,12 @@ class _Job:
 
 
 class Readers:
-    """The threads; each calls `on_exit` before it ends, if it has worked."""
+    """The threads; each calls `on_exit` at its end, if it has run a job."""
 
     def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:
         self._on_exit = on_exit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        #: Until when a thread may be at its job.
+        #: For each thread, when its job must be done (`monotonic`).
         self._until = [math.inf] * num_threads
         self._threads = [
             threading.Thread(
@@ -49,14 +49,13 @@ class Readers:
             thread.start()
 
     def are_stuck(self) -> bool:
-        """Say whether one of them takes longer than it may."""
+        """Whether any thread is overdue."""
         return min(self._until) < monotonic()
 
     async def run(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run `work` on a thread, however long it waits for one, and return or raise what it does.
+        """Run `work` on a thread, and return or raise what it does. The wait for a free thread is unlimited.
 
-        Raises `TimeoutError` where it takes longer than `limit_s`, or where another one does: its thread is
-        lost then for as long as that takes.
+        Raises `TimeoutError` if any thread is overdue; such a thread is lost until its job returns.
         """
         if not self.are_stuck():
             waiting = asyncio.wrap_future(self.submit(work, limit_s))
@@ -67,13 +66,13 @@ class Readers:
         raise TimeoutError("the disk does not answer")
 
     def submit(self, work: Callable[[], T], limit_s: float) -> Future[T]:
-        """Have `work` run on a thread, which may take `limit_s`. Safe on any thread."""
+        """Queue `work`, which may run for `limit_s`. Safe on any thread."""
         job = _Job(work, limit_s)
         self._jobs.put(job)
         return job.future
 
     async def close(self, timeout_s: float) -> bool:
-        """End the threads; False where one did not in time: it ends with the process."""
+        """End the threads; False if one did not end in time, which then ends with the process."""
         for _ in self._threads:
             self._jobs.put(None)
         ended = [asyncio.to_thread(thread.join, timeout_s) for thread in self._threads]
@@ -90,7 +89,7 @@ class Readers:
             self._on_exit()
 
     def _run_next(self, number: int) -> bool:
-        """Do one job; False for the end. What it was and what came of it is kept by nobody here."""
+        """Run the next job; False at the end. A separate call, so that the thread keeps no job or result."""
         job = self._jobs.get()
         if job is None:
             return False
@@ -98,7 +97,7 @@ class Readers:
             self._until[number] = monotonic() + job.limit_s
             try:
                 found = job.work()
-            except BaseException as error:  # noqa: BLE001  # it is told to whoever waits
+            except BaseException as error:  # noqa: BLE001  # it goes to the waiting caller
                 job.future.set_exception(error)
             else:
                 job.future.set_result(found)

@@ -1,6 +1,6 @@
-"""Read the files of a match, on I/O threads, each byte once: from the file to its place in the session's KV.
+"""Read the files of a match on I/O threads, each byte once: from the file to its place in the session's KV.
 
-Decides what a doubt costs: the file goes to quarantine, the prefix before it is still good.
+A doubtful file goes to quarantine; the prefix before it is still used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
     from .folder import Folder
 
-#: Hands work to another I/O thread; cancelled where that has not begun with it.
+#: Queues work for another I/O thread; returns a future, to cancel work that has not begun.
 Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFile:
-    """One file of a chain, and how many of its tokens are used: all, unless it is the last.
+    """One file of a chain, and how many of its tokens are used: all, unless it is the last file.
 
-    `state` is what the whole chain is resumed from: the last one's, where the model has such layers.
+    `state` says to read its state: for the last file of a chain, if the model's layers have states.
     """
 
     digest: bytes
@@ -47,8 +47,7 @@ class ChainFile:
 class Restored:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
-    The arrays have room for more tokens, and what they hold there is undefined. `size_bytes` is what was
-    read for it.
+    The arrays have room for more tokens, with undefined contents. `size_bytes` were read from disk.
     """
 
     num_tokens: int
@@ -59,7 +58,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """What came of reading a match. `doubt` is what was wrong with the file after the first `num_read`."""
+    """The outcome of a read. `doubt` says what is wrong with the file behind the first `num_read`."""
 
     restored: Restored | None
     num_read: int
@@ -67,7 +66,7 @@ class ReadOutcome:
 
 
 def release_thread() -> None:
-    """Prepare an I/O thread for its end."""
+    """Release what the calling I/O thread holds of MLX, before the thread ends."""
     from cache.kv import arrays
 
     arrays.release_thread()
@@ -82,20 +81,20 @@ def restore(
     limit_s: float,
     help_out: Help,
 ) -> ReadOutcome:
-    """Read as many files as are beyond doubt, with the help of another I/O thread where one is free.
+    """Read files in order, up to the first doubtful one, with the help of a second I/O thread.
 
-    The arrays get room for `room_tokens` at the least: a session that goes on and has none copies all its KV.
+    The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
 
-    Most of the time goes into pages of fresh memory, which two threads get twice as fast. `help_out` hands
-    work to such a thread. Raises `TimeoutError` where it took longer than `limit_s`, and moves no file then.
+    Most of the time goes into page faults of fresh memory, which two threads handle twice as fast; `help_out`
+    queues work for the second. Raises `TimeoutError` after `limit_s`, and then quarantines nothing.
     """
-    from cache.kv import arrays  # MLX, which a process may have to prepare before it is first imported
+    from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
     started = time.perf_counter()
     until = started + limit_s
     last = files[-1]
     reading, restored, doubt = None, None, None
-    num_read = len(files) - 1  # that is the one in doubt, where its state is
+    num_read = len(files) - 1  # a doubtful state is that of the last file
     try:
         states: States = ()
         num_tokens = sum(file.num_tokens for file in files)
@@ -107,9 +106,9 @@ def restore(
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
-    if time.perf_counter() > until:  # who wanted it has gone on without it
+    if time.perf_counter() > until:  # the caller no longer waits
         raise TimeoutError
-    # With a doubt there is no state at the end of what was read.
+    # If a file is doubtful, there is no state at the end of the files before it.
     if reading is not None and num_read and not (last.state and doubt):
         num_tokens = sum(file.num_tokens for file in files[:num_read])
         size_bytes = sum(reading.sizes[:num_read])
@@ -126,7 +125,7 @@ def restore(
 
 
 class _Reading:
-    """The files of a restore, taken one after the other by the threads that read them."""
+    """The files of a restore; each reading thread takes the next one."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class _Reading:
         blank: Blank,
         until: float,
     ) -> None:
-        #: What was read, by file; 0 where it was not.
+        #: Bytes read, by file.
         self.sizes = [0] * len(files)
         self._folder = folder
         self._files = files
@@ -150,13 +149,13 @@ class _Reading:
         self._todo = deque(range(len(files)))
 
     def run(self, help_out: Help) -> tuple[int, str | None]:
-        """Read all; return how many files in a row are beyond doubt, and what is wrong with the next.
+        """Read all; return how many files from the first on are good, and what is wrong with the next one.
 
-        Raises `TimeoutError` where the other thread does not return in time.
+        Raises `TimeoutError` if the other thread does not return in time.
         """
         helper = None
         if len(self._files) > 1:
-            with suppress(RuntimeError):  # the threads are ending: this one reads alone
+            with suppress(RuntimeError):  # no other thread is left: read alone
                 helper = help_out(lambda: self._work_on_half(1))
         try:
             if helper is None:
@@ -164,7 +163,7 @@ class _Reading:
             else:
                 self._work_on_half(0)
         finally:
-            # It may be at its last file, or still wait for a thread: then nobody needs it any more.
+            # The helper may be reading its last file, or not have begun: then it is cancelled.
             self._todo.clear()
             if helper is not None and not helper.cancel():
                 helper.result(max(0.0, self._until - time.perf_counter()))
@@ -188,7 +187,7 @@ class _Reading:
                 self.sizes[i] = self._read(self._files[i])
             except DoubtfulSnapshotError as error:
                 self._doubts[i] = str(error)
-                self._todo.clear()  # whatever comes after it continues what is in doubt
+                self._todo.clear()  # all later files continue the doubtful one
 
     def _read(self, file: ChainFile) -> int:
         return snapshot_format.read(
@@ -205,16 +204,15 @@ class _Reading:
 
 @contextmanager
 def _on_half_of_processors(half: int) -> Iterator[None]:
-    """Keep the calling thread to one half (0 or 1) of the processors, as far as the system lets it.
+    """Bind the calling thread to one half (0 or 1) of the processors, where the system can.
 
-    Linux was seen to wake the second of two threads on the processor of the first, and to leave both there
-    for as long as a restore takes, with the other one idle.
+    Linux was seen to run both threads on one processor for a whole restore, while another was idle.
     """
     if sys.platform != "linux":
         yield
         return
     allowed = os.sched_getaffinity(0)
-    with suppress(OSError, ValueError):  # there is only one
+    with suppress(OSError, ValueError):  # there is only one processor
         os.sched_setaffinity(0, sorted(allowed)[half::2])
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the catalog keeps of each snapshot, and of each pinned prefix."""
+"""The catalog's rows: of a snapshot, and of a pinned prefix."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-#: All fields of very many rows, a sequence for each field.
+#: Many rows as columns: one sequence for each field.
 Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
 
 class Row(NamedTuple):
-    """A snapshot as the catalog keeps it. `used` is microseconds since 1970, and never repeats.
+    """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
-    `proof` is what `proofs` says of the rest; rows from older versions have none.
+    `proof` is the row's checksum by `proofs`; rows of older versions have none.
     """
 
     digest: bytes
@@ -35,40 +35,40 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, digest: bytes, name: Name, size_bytes: int, used: int) -> Self:
-        """Make the row of a file with this digest, which holds what the name says."""
+        """Make the row of the file with this digest and name."""
         return cls(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
 
     @property
     def name(self) -> Name:
-        """Which KV it holds."""
+        """Which KV the snapshot holds."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable))
 
     def is_of(self, packed: bytes) -> bool:
-        """Say whether it holds nothing but a part of a run of packed tokens."""
+        """Whether the snapshot's tokens are a part of these packed tokens, at the same position."""
         return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
 
 
 class Pin(NamedTuple):
-    """A pinned prefix as the catalog keeps it: packed `tokens` after a tenant's and a model's `root`."""
+    """A pinned prefix in the catalog: packed `tokens` behind the `root` of a tenant and a model."""
 
     root: bytes
     tokens: bytes
 
     @property
     def name(self) -> bytes:
-        """Name the prefix."""
+        """The name of the prefix."""
         return link(self.root, self.tokens)
 
 
 def columns(rows: Sequence[Row]) -> Columns:
-    """Turn rows into columns: a start has very many, and no time for a step of Python's for each."""
+    """Turn rows into columns: a start has very many, too many for a Python call each."""
     return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
 
 
 def proofs(columns: Columns) -> Iterator[bytes]:
-    """Make a checksum of each row, of all but its last use, which changes too often.
+    """Yield the checksum of each row, without its last use, which changes too often.
 
-    Raises `TypeError` or `ValueError` on the way where a field is not of its type.
+    Raises `TypeError` or `ValueError` if a field has the wrong type.
     """
     digests, parents, starts, tokens, sizes, _, resumable, _ = columns
     seeds = map(xxhash.xxh3_64_intdigest, digests, starts)

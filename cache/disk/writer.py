@@ -1,11 +1,11 @@
 """The writer: one thread that owns the disk, a queue bounded by bytes, and the count of every snapshot.
 
-A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. All but the thread's
-own loop belongs to the event loop: completions come back to it, and the counts change nowhere else. So
+A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. Everything but the
+thread's own loop belongs to the event loop, which hears of each completion and alone changes the counts. So
 
     accepted = durable + sum(dropped) + failed + cancelled + in_flight
 
-holds whenever the event loop looks. Knows files and rows; not what a snapshot is good for.
+always holds on the event loop. Knows files and rows; not what a snapshot is used for.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Why a snapshot was given up.
-#: queue_full: the disk is slower than the device. too_large: it could never fit a limit. disk_limit: no
-#: room, and nothing that may be evicted. disk_error: writes failed a moment ago. no_parent: the prefix that
-#: it continues was lost. memory: the device needs what it takes there. closing: it came too late.
+#: Why a snapshot was dropped.
+#: queue_full: the disk is slower than the device. too_large: the snapshot exceeds a limit by itself.
+#: disk_limit: no room, and nothing to evict. disk_error: writing is paused after a failure. no_parent: the
+#: prefix before it was lost. memory: the device needs the memory. closing: the store is closing.
 DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
 
-#: What a write meets where somebody has removed a folder, or put something else in the place of a file.
+#: Errors of a write when a folder was removed, or something else is in the place of a file.
 _IN_THE_WAY: Final = frozenset({errno.ENOENT, errno.EISDIR, errno.ELOOP})
 
 FIRST_PAUSE_S: Final = 1.0
@@ -52,7 +52,7 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class WriteState(enum.Enum):
-    """Where a snapshot is on its way to the disk. The last four are final."""
+    """The state of a write. The last four are final."""
 
     QUEUED = "queued"
     WRITING = "writing"
@@ -66,9 +66,9 @@ class WriteState(enum.Enum):
 class Write:
     """One snapshot to be written.
 
-    `abandoned` is set by the event loop, and looked at by the writer before it starts and before it
-    renames. A write that is past that when it is abandoned still ends DURABLE, and the event loop, which
-    knows better, removes the file: so nothing that was abandoned comes back.
+    The event loop sets `abandoned`; the writer checks it before it starts and before it renames. A write that
+    is abandoned after the rename still ends DURABLE; the event loop then removes the file, so that no
+    abandoned snapshot comes back.
     """
 
     node: Node  # the event loop's; the writer reads `row`
@@ -80,14 +80,14 @@ class Write:
     error: Exception | None = None
 
     def abandon(self, reason: DropReason | Literal["cancelled"]) -> None:
-        """Give it up. Its tensors are free at once, unless the writer is at it: it may hang for long."""
+        """Abandon the write. Frees its tensors at once, unless the writer is using them."""
         self.abandoned = self.abandoned or reason
-        self.encoded = None  # after `abandoned`, which the writer reads behind this
+        self.encoded = None  # set after `abandoned`: the writer reads the two in the other order
 
 
 @dataclass(slots=True, eq=False)
 class PinNote:
-    """A note that prefixes were pinned or unpinned; `made` says that it is on disk."""
+    """A change of pins for the catalog; `made` says that it is on disk."""
 
     pins: list[Pin]
     on: bool
@@ -96,9 +96,9 @@ class PinNote:
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """The removal of all that is left of a run of packed tokens, or of everything (None).
+    """The erasure of what is left of a run of packed tokens, or of everything (None).
 
-    `clean` says, once it is done, that no file of the directory has any of it, for good.
+    When done, `clean` says that no file of the directory holds any of these tokens, even after a crash.
     """
 
     packed: bytes | None
@@ -111,7 +111,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the thread is to do, and what the event loop does once that is done."""
+    """What the thread does, and what the event loop does afterwards."""
 
     work: Callable[[], object]
     done: Callable[[], None] = _nothing
@@ -119,7 +119,7 @@ class _Job:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the snapshots that were offered. Belongs to the event loop."""
+    """The counts of snapshots by their fate. Belongs to the event loop."""
 
     accepted: int = 0
     durable: int = 0
@@ -132,7 +132,7 @@ class Counts:
 
 
 class Writer:
-    """The event loop's end of the thread. `on_end` is called there once for every write that ends."""
+    """The event loop's side of the thread. Calls `on_end` on the event loop once for each write."""
 
     def __init__(
         self,
@@ -147,10 +147,10 @@ class Writer:
     ) -> None:
         self.counts = Counts()
         self.queue_bytes = queue_bytes
-        #: Bytes of files that are removed from the index, but not yet from the disk.
+        #: Bytes of files that left the index, but not yet the disk.
         self.unlinking_bytes = 0
-        #: What the file system had left after the last job that was settled, and what the quarantine took:
-        #: so nobody else has to ask the disk.
+        #: Free bytes of the file system and bytes in quarantine, measured after each job, so that the event
+        #: loop need not ask the disk.
         self.free_bytes = free_bytes
         self.quarantined_bytes = quarantined_bytes
         self._folder = folder
@@ -163,30 +163,30 @@ class Writer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
-        #: What could not be removed, off the disk or out of the catalog. The thread's.
+        #: What could not be removed from the disk or the catalog. Belongs to the thread.
         self._left: dict[bytes, Row] = {}
-        #: Whether the last removal of everything, if there was one, left nothing.
+        #: False after an erasure of everything that left something. Belongs to the thread.
         self._cleared = True
         self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
         self._thread.start()
 
     @property
     def paused(self) -> bool:
-        """Whether writes failed a moment ago. Safe on any thread."""
+        """Whether writing is paused after a failure. Safe on any thread."""
         return self._monotonic() < self._paused_until
 
     @property
     def room_bytes(self) -> int:
-        """How much the queue would take now. Safe on any thread: it reads plain integers."""
+        """How many bytes the queue accepts now. Safe on any thread: reads plain integers."""
         return 0 if self.paused else max(0, self.queue_bytes - self.counts.in_flight_bytes)
 
     def drop(self, reason: DropReason, num_snapshots: int = 1) -> None:
-        """Count snapshots that are given up before they reach the queue."""
+        """Count snapshots that are dropped before they reach the queue."""
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
     def write(self, node: Node, encoded: EncodedSnapshot) -> None:
-        """Queue a snapshot; the caller has checked that there is room."""
+        """Queue a snapshot; the caller must have checked the room."""
         write = Write(node, node.row, encoded, encoded.size_bytes)
         self.counts.accepted += 1
         self.counts.in_flight += 1
@@ -195,19 +195,19 @@ class Writer:
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
     def abandon(self, node: Node, reason: DropReason | Literal["cancelled"]) -> None:
-        """Give up a node's write, wherever it is. It stays in flight until the writer has let go of it."""
+        """Abandon a node's write, if any. It stays in flight until the thread is done with it."""
         write = self._in_flight.get(node)
         if write is not None:
             write.abandon(reason)
 
     def abandon_queued(self, reason: DropReason) -> None:
-        """Give up what the thread has not begun with. It leaves the index when the thread comes to it."""
+        """Abandon all writes that have not begun. Their nodes stay until the thread reaches them."""
         for write in self._in_flight.values():
             if write.state is WriteState.QUEUED:
                 write.abandon(reason)
 
     def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
-        """Queue the removal of files and their index rows, and of the files `quarantined`.
+        """Queue the removal of files and rows, and with `quarantined` of quarantined copies.
 
         Never waits, and does not count against the queue's bytes.
         """
@@ -217,23 +217,23 @@ class Writer:
         self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
 
     def use(self, used: int, digest: bytes) -> None:
-        """Queue a note of when a snapshot was used."""
+        """Queue the last use of a snapshot for the catalog."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
-        """Queue a note that prefixes were pinned, or unpinned."""
+        """Queue pinned (`on`) or unpinned prefixes for the catalog."""
         note = PinNote(pins, on)
         self._jobs.put(_Job(partial(self._note, note)))
         return note
 
     def erase(self, packed: bytes) -> Erasure:
-        """Queue a search for what is left of tokens whose files were unlinked before, and its removal."""
+        """Queue the erasure of what is left of tokens whose files were unlinked before."""
         erasure = Erasure(packed)
         self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
 
     def clear(self) -> Erasure:
-        """Give up every write, wherever it is, and queue the removal of all files and rows."""
+        """Abandon every write, and queue the erasure of all files and rows."""
         for write in self._in_flight.values():
             write.abandon("cancelled")
         erasure = Erasure(None)
@@ -241,21 +241,21 @@ class Writer:
         return erasure
 
     async def barrier(self) -> None:
-        """Wait until everything that was queued before is settled, and has been counted."""
+        """Wait until all earlier jobs are done and counted."""
         passed: asyncio.Future[None] = self._loop.create_future()
-        # Whoever waits may be cancelled before.
+        # The waiting task may have been cancelled.
         self._jobs.put(_Job(_nothing, lambda: None if passed.done() else passed.set_result(None)))
         await passed
 
     async def stop(self, timeout_s: float) -> bool:
-        """Give up what is still queued and end the thread; False where it did not end in time.
+        """Abandon what is queued and end the thread; False if it did not end in time.
 
-        The thread is a daemon: one that hangs in a system call cannot hold up the end of the process.
+        The thread is a daemon: a hanging system call does not delay the end of the process.
         """
         for write in self._in_flight.values():
             write.abandon("cancelled")
         self._jobs.put(None)
-        # What the thread posts before it ends runs on the event loop before this resumes.
+        # The thread's last completions run on the event loop before this coroutine resumes.
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
@@ -289,9 +289,9 @@ class Writer:
             self.counts.durable += 1
 
     def _pause(self, write: Write) -> None:
-        """Stop taking snapshots for a while, longer each time, and give up what is queued."""
+        """Pause writing, twice as long each time, and abandon what is queued."""
         if self.paused:
-            return  # the writer had taken it before it saw that it was given up: the same burst
+            return  # it failed in the same burst: it had begun before it was abandoned
         if not self._pause_s:
             code = errno.errorcode.get(getattr(write.error, "errno", None) or 0, "")
             _log.error("snapshot_writes_failing", error=str(write.error), code=code)
@@ -312,14 +312,14 @@ class Writer:
             pass
 
     def _run_next(self) -> bool:
-        """Do one job; False for the end. Nothing here keeps its tensors: it may be long until the next."""
+        """Run one job; False at the end. A separate call, so that no tensors are kept until the next job."""
         job = self._jobs.get()
         if job is None:
             return False
         job.work()
         try:
             self._loop.call_soon_threadsafe(self._finish, job, self._measured())
-        except RuntimeError:  # the event loop is closed: nobody is left to be told
+        except RuntimeError:  # the event loop is closed
             return False
         return True
 
@@ -337,7 +337,7 @@ class Writer:
                     raise
                 self._folder.repair(digest)
                 self._place(write, encoded)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the thread must go on
+        except Exception as error:  # noqa: BLE001  # the thread must go on
             write.state, write.error = WriteState.FAILED, error
             return
         if write.state is WriteState.DURABLE:
@@ -370,7 +370,7 @@ class Writer:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
     def _remove(self, rows: list[Row]) -> None:
-        """Remove files and rows. What stays is noted for an erasure; the next start finds it too."""
+        """Remove files and rows. Failures are kept for the next erasure; the next start finds them too."""
         for row in rows:
             try:
                 self._folder.remove(row.digest)
@@ -405,14 +405,14 @@ class Writer:
     def _measured(self) -> tuple[int, int] | None:
         try:
             return self._folder.free_bytes(), self._folder.quarantined_bytes()
-        except OSError:  # the directory is gone: the next write says so
+        except OSError:  # the directory is gone: the next write reports it
             return None
 
     def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
-        """Change the catalog. Its faults are announced once per episode; the next start makes it whole."""
+        """Change the catalog; False after a failure, logged once per episode. The next start repairs it."""
         try:
             change(rows)
-        except Exception as error:  # noqa: BLE001  # the thread must go on: SQLite lacks memory, say
+        except Exception as error:  # noqa: BLE001  # the thread must go on, whatever SQLite raises
             if not self._catalog_failed:
                 _log.error("index_not_written", error=str(error) or repr(error))
             self._catalog_failed = True

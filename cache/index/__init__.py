@@ -1,1 +1,1 @@
-"""What is stored, and who has the room. Belongs to the event loop, which never waits for the disk here."""
+"""The index of what is stored, and its limits. Belongs to the event loop; never waits for the disk."""

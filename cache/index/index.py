@@ -1,4 +1,4 @@
-"""What is stored, on its way, and when it was last used: a tree in memory.
+"""The index: a tree in memory of the snapshots that are stored or on their way, with their last use.
 
 Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the process.
 """
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
     from cache.names.snapshot import Name
 
-#: More than the tokens of any snapshot take, packed: what follows a name is looked for in so much at a time.
+#: More than the packed tokens of any snapshot: searches behind a name look at this many bytes.
 MOST_BYTES: Final = 1 << 16
 
 
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    Only leaves are removed, so every node has its whole chain before it. So whoever needs a chain holds its
-    last node alone, and whoever uses a chain uses its last node alone: nobody walks it. A node that is
-    removed leaves its last use and its holds to the node before it.
+    Only leaves are removed, so the whole chain of every node is in the tree. A chain is therefore held or
+    used by its last node alone, without a walk. A removed node passes its last use and its holds to the
+    node before it.
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
         self._clock = clock
         self._now = 0
-        #: Hears of every node that has come or gone.
+        #: Called with every node that was added or removed.
         self.changed: Callable[[Node], None] = lambda _: None
         self._fill(stored)
 
     def _fill(self, stored: Sequence[Row]) -> None:
-        """Take in what is stored."""
+        """Build the tree of what is stored."""
         nowhere = Parent(b"")
         self._nodes = nodes = {row.digest: Node(row, nowhere, durable=True) for row in stored}
-        #: What chains begin at, as long as there are some.
+        #: The roots that have chains.
         self._roots: dict[bytes, Parent] = {}
         families: dict[bytes, list[Node]] = {}
         for node, row in zip(nodes.values(), stored, strict=True):
@@ -54,21 +54,21 @@ class Index:
                 up.children = [node]
         for siblings in families.values():
             siblings.sort(key=BY_TOKENS)
-        #: Entries that a load or a turn needs, or that are on their way; all before them is needed too.
+        #: Nodes that a load or a turn holds, or that are on their way to the disk; their chains are held too.
         self._held: set[Node] = set()
         self._now = max(self._now, max((row.used for row in stored), default=0))
         self.stored = len(self._nodes)
         self.stored_bytes = sum(row.size_bytes for row in stored)
         #: Of nodes that are not stored yet.
         self.on_its_way_bytes = 0
-        #: Of nodes that pinned prefixes are made of.
+        #: Of nodes that belong to pinned prefixes.
         self.kept_bytes = 0
-        #: A heap of (used, digest): at least one for each node that may be evicted, and some that are stale.
+        #: A heap of (used, digest): at least one item for each evictable node, and some stale ones.
         self._eviction_heap: list[tuple[int, bytes]] = []
         self._rebuild_heap()
 
     def __iter__(self) -> Iterator[Node]:
-        """Go through the nodes as they would be evicted: least recently used first, children first."""
+        """Yield the nodes in the order of eviction: least recently used first, children before parents."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.start, reverse=True)
         used: dict[Parent, int] = {node: node.used for node in nodes}
         for node in nodes:
@@ -81,17 +81,17 @@ class Index:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every snapshot has its chain before it."""
+        """Whether the whole chain of every snapshot is in the tree."""
         return not any(node.start for root in self._roots.values() for node in root.children)
 
     def get(self, digest: bytes) -> Node | None:
-        """Find a node, on its way or stored."""
+        """Return the node with this digest, on its way or stored."""
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Find the nodes of a chain up to the first that is not there, or that a match may not end with.
+        """Return the nodes of a chain up to the first missing one, or with `usable` the last usable one.
 
-        Since each of them has all before it, the last one is found by bisection.
+        Every node has its whole chain before it, so bisection finds the last one.
         """
         num = bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
@@ -101,17 +101,17 @@ class Index:
         return nodes
 
     def children(self, digest: bytes) -> Sequence[Node]:
-        """List the nodes that continue `digest`, in the order of their tokens."""
+        """Return the nodes that continue `digest`, in the order of their tokens."""
         node = self._nodes.get(digest) or self._roots.get(digest)
         return node.children if node is not None else ()
 
     def next_use(self) -> int:
-        """Give the next point on the clock of uses: the time of day, but never twice and never backwards."""
+        """Return the time of day in microseconds, made strictly increasing: the clock of uses."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Node:
-        """Take in a new snapshot, which is on its way, as the most recently used one."""
+        """Add a snapshot that is on its way to the disk, as the most recently used one."""
         digest, up = name.digest, self._parent(name.parent)
         row = Row.of(digest, name, size_bytes, self.next_use())
         node = self._nodes[digest] = Node(row, up, durable=False)
@@ -125,7 +125,7 @@ class Index:
         return node
 
     def mark_durable(self, node: Node) -> None:
-        """Note that a node's file is in place."""
+        """Mark a node's file as complete on disk."""
         node.durable = True
         self.on_its_way_bytes -= node.size_bytes
         self.stored += 1
@@ -133,7 +133,7 @@ class Index:
         self._reclassify(node)
 
     def remove(self, node: Node) -> None:
-        """Forget a node that nothing continues."""
+        """Remove a leaf."""
         del self._nodes[node.digest]
         self._held.discard(node)
         if node.durable:
@@ -155,22 +155,22 @@ class Index:
         self.changed(node)
 
     def clear(self) -> None:
-        """Forget all nodes. Those that are being loaded are on their own."""
+        """Remove all nodes. A running load is not stopped."""
         for node in (*self._nodes.values(), *self._roots.values()):
-            node.children = ()  # else they wait for the garbage collector, from which a start keeps them
+            node.children = ()  # breaks the cycles: a start froze them out of garbage collection
         self._fill(())
 
     def use(self, node: Node) -> None:
-        """Note that a node, and with it its chain, was used now."""
+        """Mark a node, and with it its chain, as used now."""
         node.used = self.next_use()
 
     def hold(self, node: Node) -> None:
-        """Count a load or a turn that needs a node, and with it its chain."""
+        """Hold a node, and with it its chain, for a load or a turn."""
         node.holds += 1
         self._reclassify(node)
 
     def release(self, node: Node) -> Node | None:
-        """Count one less; returns the node that was held: this one, or the last one left of its chain."""
+        """Release a hold; return the node that had it: this one, or the last remaining one of its chain."""
         held = next(filter(self.has, node.chain()), None)
         if held is not None:
             held.holds -= 1
@@ -178,11 +178,11 @@ class Index:
         return held
 
     def has(self, node: Node) -> bool:
-        """Say whether a node is there: not removed, nor another one under its name."""
+        """Whether this very node is in the tree: not removed, nor replaced by another of its name."""
         return self._nodes.get(node.digest) is node
 
     def keep(self, node: Node, by: int = 1) -> None:
-        """Count a pinned prefix that the node is a part of (`by` -1: one that was given up)."""
+        """Count a pinned prefix that contains the node; `by` is -1 when one is unpinned."""
         was_kept = node.kept > 0
         node.kept += by
         self.kept_bytes += ((node.kept > 0) - was_kept) * node.size_bytes
@@ -190,9 +190,9 @@ class Index:
             self._reclassify(node)
 
     def held_bytes(self) -> int:
-        """Measure what eviction must leave alone: what is held, stored or not, and what that continues."""
+        """Return the bytes of pinned and held nodes, stored or not, and of their chains."""
         seen: set[Node] = set()
-        size_bytes = self.kept_bytes  # the whole chain of what is kept is kept
+        size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
         for held in self._held:
             for node in held.chain():
                 if node.kept or node in seen:
@@ -202,12 +202,12 @@ class Index:
         return size_bytes
 
     def oldest(self) -> Node | None:
-        """Find the least recently used node that may be evicted; None where none may."""
+        """Return the least recently used evictable node; None if there is none."""
         while self._eviction_heap:
             used, digest = self._eviction_heap[0]
             node = self._nodes.get(digest)
             if node is None or not node.evictable:
-                heapq.heappop(self._eviction_heap)  # it lines up anew when it may be
+                heapq.heappop(self._eviction_heap)  # pushed again once it is evictable
             elif node.used != used:
                 heapq.heapreplace(self._eviction_heap, (node.used, digest))
             else:
@@ -215,7 +215,7 @@ class Index:
         return None
 
     def _reclassify(self, node: Node) -> None:
-        """Note whether a node is held, and line it up if it may be evicted, maybe once more."""
+        """Update whether a node is held, and push it on the heap if it is evictable; duplicates are fine."""
         if node.holds or not node.durable:
             self._held.add(node)
         else:
@@ -223,23 +223,23 @@ class Index:
         if node.evictable:
             heapq.heappush(self._eviction_heap, (node.used, node.digest))
             if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
-                self._rebuild_heap()  # a third of it at least says nothing any more
+                self._rebuild_heap()  # at least a third of it is stale
 
     def _rebuild_heap(self) -> None:
-        """Line up all nodes that may be evicted by their last use."""
+        """Rebuild the heap from all evictable nodes."""
         leaves = (node for node in self._nodes.values() if not node.children)
         self._eviction_heap = [(node.used, node.digest) for node in leaves if node.evictable]
         heapq.heapify(self._eviction_heap)
 
     def _parent(self, digest: bytes) -> Parent:
-        """Find the node of a name, or else the root."""
+        """Return the node of a name, or else its root, new if necessary."""
         return self._nodes.get(digest) or self._roots.setdefault(digest, Parent(digest))
 
     def closest_child(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Node, int] | None:
-        """Find the child of `parent` that shares the most leading tokens with `packed`, and how many.
+        """Return the child of `parent` that shares the most leading tokens with `packed`, and how many.
 
-        Siblings are sorted by their tokens, so it is one of the two next to where `packed` would stand; of
-        two that share as much, the smaller one is read faster. With `usable` only what a match may count on.
+        Siblings are sorted by their tokens, so it is a neighbour of where `packed` would be inserted. Of two
+        that share as many, the smaller one is faster to read. `usable` skips nodes that a match may not use.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
@@ -254,10 +254,10 @@ class Index:
     def longest_path(
         self, parent: bytes, packed: bytes, *, usable: bool = False, min_share: float = 0.0
     ) -> tuple[tuple[Node, ...], int]:
-        """Follow `packed` as far as nodes hold it, and count its tokens that they hold.
+        """Return the nodes that hold the longest beginning of `packed`, and how many of its tokens they hold.
 
-        The last node may hold more than it shares with `packed`; what it shares is at least `min_share` of
-        it. Of several ways that reach as far, the one with the least to read.
+        The last node may hold more than it shares with `packed`, but shares at least `min_share` of its
+        tokens. Of several paths that reach equally far, return the one with the fewest bytes to read.
         """
         best: tuple[tuple[Node, ...], int] = (), 0
         part = self.closest_child(parent, packed, usable=usable) if packed else None
@@ -273,7 +273,7 @@ class Index:
         return best
 
     def within(self, parent: bytes, packed: bytes) -> list[Node]:
-        """List the nodes after `parent` that hold nothing but a part of `packed`, children last."""
+        """Return the nodes behind `parent` whose tokens are all in `packed`, parents before children."""
         found: list[Node] = []
         open_ends = [(parent, 0)]
         while open_ends:
@@ -284,11 +284,11 @@ class Index:
         return found
 
     def superseded(self, node: Node) -> list[Node]:
-        """List the pieces of whose tokens this node holds all, children first."""
+        """Return the other nodes whose tokens are all in this one, children before parents."""
         return [other for other in reversed(self.within(node.parent, node.tokens)) if other is not node]
 
     def resumable_path(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Find the way to the furthest stored node at whose end `packed` can be resumed."""
+        """Return the path to the furthest stored node at whose end `packed` can be resumed."""
         best: tuple[Node, ...] = ()
         for node in self._prefix_children(parent, packed):
             if node.usable:
@@ -298,9 +298,9 @@ class Index:
         return best
 
     def _prefix_children(self, parent: bytes, packed: bytes) -> Iterator[Node]:
-        """Find the children of `parent` whose tokens are a beginning of `packed`, the longest first.
+        """Yield the children of `parent` whose tokens are a prefix of `packed`, the longest first.
 
-        A step finds the last sibling up to `bound`; the part of it that fits bounds the next one.
+        Each round takes the last sibling up to `bound`; what it shares with `bound` bounds the next round.
         """
         siblings = self.children(parent)
         bound = packed
@@ -313,7 +313,7 @@ class Index:
             bound = bound[:fits]
 
     def descendants(self, node: Node) -> list[Node]:
-        """List all nodes that need this one, children before their parents."""
+        """Return all nodes that continue this one, children before parents."""
         found = [node]
         for parent in found:
             found += parent.children

@@ -1,6 +1,6 @@
 """The nodes of the index's tree: snapshots, and the roots at which their chains begin.
 
-They belong to the event loop, and `index` alone changes them.
+Nodes belong to the event loop; only `index` changes them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from cache.names.snapshot import Name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The order of siblings: by their tokens. Files of other formats have none that could be told.
+#: The order of siblings. Files of another format version have no known tokens.
 BY_TOKENS: Final = attrgetter("tokens", "digest")
 
 
 class Parent:
-    """A prefix that snapshots continue: a tenant's empty one, or what a snapshot ends."""
+    """What snapshots continue: a root (a tenant's empty prefix), or a node."""
 
     __slots__ = ("children", "digest")
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
-        #: In the order of `BY_TOKENS`; a list only where there are some, since most nodes are leaves.
+        #: In the order of `BY_TOKENS`; a tuple while empty, since most nodes are leaves.
         self.children: list[Node] | tuple[()] = ()
 
 
 class Node(Parent):
-    """A snapshot that is stored, or on its way there.
+    """A snapshot that is stored, or on its way to the disk.
 
-    One that was removed and saved anew is another node, with the same digest.
+    A snapshot that was removed and saved again is another node with the same digest.
     """
 
     __slots__ = (
@@ -51,20 +51,20 @@ class Node(Parent):
 
     def __init__(self, row: Row, up: Parent, *, durable: bool) -> None:
         self.children = ()
-        #: What it continues.
+        #: The root or node that this one continues.
         self.up = up
-        #: When it was used last, in microseconds since 1970: it alone, not what continues it.
+        #: Its own last use, in microseconds since 1970; its descendants have theirs.
         self.used: int
         self.digest, _, self.start, self.tokens, self.size_bytes, self.used, resumable, _ = row
-        #: Whether a session can go on at its end.
+        #: Whether a session can resume at its end.
         self.resumable = bool(resumable)
-        #: Whether its file is in place.
+        #: Whether its file is complete on disk.
         self.durable = durable
-        #: Whether it is to be removed once nobody needs it any more.
+        #: Whether to remove the node once nothing holds it.
         self.doomed = False
-        #: Loads and turns that need it, and with it all that it continues.
+        #: How many loads and turns hold the node, and with it its chain.
         self.holds = 0
-        #: Pinned prefixes that it is a part of.
+        #: How many pinned prefixes contain it.
         self.kept = 0
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Node(Parent):
 
     @property
     def parent(self) -> bytes:
-        """The name of the prefix that it continues."""
+        """The name of the prefix that the snapshot continues."""
         return self.up.digest
 
     @property
@@ -87,26 +87,26 @@ class Node(Parent):
 
     @property
     def usable(self) -> bool:
-        """Whether a match may end with it."""
+        """Whether a match may contain the snapshot."""
         return self.durable and not self.doomed
 
     @property
     def evictable(self) -> bool:
-        """Whether nobody needs it now, nor anything that continues it."""
+        """Whether the snapshot may be evicted now: a durable leaf that nothing holds or pins."""
         return self.durable and not (self.holds or self.kept or self.children)
 
     @property
     def name(self) -> Name:
-        """Which KV it holds."""
+        """Which KV the snapshot holds."""
         return Name(self.parent, self.start, self.tokens, self.resumable)
 
     @property
     def row(self) -> Row:
-        """What the catalog keeps of it."""
+        """The catalog's row of the snapshot."""
         return Row.of(self.digest, self.name, self.size_bytes, self.used)
 
     def chain(self) -> Iterator[Node]:
-        """Go up to the first node of its chain, from the node itself on."""
+        """Yield the nodes of the chain, from this one up to the first."""
         node: Parent = self
         while isinstance(node, Node):
             yield node

@@ -1,4 +1,4 @@
-"""A start: lock the directory, clear what a process that died has left, bring index and files together."""
+"""Opening: lock the directory, remove a dead process's leftovers, reconcile the index with the files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: From so many snapshots on the index is kept from the garbage collector.
+#: An index of more snapshots is frozen out of garbage collection.
 _MANY_ROWS: Final = 10_000
 
 
 @dataclass(slots=True)
 class Opened:
-    """What a start has found; folder and catalog are open, and the writer's from here on."""
+    """What opening has found. Folder and catalog are open, and belong to the writer from here on."""
 
     folder: Folder
     catalog: Catalog
@@ -53,13 +53,13 @@ def open_directory(directory: Path, identity: bytes, model: str, clock: Callable
         if leftovers:
             _log.info("unfinished_snapshots_removed", files=leftovers)
         with _rarely_collecting():
-            with ThreadPoolExecutor(1) as beside:  # SQLite looks through its file without the GIL
+            with ThreadPoolExecutor(1) as beside:  # SQLite checks its file without the GIL
                 names = beside.submit(folder.names)
                 catalog = Catalog(folder)
             index, rejected = reconcile(folder, catalog, names.result(), clock)
             if index.stored > _MANY_ROWS:
-                gc.freeze()  # it stays: looking through it later would hold up every thread for 0.2 s
-        with suppress(sqlite3.Error):  # a disk that is full
+                gc.freeze()  # a collection of it would stop every thread for 0.2 s
+        with suppress(sqlite3.Error):  # a full disk
             catalog.note_identities([identity])
             if model:
                 catalog.name_model(identity, model)
@@ -82,7 +82,7 @@ def open_directory(directory: Path, identity: bytes, model: str, clock: Callable
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """Keep the garbage collector from looking through what is read, again and again while it grows."""
+    """Disable the garbage collector, which would scan the growing index again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

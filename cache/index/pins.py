@@ -1,7 +1,7 @@
-"""Prefixes that stay until they are unpinned: which they are, and which snapshots hold them.
+"""The pinned prefixes, and which snapshots hold them.
 
-A pin names tokens, not files: what is saved of them later is kept too, and where a longer snapshot takes a
-shorter one's place the pin goes over to it. Belongs to the event loop; `catalog` keeps the pins on disk.
+A pin names tokens, not files: it covers snapshots that are saved later, and moves to a longer snapshot that
+supersedes a shorter one. Belongs to the event loop; `catalog` keeps the pins on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Pinned:
     """A pinned prefix: of its `num_tokens`, `num_stored` are stored or on their way, in `size_bytes`.
 
-    `pinned_bytes` are those of all pins together. `noted` says that the pin is on disk too.
+    `pinned_bytes` are those of all pins together; `noted` says that the pin itself is on disk.
     """
 
     num_tokens: int
@@ -45,9 +45,9 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedPin:
-    """A pin, and the paths in the tree along which its tokens are stored or on their way now.
+    """A pin, and the paths in the tree that hold its tokens now, stored or on their way.
 
-    There is a path for every name under which a node that comes or goes may change what holds them.
+    There is a path for every name under which an added or removed node may change them.
     """
 
     pin: Pin
@@ -55,13 +55,13 @@ class TrackedPin:
 
     @property
     def num_tokens(self) -> int:
-        """Count the pin's tokens that nodes hold."""
+        """How many of the pin's tokens are held by nodes."""
         ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 
     @property
     def size_bytes(self) -> int:
-        """Measure the nodes; what other pins hold too is counted for each."""
+        """The bytes of the nodes; nodes that several pins share count for each."""
         return sum(node.size_bytes for path in self.paths.values() for node in path.found)
 
 
@@ -80,11 +80,11 @@ class Pins:
         return len(self._pins)
 
     def get(self, pin: Pin) -> TrackedPin | None:
-        """Find a pin."""
+        """Return a pin; None if it is unknown."""
         return self._pins.get(pin.name)
 
     def add(self, pin: Pin) -> TrackedPin:
-        """Keep a prefix from now on; one that is pinned already stays so."""
+        """Pin a prefix, if it is not pinned yet."""
         tracked = self._pins.get(pin.name)
         if tracked is None:
             tracked = self._pins[pin.name] = TrackedPin(pin)
@@ -92,12 +92,12 @@ class Pins:
         return tracked
 
     def remove(self, pin: Pin) -> None:
-        """Let go of a prefix."""
+        """Unpin a prefix."""
         tracked = self._pins.pop(pin.name)
         self._unfollow(tracked, pin.root)
 
     def within(self, root: bytes, tokens: bytes) -> list[Pin]:
-        """List the pins of prefixes of these packed tokens."""
+        """Return the pins that are prefixes of these packed tokens."""
         return [
             tracked.pin
             for tracked in self._pins.values()
@@ -105,7 +105,7 @@ class Pins:
         ]
 
     def clear(self) -> None:
-        """Forget all pins, of an index that was cleared."""
+        """Drop all pins, after the index was cleared."""
         self._pins, self._watching = {}, {}
 
     def _changed(self, node: Node) -> None:
@@ -114,7 +114,7 @@ class Pins:
             self._follow(tracked, parent, tracked.paths[parent].at)
 
     def _unfollow(self, tracked: TrackedPin, name: bytes) -> None:
-        """Let go of the nodes behind a name, and of those behind them."""
+        """Stop keeping the nodes behind a name, and their descendants."""
         names = [name]
         while names:
             path = tracked.paths.pop(name := names.pop(), None)
@@ -128,7 +128,7 @@ class Pins:
                 names.append(node.digest)
 
     def _follow(self, tracked: TrackedPin, name: bytes, at: int) -> None:
-        """Find the nodes that hold a pin's tokens behind a name; what holds those before is as it was."""
+        """Find and keep the nodes that hold a pin's tokens behind a name."""
         tokens = tracked.pin.tokens
         open_ends = [(name, at)]
         while open_ends:
@@ -148,9 +148,9 @@ class Pins:
                     open_ends.append((node.digest, end))
 
     def _found(self, parent: bytes, packed: bytes) -> dict[Node, int]:
-        """Find what holds the most of `packed`.
+        """Return the child that holds the most of `packed`, and how many tokens of it.
 
-        Where one that is on its way holds more than a stored one both are kept: its write may fail.
+        If that child is not stored yet, return the best stored one too: the write may fail.
         """
         both = (self._index.closest_child(parent, packed, usable=usable) for usable in (True, False))
         return {found[0]: found[1] for found in both if found is not None}

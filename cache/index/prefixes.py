@@ -1,7 +1,7 @@
-"""Where in the index some tokens are found: what is stored of them, and what is worth saving.
+"""Searches in the index: what is stored of some tokens, and what of them is worth saving.
 
-Changes nothing. Names tokens by a chain and their packed ids, as `blocks` does: full blocks by one digest
-after the other, then the pieces of a tail by the tree.
+Changes nothing. Finds full blocks by their chained digests (`blocks`), and the pieces of a tail by searching
+the tree.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .index import Index
     from .nodes import Node
 
-#: A part of a snapshot is used if it is at least this share of it: reading a block for a few of its tokens
-#: takes longer than computing them.
+#: A match uses at least this share of its last snapshot: prefilling a few tokens is faster than reading a
+#: whole block for them.
 _MIN_SHARE: Final = 0.25
 
 
 class Prefixes:
-    """Looks into an index for a model with blocks of `block` tokens; `stateful` is as `Store.open` says."""
+    """Searches an index, for a model with blocks of `block` tokens; `stateful` if its layers have states."""
 
     def __init__(self, index: Index, block: int, *, stateful: bool) -> None:
         self._index = index
@@ -32,7 +32,7 @@ class Prefixes:
         self._stateful = stateful
 
     def longest(self, chain: Chain, packed: bytes) -> tuple[int, list[Node]]:
-        """Find the longest stored prefix: its length in tokens, and the nodes that hold it, in order."""
+        """Return the longest stored prefix: its length in tokens, and its nodes in order."""
         nodes = self._index.follow(chain.names(packed)[1:], usable=True)
         if self._stateful:
             self._end_resumable(chain.root, packed, nodes)
@@ -43,14 +43,14 @@ class Prefixes:
         return at + num_shared, [*nodes, *path]
 
     def known(self, chain: Chain, packed: bytes) -> tuple[tuple[int, ...], list[Node]]:
-        """Find what is stored or on its way: where the pieces of the tail start and end, and all nodes."""
+        """Return what is stored or on its way: the edges of the tail's pieces, and all nodes in order."""
         nodes = self._index.follow(chain.names(packed)[1:], usable=False)
         start = len(nodes) * self._block
         path = self._pieces(nodes[-1].digest if nodes else chain.root, packed[start * TOKEN_BYTES :])
         return (start, *(node.end for node in path)), [*nodes, *path]
 
     def wanted(self, chain: Chain, packed: bytes, start: int) -> list[Span]:
-        """List the spans from position `start` on that are worth saving: see `Store.wanted`."""
+        """Return the spans from position `start` on that are worth saving: see `Store.wanted`."""
         spans = blocks.spans(start, len(packed) // TOKEN_BYTES, self._block)
         if not spans:
             return []
@@ -69,10 +69,10 @@ class Prefixes:
         return wanted
 
     def parent(self, chain: Chain, packed: bytes, start: int) -> bytes | None:
-        """Name what a snapshot from `start` on continues; None where all of `packed` is there already.
+        """Return the name of what a snapshot from `start` on continues; None if all of `packed` is stored.
 
-        That is a block, or a piece of a tail. Where the pieces end elsewhere, those that it continues are
-        gone: nothing has a name of zeros.
+        The name is that of a block or of a piece of a tail; it is all zeros, which nothing is called, if the
+        piece that should end at `start` is gone.
         """
         grid = start - start % self._block
         before = chain.names(packed)[grid // self._block]
@@ -84,19 +84,19 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Tell whether nodes, on their way or stored, hold all of `packed` after the block `parent`.
+        """Whether nodes, stored or on their way, hold all of `packed` behind the block `parent`.
 
-        Where layers have states they also have to end with it: a state is no part of another one.
+        If layers have states the last node must also end with `packed`: a state has no parts.
         """
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Follow `packed` from the end of a block as far as pieces hold it that hold nothing else."""
+        """Return the pieces behind a block that hold the longest beginning of `packed`, and nothing else."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, packed: bytes, nodes: list[Node]) -> None:
-        """Cut a chain of blocks back, or add a tail to it, so that it ends where it can be resumed."""
+        """Shorten a chain of blocks, or add pieces of a tail, so that a session can resume at its end."""
         while True:
             parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (root, 0)
             path = self._index.resumable_path(parent, _piece(packed, at, self._block))

@@ -1,7 +1,7 @@
-"""Bring a directory's files and its index together at a start, and announce what did not agree.
+"""Reconcile a directory's catalog with its files at a start, and log what did not agree.
 
-The files are the truth. Of a run that ended in order the index knows all of them, and that it does is seen
-fast, without a look at any file; else it is mended, a row at a time.
+The files are the truth. After an orderly end catalog and files agree, which is verified fast, without opening
+a file; otherwise the catalog is repaired row by row.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = structlog.get_logger("turnkeep.cache")
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
 ) -> tuple[Index, int]:
-    """Make the index of what is stored. `files` are the folder's names; returns how many were doubtful, too.
+    """Return the index of what is stored, and how many files were doubtful. `files` are the folder's names.
 
-    A file without a row is adopted by its header, with its mtime as its last use; one of another format
-    version stays too, unused, until it is evicted. A row without a file is dropped. A file that is no
-    snapshot goes to quarantine, and one whose parent is gone is removed, since nothing could ever match it.
+    A file without a row is adopted from its header, with its mtime as last use; files of another format
+    version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
+    snapshot goes to quarantine. A file whose parent is gone is removed, since nothing can match it.
     """
     stored = catalog.read()
     if _is_in_order(stored, files):
@@ -49,16 +49,15 @@ def reconcile(
 
 
 def _is_in_order(stored: list[Row], files: set[str]) -> bool:
-    """Say whether every row is as it was put down, and there is a file for each, and no snapshot besides.
+    """Whether every row is intact and has a file, and every snapshot file has a row.
 
-    SQLite has no checksums of its own. All rows are looked at: most of it is done by what goes through a
-    column without Python's code.
+    SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
     """
     try:
         fields = columns(stored)
         if any(map(ne, proofs(fields), fields[-1])) or not _fits(fields):
             return False
-    except (TypeError, ValueError):  # not even of the right types
+    except (TypeError, ValueError):  # fields of wrong types
         return False
     there = {file_name(row.digest) for row in stored}
     return there <= files and not any(map(digest_of, files - there))
@@ -98,16 +97,16 @@ def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) 
         catalog.note_identities(identities)
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
-        # A kill between a file and its row leaves one adopted or lost: nothing to worry anybody with.
+        # A kill between a file and its row causes an adopted or lost one: normal, so only information.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful
 
 
 def _is_right(row: Row) -> bool:
-    """Say whether a row is as it was put down; of an older version, whether it is named by its tokens.
+    """Whether a row is intact by its proof; a row of an older version, whether its tokens match its name.
 
-    A file's length is looked at when it is read. One of another format version has no tokens to be told.
+    The file's length is verified when it is read. A file of another format version has no known tokens.
     """
     try:
         fields = columns([row])
@@ -116,12 +115,12 @@ def _is_right(row: Row) -> bool:
         if row.proof is not None:
             return next(proofs(fields)) == row.proof
         return not row.tokens or link(row.parent, row.tokens) == row.digest
-    except (AttributeError, TypeError, ValueError):  # not even of the right types
+    except (AttributeError, TypeError, ValueError):  # fields of wrong types
         return False
 
 
 def _fits(fields: Columns) -> bool:
-    """Say whether names are of their length, tokens are whole, and numbers are some, none below 0."""
+    """Whether names have their length, tokens are complete, and numbers are integers from 0 on."""
     digests, parents, starts, tokens, sizes, used, *_ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}

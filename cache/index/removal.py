@@ -1,7 +1,7 @@
-"""How snapshots leave: out of the index first, children before their parents, then off the disk.
+"""The removal of snapshots: first from the index, children before parents, then from the disk.
 
-Belongs to the event loop. Knows what is being loaded or written, and that what was given up must not come
-back; not why something leaves.
+Belongs to the event loop. Knows what is being loaded or written, and that nothing removed may come back; not
+why something is removed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _log = structlog.get_logger("turnkeep.cache")
 
 
 class Removal:
-    """Takes nodes out of the index, and lets the writer remove their files."""
+    """Removes nodes from the index, and has the writer remove their files."""
 
     def __init__(self, index: Index, writer: Writer) -> None:
         self._index = index
         self._writer = writer
-        #: Files that may be in place though they were given up: what was saved anew was to replace them.
+        #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.
         self._left: set[bytes] = set()
 
     def evict(self, need_bytes: int, limit: int) -> list[Node]:
-        """Evict least recently used leaves until `need_bytes` are free, at most `limit`; returns them."""
+        """Evict least recently used leaves until `need_bytes` are free, at most `limit`; return them."""
         victims: list[Node] = []
         while need_bytes > 0 and len(victims) < limit and (victim := self._index.oldest()) is not None:
             self._index.remove(victim)
@@ -44,9 +44,9 @@ class Removal:
         return victims
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Discard those of these nodes, children first, that nothing else continues; count them.
+        """Discard these nodes, children first, except those that other nodes continue; return how many.
 
-        What a load or a turn needs stays until it is released.
+        A node that a load or a turn holds stays until its release.
         """
         num_discarded = 0
         for node in nodes:
@@ -57,21 +57,21 @@ class Removal:
         return num_discarded
 
     def discard_released(self, released: Node) -> None:
-        """Go on with what was to be discarded, from a node upwards, as far as nobody needs it any more."""
+        """Remove doomed nodes, from this one upwards, up to the first that is still needed."""
         for node in released.chain():
             if not node.doomed or node.holds:
                 return
             if not node.children:
                 self._remove([node], "cancelled")
             elif all(child.doomed for child in node.children):
-                return  # somebody else holds one of them
+                return  # one of the children is still held
             else:
-                node.doomed = False  # what was saved on top of it meanwhile needs it again
+                node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Give up a doubtful snapshot and all that continues it, pinned or not: nothing could match it.
+        """Remove a doubtful snapshot and all that continues it, pinned or not: nothing can match it.
 
-        False where another load was first, or it was forgotten meanwhile.
+        False if it has been removed already, by another load or by `forget`.
         """
         if not self._index.has(node):
             return False
@@ -80,7 +80,7 @@ class Removal:
         return True
 
     def note_end(self, write: Write) -> None:
-        """Take note of the end of a write."""
+        """Bring the index up to date after a write has ended."""
         node = write.node
         if write.state is WriteState.DURABLE and write.abandoned is None:
             self._left.discard(node.digest)
@@ -90,9 +90,9 @@ class Removal:
             return
         if self._index.has(node):
             self._remove([*self._index.descendants(node), node], "no_parent")
-        # The file may be in place: it was abandoned after the writer last looked, or the sync of the
-        # directory failed. If it has been saved anew, that write is queued already, and replaces it, unless
-        # it is given up too.
+        # The file may be on disk: the write was abandoned after the writer's last check, or the sync of the
+        # directory failed. A later save of the same snapshot is queued already and replaces the file, unless
+        # that save is abandoned too.
         if write.state in {WriteState.DURABLE, WriteState.FAILED}:
             self._left.add(node.digest)
         if node.digest in self._left and self._index.get(node.digest) is None:
@@ -100,7 +100,7 @@ class Removal:
             self._writer.unlink([write.row])
 
     def _remove(self, nodes: list[Node], reason: DropReason | Literal["cancelled"]) -> None:
-        """Take nodes out, children before their parents; those on their way are abandoned for `reason`."""
+        """Remove nodes, children before parents; writes in flight are abandoned for `reason`."""
         rows = []
         for node in nodes:
             if node.durable:

@@ -1,7 +1,7 @@
-"""How much room the snapshots have, and who leaves for want of it.
+"""How much room the snapshots have, and when snapshots are evicted.
 
-Owns the limits, the pinned prefixes and the count of the evicted. Belongs to the event loop and never waits
-for the disk: what is free there is what the writer has last measured. Knows nothing of files.
+Owns the limits, the pinned prefixes and the count of evictions. Belongs to the event loop and never waits for
+the disk: the writer measures what is free there. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: At most so many snapshots are evicted in one step; the rest waits for the next save, or the next tick.
+#: The most snapshots that are evicted at a time; the rest waits for the next save or the next tick.
 EVICT_LIMIT: Final = 32
 
-#: The pause between two steps while a lowered limit is made good.
+#: The pause between two evictions after a limit was lowered.
 STEP_PAUSE_S: Final = 0.01
 
-#: Pinned prefixes may take this share of the disk limit: the sessions that go on need the rest.
+#: The share of the disk limit that pinned prefixes may take; running sessions need the rest.
 PIN_SHARE: Final = 0.5
 
 
@@ -42,10 +42,9 @@ PIN_SHARE: Final = 0.5
 class DiskUsage:
     """Bytes at one instant: `free + pinned + evictable = capacity`.
 
-    `capacity` is what snapshots may take: the disk limit less the quarantine, as far as the file system has
-    it beside what is to be left free. `pinned` is what eviction has to leave alone: pinned prefixes (`kept`
-    of it), what is on its way to the disk or being loaded, and the chains that those continue. `free` is
-    below 0 while a lowered limit is being made good.
+    `capacity` is what snapshots may take: the disk limit less the quarantine, and no more than the file
+    system has beyond `min_free_bytes`. `pinned` must not be evicted now: pinned prefixes (`kept` of it), what
+    is being written or loaded, and the chains of these. `free` is below 0 while a lowered limit is exceeded.
     """
 
     capacity: int
@@ -56,7 +55,7 @@ class DiskUsage:
 
 
 class Room:
-    """Evicts through `removal`."""
+    """The limits of an index; evicts through `removal`."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class Room:
         self._step: asyncio.TimerHandle | None = None
 
     def usage(self) -> DiskUsage:
-        """Measure."""
+        """Return the current use of the disk."""
         used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
         free, pinned = -self._excess(), self._index.held_bytes()
-        # What was forgotten while it was under way is in flight still, but in the index no more.
+        # A snapshot that was forgotten during its write is still in flight, but no longer in the index.
         pinned += self._writer.counts.in_flight_bytes - self._index.on_its_way_bytes
         return DiskUsage(
             capacity=used + free,
@@ -93,16 +92,16 @@ class Room:
         )
 
     def make(self, size_bytes: int) -> bool:
-        """Evict until `size_bytes` more fit both limits; False where they cannot, or not in one step."""
+        """Evict until `size_bytes` more fit both limits; False if they cannot, or not in one step."""
         need = self._excess() + size_bytes
         if need <= 0:
             return True
         if need > self.usage().evictable:
-            return False  # nothing is given up in vain, nor looked through
+            return False  # evict nothing if that is not enough
         return self._evict(need, EVICT_LIMIT) >= need
 
     def set_limits(self, max_bytes: int, min_free_bytes: int) -> None:
-        """Hold to these limits from now on. What is over them leaves a step at a time."""
+        """Change the limits. What exceeds them is evicted step by step."""
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         _log.info("cache_limits_changed", max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         if self._index.kept_bytes > max_bytes:
@@ -110,12 +109,12 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """See to it that what is over the limits leaves, as far as it may."""
+        """Schedule evictions if the limits are exceeded."""
         if self._step is None and self._excess() > 0:
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
-        """Evict all that exceeds the limits, in one go: at a start, where no request waits for it yet."""
+        """Evict all that exceeds the disk limit at once: at a start, when no request waits."""
         used = self._index.stored_bytes + self._writer.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))
@@ -123,7 +122,7 @@ class Room:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
     def pin(self, pin: Pin) -> TrackedPin:
-        """Keep a prefix, what is stored of it and what comes. Raises `PinRefusedError`."""
+        """Pin a prefix: what is stored of it, and what will be. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
         tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)
@@ -137,7 +136,7 @@ class Room:
         return tracked
 
     def unpin(self, root: bytes, tokens: bytes, *, exactly: bool) -> list[Pin]:
-        """Let go of all pinned prefixes of these packed tokens, or only of the one that is all of them."""
+        """Unpin all prefixes of these packed tokens; with `exactly` only the prefix that equals them."""
         gone = [pin for pin in self._pins.within(root, tokens) if not exactly or pin.tokens == tokens]
         for pin in gone:
             self._pins.remove(pin)
@@ -145,16 +144,16 @@ class Room:
         return gone
 
     def clear(self) -> None:
-        """Forget the pins, which are gone with everything else."""
+        """Drop all pins."""
         self._pins.clear()
 
     def close(self) -> None:
-        """Evict nothing any more."""
+        """Cancel scheduled evictions."""
         if self._step is not None:
             self._step.cancel()
 
     def _excess(self) -> int:
-        """How far over its limits the cache is (negative: how much still fits)."""
+        """Return how many bytes the cache is over its limits; negative: how many still fit."""
         in_flight = self._writer.counts.in_flight_bytes
         used = self._index.stored_bytes + in_flight + self._writer.quarantined_bytes
         free = self._writer.free_bytes + self._writer.unlinking_bytes - in_flight
@@ -167,7 +166,7 @@ class Room:
             self.check()
 
     def _evict(self, need_bytes: int, limit: int) -> int:
-        """Evict; returns the bytes that this frees."""
+        """Evict up to `limit` snapshots; return the bytes that this frees."""
         victims = self._removal.evict(need_bytes, limit)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

@@ -1,4 +1,4 @@
-"""The cache in numbers, at one instant: what became of the snapshots, and who has the room."""
+"""The cache's counts at one instant: the fate of snapshots, and the use of the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SnapshotStats:
     def collect(
         cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int, timed_out: int
     ) -> Self:
-        """Take the counts of an open store."""
+        """Collect the counts of an open store."""
         usage = room.usage()
         return cls(
             accepted=counts.accepted,

@@ -1,1 +1,1 @@
-"""MLX caches taken apart into plain bytes, and made again of them. The only part of `cache` that uses MLX."""
+"""Copies MLX caches into plain bytes and rebuilds them. The only part of `cache` that uses MLX."""

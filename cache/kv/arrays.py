@@ -1,7 +1,7 @@
-"""MLX arrays as plain memory: made first, filled by whoever reads a file, then handed over.
+"""MLX arrays as plain memory: allocated here, filled by a file's reader, then handed over.
 
-Runs on an I/O thread; only evaluated arrays leave it. Every call names the CPU stream, so that no other
-thread than the device thread gives the device work. Knows nothing of files or names.
+Runs on an I/O thread, which hands over only evaluated arrays. Every call names the CPU stream, so that only
+the device thread gives work to the device. Knows nothing of files or names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Arrays: TypeAlias = "dict[str, mx.array]"
 #: A tensor's name, type and shape.
 Spec: TypeAlias = "tuple[str, str, tuple[int, ...]]"
 
-#: A plain cache of mlx-lm grows by so many tokens: with room up to the next multiple, the first append after
-#: a restore copies nothing.
+#: A plain cache of mlx-lm grows by this many tokens. With room up to the next multiple, the first append
+#: after a restore copies nothing.
 STEP_TOKENS: Final = 256
 
-#: By their names in safetensors: MLX's type, and one that numpy knows with items of that size.
+#: By name in safetensors: the type of MLX, and a type of numpy with items of that size.
 _TYPES: Final = {
     "F32": (mx.float32, np.float32),
     "F16": (mx.float16, np.float16),
@@ -48,18 +48,18 @@ _TYPES: Final = {
 
 
 class Blank:
-    """Tensors of a layout with room for `num_tokens` or a few more, and those of a state; contents undefined.
+    """Uninitialised tensors: those of a layout, with room for at least `num_tokens`, and those of a state.
 
-    `places` and `state` are where to write; `arrays` ends that and gives the tensors. Those of the layout are
-    longer than what was written to them: whoever takes them must know how many tokens count.
+    `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
+    layout may be longer than what was written: its user must know how many tokens count.
     """
 
     def __init__(self, layout: Layout, num_tokens: int, states: States = ()) -> None:
         capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
         kv = [(name, dtype, (1, heads, capacity, dim)) for name, dtype, (heads, dim) in layout]
         self._specs: list[Spec] = [*kv, *states]
-        # An evaluated array's buffer is what the CPU sees of it, and MLX documents writing to a view of it;
-        # with unified memory the GPU sees the same. CUDA may keep another copy: there, memory of our own.
+        # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
+        # buffer. CUDA may keep another copy, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
@@ -69,11 +69,11 @@ class Blank:
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def arrays(self) -> Arrays:
-        """Take the tensors, evaluated: (1, heads, capacity, head_dim), and a state's in their own shapes.
+        """Return the tensors, evaluated: (1, heads, capacity, head_dim), a state's in their own shapes.
 
-        The places are gone then.
+        The buffers cannot be written to afterwards.
         """
-        self.places, self.state = [], []  # an array whose memory is lent out might be written to unseen
+        self.places, self.state = [], []  # nobody may write to the arrays any more
         owners, self._owners = self._owners, {}
         if not self._in_place:
             for name, dtype, _ in self._specs:
@@ -86,7 +86,7 @@ class Blank:
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
-    """Make evaluated arrays whose contents do not matter, with the least work there is."""
+    """Return evaluated arrays with undefined contents, by the cheapest way."""
     if sys.platform == "linux":
         with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
             return _read_from_nothing(specs)
@@ -96,9 +96,9 @@ def _blank(specs: Sequence[Spec]) -> Arrays:
 
 
 def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
-    """Let MLX read a file in memory that is nothing but a header and a hole.
+    """Let MLX read a file in memory that consists of a header and a hole.
 
-    Its readers work side by side, and so do the faults of fresh memory; `mx.zeros` writes on one thread.
+    MLX reads on several threads, so page faults are handled in parallel; `mx.zeros` writes on one thread.
     """
     header = {}
     at = 0
@@ -130,8 +130,8 @@ def _place(memory: memoryview, heads: int, capacity: int, token_bytes: int) -> P
 
 
 def release_thread() -> None:
-    """Give up what the calling thread holds of MLX, before it ends; it must not load any more.
+    """Release the calling thread's MLX streams before the thread ends; it must not load afterwards.
 
-    Streams that outlive their thread now and then abort the process at its exit.
+    A stream that outlives its thread sometimes aborts the process at exit.
     """
     mx.clear_streams()

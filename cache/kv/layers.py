@@ -1,8 +1,8 @@
-"""Take a model's caches apart into plain bytes, and rebuild them.
+"""Copy a model's caches into plain bytes, and rebuild them.
 
 Runs on the device thread, which owns every live cache. Layers that keep each token at its own place are cut
-by tokens; the others' state is taken whole, at the very position where the caches are. What a cache of each
-class holds, `states` knows.
+by tokens; all others are copied as one state, at the current position. `states` knows what a cache of each
+class holds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _DTYPES: Final = {
 
 
 def unsupported(caches: Sequence[Any]) -> str | None:
-    """Name the first class that cannot be snapshotted; None where all can.
+    """Return the first class that cannot be snapshotted; None if all can.
 
-    `caches` have run some tokens: one that holds nothing then is written at times that are unknown here.
-    Subclasses count as unsupported, since they may hold what is unknown here.
+    `caches` must have run some tokens: a cache that is still empty is filled at unknown times. A subclass is
+    unsupported, since it may hold more than its base.
     """
     for _, cache in leaves(caches):
         if not states.is_known(cache):
@@ -52,7 +52,7 @@ def unsupported(caches: Sequence[Any]) -> str | None:
 
 
 def describe(caches: Sequence[Any]) -> str:
-    """Name the classes of all layers in one line, for the identity: another mlx-lm may use others."""
+    """Return the classes of all layers in one line, for the identity: mlx-lm versions may differ."""
     named = [
         f"[{describe(cache.caches)}]" if type(cache) is CacheList else states.describe(cache)
         for cache in caches
@@ -62,7 +62,7 @@ def describe(caches: Sequence[Any]) -> str:
 
 
 def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
-    """Describe a model's snapshots by its caches, which have run some tokens, and by what makes new ones."""
+    """Return the layout of a model's snapshots. `caches` have run some tokens; `new` makes empty caches."""
     kv, whole = [], []
     for path, cache in leaves(caches):
         if states.is_plain(cache):
@@ -76,14 +76,14 @@ def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
             whole.append((f"{STATE}{path}.{part}", _DTYPES[array.dtype], tuple(shape)))
 
     def prove(tensors: dict[str, mx.array], num_tokens: int) -> None:
-        with mx.stream(mx.cpu):  # on an I/O thread, which gives the device no work
+        with mx.stream(mx.cpu):  # runs on an I/O thread, which must not use the device
             rebuild(tensors, new(), num_tokens)
 
     return ModelLayout(tuple(kv), tuple(whole), prove)
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
-    """Say in words how layers keep KV, and which do: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
+    """Say how layers keep KV, and which layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
     found: dict[str, list[int]] = {}
     for i, cache in enumerate(caches):
         members = cache.caches if type(cache) is CacheList else (cache,)
@@ -100,7 +100,7 @@ def _kind(cache: Any) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write numbers, which ascend, as `0-4, 6`."""
+    """Write ascending numbers as `0-4, 6`."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -114,17 +114,16 @@ def cut(
     room_bytes: int = sys.maxsize,
     spare_states: int = 0,
 ) -> tuple[Tensor, ...] | None:
-    """Copy what the caches hold of the tokens `[start, end)`; None where that takes more than `room_bytes`.
+    """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
 
-    `at_end` says that the caches have run `end` tokens and no more: the state of layers that are not cut by
-    tokens is then added, and only then, since it is the state after their last token. It is left out where
-    there is no room for it, and for `spare_states` more of its size. What is cut later, or without room, has
-    every layer's keys and values but no state: nothing can be resumed at its end, but what follows it in a
-    chain can.
+    `at_end` says that the caches are at `end`. Only then is the state of layers that are not cut by tokens
+    added, since it is the state after the last token; and only if `room_bytes` has room for it and for
+    `spare_states` more states. Without its state a snapshot can be the middle of a chain, but no session
+    can resume at its end.
 
-    The copies are contiguous and evaluated in one go, so that another thread may read their bytes while
-    the caches change: assigning to a slice of a cache mutates the very array that a view would look at.
-    Raises `ValueError` where the caches do not hold these tokens, or are not where they are said to be.
+    The copies are contiguous and evaluated, so that another thread may read their bytes while the caches
+    change: assigning to a slice of a cache changes the array that a view would share. Raises `ValueError` if
+    the caches do not hold these tokens, or with `at_end` are not at `end`.
     """
     if not 0 <= start < end:
         raise ValueError(f"a layer does not hold the tokens [{start}, {end})")
@@ -154,12 +153,10 @@ def cut(
 
 
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
-    """Fill a model's new caches with evaluated arrays that span a session's first `num_tokens`.
+    """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Those that are cut by tokens may be longer: that is room, whose contents nobody reads before they are
-    written.
-
-    Raises `ValueError` where they are not exactly what such caches hold at that position.
+    Arrays that are cut by tokens may be longer; nobody reads that room before it is written. Raises
+    `ValueError` if the arrays are not what such caches hold at that position.
     """
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tensors.items():
@@ -175,18 +172,18 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
-    """Say whether `trim` can bring these caches back to any length, however far they have come.
+    """Whether `trim` can shorten these caches to any length.
 
-    Not their own `is_trimmable`: a rotating cache claims it until its window wraps, a chunked one always.
+    Not `is_trimmable` of mlx-lm: a rotating cache claims it until its window wraps, a chunked one always.
     """
     return all(states.is_plain(cache) for _, cache in leaves(caches))
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
-    """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest."""
+    """Drop all but the first `num_tokens` tokens. Frees no memory; later tokens overwrite the rest."""
     for _, cache in leaves(caches):
         if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:
-            # Its own `trim` counts down, but what comes next is put behind the tokens that should be gone.
+            # `trim` of mlx-lm only lowers the offset: the next tokens would come behind the dropped ones.
             parts = states.parts(cache)
             cache.state = tuple(part[..., :num_tokens, :] for part in parts.values())
         else:
@@ -194,9 +191,9 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
 
 
 def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
-    """Fill a model's new caches with copies of the first `num_tokens` tokens of others, which may go on.
+    """Fill a model's `new` caches with copies of the first `num_tokens` tokens of `caches`.
 
-    Only for caches that are `trimmable`.
+    Only for `trimmable` caches. `caches` stay usable.
     """
     copies = {
         f"{path}.{part}": mx.contiguous(array[..., :num_tokens, :])
@@ -208,11 +205,11 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 
 
 def shrink(caches: Sequence[Any]) -> None:
-    """Give back what caches hold beyond what comes next: what windows and chunks drop, and unused room.
+    """Free what an idle session does not need: passed tokens of windows and chunks, and unused room.
 
-    A window holds the last piece of a prompt besides until the next token. Plain caches grow by 256 tokens at
-    a time and never shrink: a short session, or one that was rewound, would hold many times what it needs.
-    Room is given back where it is more than what is used: the copy is smaller than what is freed.
+    A window holds the last piece of a prompt until the next token. A plain cache grows by 256 tokens at a
+    time and never shrinks, so a short or rewound session would hold many times what it needs. Room is freed
+    where it exceeds what is used, so that the copy is smaller than what it frees.
     """
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
@@ -226,13 +223,13 @@ def shrink(caches: Sequence[Any]) -> None:
 
 
 def grows(cache: Any, num_tokens: int) -> bool | None:
-    """Say whether a layer's cache allocates to take so many tokens more; None where that is not known."""
+    """Whether a layer's cache must allocate for `num_tokens` more tokens; None if that is unknown."""
     room = states.room(cache)
     return None if room is None else bool(cache.offset + num_tokens > room)
 
 
 def sizes(caches: Sequence[Any]) -> KvSize:
-    """Measure on caches that hold something what they take by the number of tokens."""
+    """Measure the sizes of a model's KV on caches that have run some tokens."""
     per_token = fixed = 0
     windows: Counter[int] = Counter()
     for _, cache in leaves(caches):
@@ -249,15 +246,15 @@ def sizes(caches: Sequence[Any]) -> KvSize:
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:
-    """Count what a session's caches hold of memory, with what is allocated ahead."""
+    """Return the bytes that a session's caches have allocated, unused room included."""
     return sum(int(cache.nbytes) for _, cache in leaves(caches))
 
 
 def live_bytes(caches: Sequence[Any]) -> int:
-    """Count what a session's KV really holds, without what is allocated ahead.
+    """Return the bytes that a session's KV uses, without unused room.
 
-    Over layers: cached positions x KV heads x head_dim x itemsize, for keys and for values; and the whole
-    of a recurrent layer's state, whose size is fixed.
+    The sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values, and
+    of the fixed size of a recurrent layer's state.
     """
     return sum(_live_bytes(cache) for _, cache in leaves(caches))
 
@@ -267,7 +264,7 @@ def _live_bytes(cache: Any) -> int:
         return int(cache.nbytes)
     # A quantised cache keeps three arrays for its keys, and three for its values.
     parts = dict(tree_flatten([cache.keys, cache.values])).values()
-    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds.
+    # A chunked cache holds tokens from `start_position` on; a rotating one has run more than it holds.
     num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
     return sum(
         part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
@@ -281,7 +278,7 @@ def _nbytes(arrays: Mapping[str, mx.array]) -> int:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a tensor's name into the path of its layer and the part of it: `state.3.0`, `keys`."""
+    """Split a tensor's name into its layer's path and its part: `state.3.0`, `keys`."""
     prefix = STATE if name.startswith(STATE) else ""
     words = name.removeprefix(prefix).split(".")
     path = list(takewhile(str.isdigit, words))
@@ -290,5 +287,5 @@ def _split(name: str) -> tuple[str, str]:
 
 def _bytes(array: mx.array) -> memoryview:
     view: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
-    # A memoryview refuses to cast what has no elements: the values of an index's keys, say.
+    # A memoryview without elements cannot be cast.
     return memoryview(view).cast("B") if array.size else memoryview(b"")

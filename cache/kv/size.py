@@ -1,7 +1,7 @@
-"""What a session's KV takes on the device, by the number of its tokens. Pure.
+"""The size of a session's KV on the device, by its number of tokens. Pure.
 
-Layers differ in what they can hold: all tokens, those of a window or a chunk, or one state of a fixed size.
-`layers.sizes` measures a model's; admission, the estimate of a step and reports of sizes count with them.
+A layer holds all tokens, those of a window or a chunk, or one state of a fixed size. `layers.sizes` measures
+a model's layers; admission, the estimate of a step and reports use the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that hold no more than `num_tokens` tokens, of so many bytes all together."""
+    """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together."""
 
     num_tokens: int
     bytes_per_token: int
@@ -19,7 +19,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """Bytes of one model's layers: for each token for good, of windows, and of states of a fixed size."""
+    """Bytes of a model's KV: for every token, for tokens in windows, and for states of a fixed size."""
 
     bytes_per_token: int
     windows: tuple[Window, ...] = ()
@@ -27,22 +27,22 @@ class KvSize:
 
     @property
     def bounded_bytes(self) -> int:
-        """Bytes that windows and states take at the most, however long a session becomes."""
+        """The most bytes that windows and states take, however long a session becomes."""
         return self.fixed_bytes + sum(one.num_tokens * one.bytes_per_token for one in self.windows)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
-        """Count the bytes of so many tokens. Windows may hold `ahead` more while a piece of a prompt runs."""
+        """Return the bytes of `num_tokens` tokens. Windows may hold `ahead` more tokens during prefill."""
         if not num_tokens:
             return 0
         windows = (min(num_tokens, one.num_tokens + ahead) * one.bytes_per_token for one in self.windows)
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Count the bytes of a snapshot of the last `num_new` of `at` tokens, with the states there."""
+        """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""
         return self.held(at) - (at - num_new) * self.bytes_per_token
 
     def most_tokens(self, size_bytes: int, most: int) -> int:
-        """Return how many tokens fit into so many bytes, up to `most`."""
+        """Return how many tokens fit into `size_bytes`, up to `most`."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2

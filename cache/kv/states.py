@@ -1,7 +1,7 @@
 """What a cache of each mlx-lm class holds: a place per token, or one state that changes as a whole.
 
-Knows single caches, and their classes by exact type: a subclass may hold what is unknown here. Runs on the
-device thread. `layers` puts what it finds into snapshots and back.
+Knows single caches, by exact class: a subclass may hold more than its base. `layers` stores what is found
+here in snapshots, and restores it. Runs on the device thread.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mlx_lm.models.cache import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-#: Classes that keep every token at its own place, for good.
+#: Classes that keep every token's KV at a fixed place.
 _PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
-#: Those among them that allocate ahead, many tokens at a time.
+#: Plain classes that allocate many tokens at a time.
 _AHEAD: Final = (KVCache, QuantizedKVCache)
-#: Classes whose state at one position says nothing of the state at another.
+#: Classes whose state must be saved as a whole: it changes with every token.
 _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 
 #: The arrays of a quantised part, in mlx-lm's order.
 _QUANTIZED: Final = ("codes", "scales", "biases")
-#: Part of every state: the position that it belongs to, then what its class counts besides.
+#: A tensor of every state: its position, then what its class counts besides.
 _NUMBERS: Final = "numbers"
 
 
 def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Go through the caches of all layers, each with its path: `3`, or `3.0` for a list's first member."""
+    """Yield the caches of all layers with their paths: `3`, or `3.0` for the first member of a list."""
     for i, cache in enumerate(caches):
         if type(cache) is CacheList:
             yield from leaves(cache.caches, f"{path}{i}.")
@@ -45,17 +45,17 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_plain(cache: Any) -> bool:
-    """Say whether the cache can be cut, and trimmed, at any of its tokens."""
+    """Whether the cache can be cut and trimmed at any token."""
     return type(cache) in _PLAIN
 
 
 def is_known(cache: Any) -> bool:
-    """Say whether all that the cache holds is known here."""
+    """Whether this module knows everything that the cache holds."""
     return type(cache) in _PLAIN or type(cache) in _WHOLE
 
 
 def describe(cache: Any) -> str:
-    """Name the class with what it was made with: all that its state does not say."""
+    """Return the class's name and its parameters, which the state does not contain."""
     name = type(cache).__name__
     match cache:
         case QuantizedKVCache():
@@ -70,26 +70,26 @@ def describe(cache: Any) -> str:
 
 
 def num_tokens(cache: Any) -> int | None:
-    """Count the tokens that the cache has seen; None where its class does not."""
+    """Return how many tokens the cache has run; None if its class does not count them."""
     return None if type(cache) is ArraysCache else int(cache.offset)
 
 
 def room(cache: Any) -> int | None:
-    """Count the tokens that a cache has allocated for; None where its class does not allocate ahead."""
+    """Return how many tokens are allocated; None if the class does not allocate ahead."""
     if type(cache) not in _AHEAD:
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return how many tokens a window or a chunk holds beside what runs; None for other classes."""
+    """Return how many tokens a window or chunk keeps between steps; None for other classes."""
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
     return int(cache.chunk_size) if type(cache) is ChunkedKVCache else None
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
-    """Drop what a window or a chunk would drop before its next token; returns what is left, unevaluated."""
+    """Drop what a window or chunk would drop before its next token; return the rest, unevaluated."""
     most = most_tokens(cache)
     if most is None or cache.keys is None:
         return []
@@ -110,7 +110,7 @@ def drop_passed(cache: Any) -> list[mx.array]:
 
 
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Name the arrays of a plain cache; their axis 2 are the tokens, with room for more behind them."""
+    """Return the named arrays of a cache; axis 2 are the tokens, then unused room."""
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
         part = getattr(cache, name)
@@ -122,14 +122,14 @@ def parts(cache: Any) -> dict[str, mx.array]:
 
 
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
-    """Fill a new plain cache; the arrays may have room for more. Raises `ValueError` if they do not fit."""
+    """Fill a new plain cache; the arrays may have unused room. Raises `ValueError` if they do not fit."""
     names = ["keys", "values"]
     if type(cache) is QuantizedKVCache:
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
     if set(arrays) != set(names) or any(array.shape[2] < num_tokens for array in arrays.values()):
         raise ValueError(f"not the keys and values of {num_tokens} tokens in a {type(cache).__name__}")
     filled = [arrays[name] for name in names]
-    if type(cache) is ConcatenateKVCache:  # which has no room: what comes next is put behind all of it
+    if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache
     cache.keys, cache.values = (filled[:3], filled[3:]) if quantized else filled
@@ -137,10 +137,10 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
 
 
 def state(cache: Any, position: int) -> dict[str, mx.array]:
-    """Name the arrays of the complete state of a cache that is at `position`; some may be views of its own.
+    """Return the named arrays of the whole state of a cache at `position`; some may be views of the cache.
 
-    A ring stays turned as it is: put in order, it would be written, and summed over, in another order.
-    Raises `ValueError` where there is no such state.
+    A ring buffer is not put in order: attention would then sum in another order, and round otherwise.
+    Raises `ValueError` if the cache has no state at that position.
     """
     if type(cache) is ArraysCache:
         if cache.lengths is not None or cache.left_padding is not None:
@@ -160,7 +160,7 @@ def state(cache: Any, position: int) -> dict[str, mx.array]:
 
 
 def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None:
-    """Fill a new cache with what `state` gave. Raises `ValueError` where that is of another position."""
+    """Fill a new cache with the arrays from `state`. Raises `ValueError` if they do not fit `position`."""
     held = dict(arrays)
     numbers: Any = held.pop(_NUMBERS).tolist() if _NUMBERS in held else []
     if numbers[:1] != [position]:
@@ -176,7 +176,7 @@ def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None
         raise ValueError(f"not the keys and values of a {describe(cache)}")
     num_held = held["keys"].shape[2]
     is_ring = type(cache) is RotatingKVCache
-    # Where a ring is written next lies in it, and a chunk ends where its tokens do.
+    # A ring's write index lies within the ring; a chunk ends at the last token.
     if held["values"].shape[2] != num_held or not (
         0 <= numbers[1] <= num_held if is_ring else 0 <= numbers[1] == position - num_held
     ):
@@ -189,7 +189,7 @@ def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None
 
 
 def _filled(cache: Any, num_filled: int) -> dict[str, mx.array]:
-    """Leave out what is allocated ahead."""
+    """Return the arrays without their unused room."""
     return {
         name: part if part.shape[2] <= num_filled else part[..., :num_filled, :]
         for name, part in parts(cache).items()

@@ -1,1 +1,1 @@
-"""What KV is called: by its tokens, its tenant and the model, and what a snapshot of it holds. Pure."""
+"""How KV is named, by tokens, tenant and model, and what a snapshot of KV holds. Pure."""

@@ -1,8 +1,8 @@
-"""Names for runs of tokens: chained digests over a grid of blocks, and the pieces of a tail. Pure.
+"""Names for runs of tokens: chained digests of blocks, and the pieces of a tail. Pure.
 
 The tokens `[0, n)` of a tenant under a model's identity name their KV. A full block is named by its
-parent's digest and its tokens, so that equal prefixes have equal names and nothing else has. The chain
-starts at a root salted with identity and tenant: across tenants no name is ever shared.
+parent's digest and its tokens, so that only equal prefixes have equal names. The chain starts at a root that
+hashes identity and tenant, so tenants never share a name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DIGEST_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
 
-#: A session's token ids as `array("I")`: 4 bytes each, and packed without a look at any of them.
+#: A session's token ids as `array("I")`: 4 bytes each, packed without iterating in Python.
 Tokens: TypeAlias = "array[int]"
 
 _LINK: Final = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"turnkeep.block")
@@ -45,7 +45,7 @@ def as_tokens(ids: Iterable[int] = ()) -> Tokens:
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Write token ids as little-endian uint32. `Tokens` are packed fifty times faster than a list.
+    """Pack token ids as little-endian uint32. `Tokens` are packed fifty times faster than a list.
 
     Raises `OverflowError` for an id outside of uint32.
     """
@@ -57,7 +57,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Tokens:
-    """Read what `pack` wrote. Raises `ValueError` where a token is cut off."""
+    """Unpack what `pack` returned. Raises `ValueError` if a token is truncated."""
     tokens = as_tokens()
     tokens.frombytes(packed)
     if sys.byteorder == "big":
@@ -66,22 +66,22 @@ def unpack(packed: bytes) -> Tokens:
 
 
 def root(identity: bytes, tenant: str) -> bytes:
-    """Name the empty prefix of a tenant under an identity's digest."""
+    """Return the name of a tenant's empty prefix under an identity's digest."""
     return hashlib.blake2b(
         identity + tenant.encode(), digest_size=DIGEST_BYTES, person=b"turnkeep.root"
     ).digest()
 
 
 def link(parent: bytes, packed: bytes) -> bytes:
-    """Name the run of packed tokens that follows the prefix `parent`: a block, or a shorter tail."""
-    digest = _LINK.copy()  # half the time of making one with its parameters
+    """Return the name of the packed tokens that follow the prefix `parent`: a block, or a piece of a tail."""
+    digest = _LINK.copy()  # twice as fast as a new one with parameters
     digest.update(parent)
     digest.update(packed)
     return digest.digest()
 
 
 class Chain:
-    """The names of a run of tokens, block by block: while it is one that grows, each block is hashed once."""
+    """The names of a growing run of tokens, block by block; each block is hashed once."""
 
     def __init__(self, root: bytes, block: int) -> None:
         self.root = root
@@ -91,7 +91,7 @@ class Chain:
         self._names = [root]
 
     def names(self, packed: bytes) -> Sequence[bytes]:
-        """Name the empty prefix, then every full block of the packed tokens, first to last."""
+        """Return the names of the empty prefix, then of every full block of the packed tokens, in order."""
         size = len(packed) - len(packed) % self._width
         if not packed.startswith(self._packed):
             if self._packed.startswith(packed[:size]):
@@ -106,10 +106,9 @@ class Chain:
 
 
 def spans(start: int, end: int, block: int) -> list[Span]:
-    """List what can be snapshotted at `end` after running `[start, end)`: full blocks, then the tail.
+    """List the spans to snapshot after running `[start, end)`: full blocks, then the tail up to `end`.
 
-    Every span starts on the grid, so the first one may begin before `start`: it is the block that
-    `start` lies in.
+    Every span starts at a block boundary, so the first span may begin before `start`.
     """
     if start >= end:
         return []
@@ -118,11 +117,11 @@ def spans(start: int, end: int, block: int) -> list[Span]:
 
 
 def tail_start(edges: Sequence[int], end: int) -> int:
-    """Choose where a tail's next piece, up to `end`, starts: a binary counter over the pieces that are there.
+    """Choose where a tail's next piece, up to `end`, starts: a binary counter over the existing pieces.
 
-    `edges` are where those pieces start and end; the first lies on the grid. The new piece takes the place of
-    all at the end that are not longer than what follows them. A token that is written again is then in a
-    piece at least twice as long: log2(block / turn) times at the most, instead of once each turn.
+    `edges` are the positions where existing pieces start and end; the first is a block boundary. The new
+    piece replaces every piece at the end that is not longer than the tokens behind it. Each rewrite at least
+    doubles the length of a token's piece, so a token is written at most log2(block / turn) times.
     """
     pieces = list(edges)
     while len(pieces) > 1 and pieces[-1] - pieces[-2] <= end - pieces[-1]:
@@ -133,7 +132,7 @@ def tail_start(edges: Sequence[int], end: int) -> int:
 def num_common(one: bytes, other: bytes) -> int:
     """Count the leading tokens that two packed runs share."""
     size = min(len(one), len(other)) // TOKEN_BYTES * TOKEN_BYTES
-    # As two large numbers, which are compared many tokens at a time: the lowest bit that differs tells where.
+    # Two large integers compare many tokens at a time; their lowest differing bit is in the first such token.
     differing = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     if not differing:
         return size // TOKEN_BYTES

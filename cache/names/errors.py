@@ -1,4 +1,4 @@
-"""What may go wrong with a cache, for whoever calls it."""
+"""The exceptions that the cache raises to its callers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class CacheError(Exception):
-    """Root of what this package raises."""
+    """Base class of this package's exceptions."""
 
 
 class DoubtfulSnapshotError(CacheError):
-    """A file is not, beyond doubt, the snapshot that was asked for. `reason` is a short phrase."""
+    """A file cannot be proved to be the requested snapshot; `reason` is a short phrase."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -31,8 +31,8 @@ class DirectoryLockedError(CacheError):
 
 
 class NotACacheError(CacheError):
-    """The directory does not exist, or is none of a cache."""
+    """The directory does not exist, or is not a cache."""
 
 
 class PinRefusedError(CacheError):
-    """The prefix is too large to be pinned; the message has the numbers."""
+    """The prefix is too large to pin; the message gives the sizes."""

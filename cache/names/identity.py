@@ -1,7 +1,7 @@
-"""What a snapshot must match before a model may use it.
+"""The identity of a model: what must match before the model may use a snapshot.
 
-Two models that share a name, or a file that changed in place, must never share KV. So the identity is
-made of contents, not of names.
+The identity hashes contents, not names: two models with one name, or a file that changed in place, never
+share KV.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: Raise it when the meaning of a snapshot's tensors or header changes: older files are then never matched.
+#: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
 FORMAT_VERSION: Final = 2
 
 #: Fields of config.json that say where a model came from, not what it computes.
@@ -38,7 +38,7 @@ _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 class Identity:
     """The contents that KV depends on. `weights`, `config`, `tokenizer` and `code` are hex digests.
 
-    `code` is that of the program that computes it, `caches` the classes that hold it, by `layers.describe`.
+    `code` is the digest of the model's code; `caches` are the classes of its caches, by `layers.describe`.
     """
 
     weights: str
@@ -52,11 +52,11 @@ class Identity:
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> bytes:
-        """Name the identity in 32 bytes."""
+        """Return the identity's digest, 32 bytes."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=32, person=b"turnkeep.model").digest()
 
     def to_json(self) -> str:
-        """Write the identity for a header: one line, fields in a fixed order."""
+        """Return the identity as one line of JSON, fields in a fixed order."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
@@ -70,10 +70,10 @@ def folder_identity(
     policy: str = "full",
     memo: Path | None = None,
 ) -> Identity:
-    """Take the identity of a model folder in the MLX layout.
+    """Compute the identity of a model folder in the MLX layout.
 
-    Reads every weight file unless `memo` remembers it (see `files_digest`): call it off the event loop.
-    Raises `FileNotFoundError` where weights or config.json are missing.
+    Reads every weight file that `memo` has no digest of (see `files_digest`), so call off the event loop.
+    Raises `FileNotFoundError` if weights or config.json are missing.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -91,29 +91,28 @@ def folder_identity(
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Name a model's configuration by what it computes; where it was downloaded from is left out."""
+    """Hash a model's configuration without the fields that only say where it came from."""
     relevant = {name: value for name, value in config.items() if name not in _PROVENANCE}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
-    """Name what turns text into tokens; the chat template, which only chooses the text, is left out."""
+    """Hash what turns text into tokens. The chat template only chooses the text, so it is left out."""
     files = files_digest([path for name in _TOKENIZER_FILES if (path := folder / name).is_file()], memo=memo)
     path = folder / _TOKENIZER_CONFIG
     said = path.read_bytes() if path.is_file() else b""
-    with suppress(ValueError, TypeError):  # else it counts by its bytes, whatever it is
+    with suppress(ValueError, TypeError):  # a file that is not JSON is hashed as it is
         config = json.loads(said)
         said = json.dumps({**config, "chat_template": None}, sort_keys=True).encode()
     return hashlib.sha256(files.encode() + said).hexdigest()
 
 
 def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
-    """Name the contents of files, with their file names, in the order given.
+    """Hash files, names and contents, in the order given; returns hex.
 
-    `memo` is a small JSON file of digests that were taken before, so that a start does not read the
-    weights twice. A file counts as unchanged while its path, size, mtime and ctime are the same (mtime
-    alone can be set back by a copy that preserves times). A memo that cannot be read or written costs
-    time only.
+    `memo` is a small JSON file of earlier digests, so that a start need not read the weights again. A file
+    counts as unchanged while its path, size, mtime and ctime are the same (a copy can preserve mtime alone).
+    An unreadable or unwritable memo costs only time.
     """
     known = _read_memo(memo)
     whole = hashlib.sha256()

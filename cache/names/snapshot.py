@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 
-#: What the names of a state's tensors begin with; the others are cut by tokens, along their axis 2.
+#: Prefix of the names of a state's tensors. All other tensors are cut by tokens, along axis 2.
 STATE: Final = "state."
 
 
@@ -22,7 +22,7 @@ STATE: Final = "state."
 class Tensor:
     """One tensor as plain bytes. `dtype` is a key of `ITEM_BYTES`.
 
-    `shape` is (1, heads, tokens, head_dim), unless it is part of a state: then it may be any.
+    `shape` is (1, heads, tokens, head_dim); a state's tensor may have any shape.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Tensor:
 
     @property
     def of_state(self) -> bool:
-        """Whether it holds what is true at the snapshot's end only."""
+        """Whether the tensor belongs to a state, which is valid at the snapshot's end only."""
         return self.name.startswith(STATE)
 
 
@@ -49,11 +49,11 @@ GROWING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What the snapshots of a model hold, taken from its own caches: a file that differs is not used.
+    """What a model's snapshots hold, as its own caches have it; a file that differs is not used.
 
-    `kv` are the tensors that are cut by tokens. `states` are those of a state; a length of -1 along `GROWING`
-    is any. `prove(tensors, num_tokens)` raises `ValueError` where the caches could not be made of them: the
-    numbers in a state make no sense, say.
+    `kv` are the tensors that are cut by tokens, `states` those of a state; -1 along `GROWING` means any
+    length. `prove(tensors, num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors,
+    as when the numbers in a state make no sense.
     """
 
     kv: Layout
@@ -61,7 +61,7 @@ class ModelLayout:
     prove: Callable[[dict[str, Any], int], None] | None = None
 
     def check_states(self, states: States, num_tokens: int) -> None:
-        """Raise `DoubtfulSnapshotError` where these are not the tensors of a state after so many tokens."""
+        """Raise `DoubtfulSnapshotError` unless these are the tensors of a state after `num_tokens` tokens."""
         if len(states) != len(self.states):
             raise DoubtfulSnapshotError("states unlike the model's")
         for (name, dtype, shape), (own_name, own_dtype, own_shape) in zip(states, self.states, strict=True):
@@ -73,10 +73,10 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """Which KV a snapshot holds: the packed `tokens` from position `start` on, after the prefix `parent`.
+    """Which KV a snapshot holds: that of the packed `tokens` from `start`, after the prefix `parent`.
 
-    A session can be resumed at its end, unless it lacks the state that some layers have there: without being
-    `resumable` it only joins what is before it to what follows.
+    A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
+    layers and can only be the middle of a chain.
     """
 
     parent: bytes
@@ -86,7 +86,7 @@ class Name(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """The name proper; the file is called after it."""
+        """The digest that names the snapshot and its file."""
         return link(self.parent, self.tokens)
 
     @property
@@ -96,13 +96,13 @@ class Name(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """The positions that it covers."""
+        """The positions of the tokens."""
         return Span(self.start, self.start + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory of one tensor: a row for each head, in bytes, with room for tokens of `token_bytes` each."""
+    """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each."""
 
     rows: tuple[memoryview, ...]
     token_bytes: int
