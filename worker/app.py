@@ -1,8 +1,8 @@
-"""The composition root: build every part, run them, take them down in the right order.
+"""The composition root: builds all parts of the worker, runs them, stops them in the right order.
 
-Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse: no new requests,
-turns end and leave their tails for the disk, the writer finishes, NATS goes last. Whatever is unanswered
-then is in the log for the next worker.
+Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse order: no new
+requests, turns end and their tails are saved, the writer finishes, NATS is last. Unanswered requests are in
+the log for the next worker.
 """
 
 from __future__ import annotations
@@ -75,29 +75,28 @@ T = TypeVar("T")
 
 VERSION = importlib.metadata.version("turnkeep")
 
-#: The longest context whose attention is planned for beside the KV; what is beyond is priced step by step.
+#: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
 _PLANNED_CONTEXT = 65_536
 
-
-#: The settings that a reload takes over.
+#: The settings that a reload may change.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
-#: So many logs are read from their beginning at a time: each takes a thread, and memory for a page or two.
+#: Limit of concurrent folds: each takes a thread, and memory for a page or two of the log.
 _MAX_FOLDS = 4
 
-#: So many threads do at a time what must not hold up the event loop: tokenising, most of all.
+#: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
 
-#: How long sessions may take to end: a commit, which waits for a log that is out of reach, is given up then.
+#: Time for sessions to end; then a commit that waits for an unreachable log is cancelled.
 _STOP_S = 10.0
 
 
 class WorkerError(TurnkeepError):
-    """The worker cannot go on; the message is one line."""
+    """The worker cannot continue; the message is one line."""
 
 
 class App:
-    """One worker. `run` starts it, serves until `stop` is called, and takes it down."""
+    """One worker. `run` starts it, serves until `stop` is called, and stops all parts."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class App:
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress(done, total, what)` hears of long steps of the start, from any thread.
+        """`progress(done, total, what)` reports long steps of the start, on any thread.
 
-        `loaded` is called once the weights are in memory.
+        `loaded()` is called when the weights are in memory.
         """
         self._settings = settings
         self._progress = progress
@@ -124,11 +123,11 @@ class App:
         self.ready = Event()
 
     def stop(self) -> None:
-        """Ask the worker to go down; event loop only."""
+        """Ask the worker to stop. Event loop only."""
         self._stop.set()
 
     def reload(self, settings: Settings) -> None:
-        """Take over what may change while the worker runs: the limits of the disk. Event loop only."""
+        """Apply the settings that may change while the worker runs: the disk limits. Event loop only."""
         changed = {
             field.name
             for field in dataclasses.fields(settings)
@@ -143,13 +142,13 @@ class App:
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises `TurnkeepError`, with one line, for what a user can mend."""
+        """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
         settings = self._settings
         to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
-            # What a user may have got wrong comes first: no server is started and no stream made for a model
-            # that cannot be loaded, and no model fetched for a server that is not there.
+            # A user's mistakes show first: no server is started and no stream made for a model that cannot be
+            # loaded, and no model is fetched for a server that does not answer.
             if settings.nats is None:
                 server = broker.EmbeddedServer(directory, settings)
                 server.check()
@@ -169,11 +168,11 @@ class App:
             await self._serve(nc, js, names, loaded)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run a step of the start on a thread, a download say; a cancelled start waits for it last."""
+        """Run a step of the start, a download say, on a thread; a cancelled start waits for it last."""
         return await self._starting.start_soon(partial(in_thread, work, *args, **named))
 
     async def _connect(self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
-        """Connect to NATS, and be the one worker of the prefix there."""
+        """Connect to NATS, and acquire the lease on the prefix."""
         nc = await connect(
             url,
             name=f"turnkeep {self._settings.worker}",
@@ -239,7 +238,7 @@ class App:
     async def _open_store(
         self, directory: DataDir, loaded: LoadedModel, stack: contextlib.AsyncExitStack
     ) -> None:
-        """Open the snapshots; a worker serves without them rather than not at all."""
+        """Open the snapshots; on a failure the worker serves without them."""
         settings = self._settings
         if settings.snapshots == "off":
             log.info("snapshots are off")
@@ -279,9 +278,9 @@ class App:
         self._device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
-        """Take requests until told to stop; raises `WorkerError` if a part ends that must not.
+        """Take requests until told to stop. Raises `WorkerError` if a part ends before.
 
-        The groups end from the inside out: that is the order of the stop.
+        The task groups end from the inside out, which is the order of the stop.
         """
         self._loaded = loaded
         async with task_group() as parts:
@@ -314,14 +313,14 @@ class App:
                 await desk.close()
                 asides.cancel_scope.cancel()
             await intake.give_back()
-            parts.cancel_scope.cancel()  # the keep-alive: until here the deliveries were this worker's
+            parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
         if self._fatal:
             raise WorkerError(self._fatal)
 
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
     ) -> tuple[Desk, Intake, Sessions]:
-        """Build what serves: `work` are tasks of sessions, `asides` those that are cancelled behind them."""
+        """Build the serving parts: `work` gets the tasks of sessions, `asides` those cancelled after them."""
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = Engine(
             self._device,
@@ -362,7 +361,7 @@ class App:
         return desk, intake, self._sessions
 
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
-        """Bring together what all sessions share."""
+        """Collect the services that all sessions share."""
         settings, loaded = self._settings, self._loaded
         fold = Fold(loaded.tokenizer)
         execution = Execution(
@@ -397,14 +396,14 @@ class App:
 
     @asynccontextmanager
     async def _background(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run a part of the worker until the block is over."""
+        """Run a part of the worker until the block ends."""
         async with task_group() as tasks:
             tasks.start_soon(self._run_part, name, part)
             yield
             tasks.cancel_scope.cancel()
 
     async def _run_part(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part that must not end before it is cancelled; where it does, the worker goes down."""
+        """Run a part that must not end before it is cancelled; if it does, the worker stops."""
         why: Exception | None = None
         try:
             await part()
@@ -414,7 +413,7 @@ class App:
         self._fail(f"the {name} task ended: {why!r}")
 
     def _kv_limit(self, context_tokens: int) -> int:
-        """Return the bytes of KV that settings and device allow. Raises `WorkerError` if there are none."""
+        """Return the limit of KV in bytes. Raises `WorkerError` if the device has no room for a block."""
         settings, estimator = self._settings, self._device.estimator
         room = estimator.room_for_kv(
             settings.max_batch, settings.block_tokens, min(context_tokens, _PLANNED_CONTEXT)
@@ -431,7 +430,7 @@ class App:
         return min(settings.max_memory or room, room)
 
     def _device_died(self, error: BaseException) -> None:
-        """Hear, on the device thread, that it ends: without it nothing would ever be answered again."""
+        """Stop the worker, as no turn can run any more. Called on the device thread."""
         self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
 
     async def _reconnected(self) -> None:
@@ -439,11 +438,11 @@ class App:
             await self._intake.pull_again()
 
     async def _closed(self) -> None:
-        """The server has closed the connection for good; it happens on the way down too."""
+        """Stop the worker: the connection is closed for good. Called during the stop too."""
         self._fail("the NATS server has closed the connection; its log says why")
 
     def _fail(self, why: str) -> None:
-        """Go down for a reason that cannot be mended here."""
+        """Stop the worker because of a fault; the first reason is reported."""
         self._fatal = self._fatal or why
         self._stop.set()
 

@@ -1,6 +1,6 @@
-"""The message that the worker publishes of itself every few seconds, and that `info` holds too.
+"""Builds the metrics message, which the worker publishes every few seconds and `info` replies contain.
 
-Puts together what the parts count; `telemetry` holds the counters that are no part's own.
+Collects the counters of all parts; `telemetry` has those that belong to no part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def collect(
     worker: str,
     version: str,
 ) -> Metrics:
-    """Build the message from the parts as they are now. Event loop only."""
+    """Build the message from the parts' current counters. Event loop only."""
     return Metrics(
         worker=worker,
         version=version,

@@ -10,7 +10,7 @@ from anyio import current_time, sleep
 
 from turnkeep_client.messages import Histogram
 
-#: Upper bounds in seconds, as OpenTelemetry advises for gen_ai.server.* metrics.
+#: Upper bounds in seconds, from OpenTelemetry's advice for gen_ai.server.* metrics.
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -28,7 +28,7 @@ class Distribution:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
+        """Count a value, once or several `times`."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -38,12 +38,12 @@ class Distribution:
 
 
 class Telemetry:
-    """A worker's counters. Requests are counted by type and outcome when their result is committed."""
+    """A worker's counters; `requests` counts committed results by request type and outcome."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: Ignored entries and chunks that no worker can have published, by kind.
+        #: Ignored entries that no worker can have written, by kind.
         self.ignored: Counter[str] = Counter()
         self.prefilled_tokens = 0
         self.cached_tokens = 0
