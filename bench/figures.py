@@ -44,18 +44,19 @@ def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False
         return number(estimate.value, unit, signed=signed)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
-    if unit == "share" and not signed:  # there are none beyond
+    if unit == "share" and not signed and value <= 100:  # there are none beyond
         low, high = max(low, 0.0), min(high, 100.0)
     places = min(_places((high - low) / 6, 1), _places(value, 4))
+    places = max(places, min(0, _places(value, 3)))  # three of a large number, however wide the interval
     shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
     return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()
 
 
 def _places(value: float, digits: int) -> int:
-    """Return the decimal places that leave a value so many digits."""
-    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    """Return the decimal places that leave a value so many digits; below 0 for tens and hundreds."""
+    return digits - 1 - math.floor(math.log10(abs(value))) if value else 0
 
 
 def _digits(value: float, places: int, *, signed: bool) -> str:
     rounded = round(value, places) + 0.0  # no minus before a zero
-    return f"{rounded:{'+' if signed and rounded else ''},.{places}f}"
+    return f"{rounded:{'+' if signed and rounded else ''},.{max(places, 0)}f}"

@@ -76,8 +76,7 @@ class Plan:
 
     One worker is as it ships; four guess nothing ahead, and have snapshots off, on, on a slow disk and on one
     that fails. Everywhere caches are kept from turn to turn, and answers stop at the same tokens. The two bad
-    disks are those of the writer thread alone: each sync of a file takes 5 s, or fails with EIO; what a
-    worker has to say of that goes to the terminal.
+    disks are those of the writer thread alone: each sync of a file takes 5 s, or fails with EIO.
     """
 
     batch: Batches = (1, 4, 8, 16)
@@ -150,10 +149,10 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
         places = {f"{side}, {n} at a time:": (side, n) for side in sides for n in found.plan.batch}
         whole = {label: found.ratios(DECODING, side, OFF, n) for label, (side, n) in places.items()}
         name = f"{where} answers decode at {least:.0%} of the speed without, or more"
-        yield bounded(name, whole, at_least=least, unit="share", log=True)
+        yield bounded(name, whole, at_least=least, log=True)
         left = {label: _speed_left(found, *place) for label, place in places.items()}
         name = f"{where} the steps beside a block leave {least:.0%} of the speed, or more"
-        yield bounded(name, left, at_least=least, unit="share")
+        yield bounded(name, left, at_least=least)
 
 
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
@@ -182,7 +181,8 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
             of[side, block] += len(alone)
             if said != alone:
                 break
-    return {side: [equal[one] / of[one] for one in of if one[0] == side] for side, _ in of}
+    shares = {side: [equal[one] / of[one] for one in of if one[0] == side] for side in CASES}
+    return {side: some for side, some in shares.items() if some}
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:

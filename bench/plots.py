@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
@@ -112,14 +113,16 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     measure = plot.measures[0]
     divisor, name = _scale([measure], findings)
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
-    for i, case in enumerate(findings.cases(measure)):
+    cases = findings.cases(measure)
+    aside = 0.05 * min((later - sooner for sooner, later in pairwise(xs)), default=1.0)
+    for i, case in enumerate(cases):
         found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
         if not found:
             continue
         bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
         bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
         axes.errorbar(
-            [x for x, _ in found],
+            [x + aside * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
             [one.value / divisor for _, one in found],
             yerr=bars,
             color=_LINES[i % len(_LINES)],
@@ -199,7 +202,11 @@ def _name(plot: Plot, unit: str) -> str:
 
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, high = (
+            function(0.0, end) for function, end in zip((min, max), axes.dataLim.intervaly, strict=True)
+        )
+        room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
+        axes.set_ylim(low - room if low else 0.0, high + room)
     _numbers(axes.yaxis, log=plot.log)
 
 

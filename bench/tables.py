@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .samples import Findings
     from .spec import AnyBench, Measure
 
-PRINTED_WIDTH: Final = 120
+PRINTED_WIDTH: Final = 132
 
 
 @dataclass(frozen=True, slots=True)

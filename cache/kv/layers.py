@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. Layers that keep each token at its own place are cut
-by tokens; all others are copied as one state, at the current position. `states` knows what a cache of each
-class holds.
+Runs on the device thread, which owns every live cache. Layers that keep each token at its own place, for good
+or in a ring, are cut by tokens; the others' state is taken whole, at the very position where the caches are.
+What a cache of each class holds, `states` knows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
+from cache.names.policy import FULL
 from cache.names.snapshot import GROWING, STATE, ModelLayout, Tensor
 
 from . import states
+from .ring import RingCache
 from .size import KvSize, Window
 from .states import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from cache.names.policy import Policy
 
 _DTYPES: Final = {
     mx.float32: "F32",
@@ -35,6 +47,28 @@ _DTYPES: Final = {
     mx.uint32: "U32",
     mx.int64: "I64",
 }
+
+
+def make(model: Any, policy: Policy = FULL, *, rings: bool = False) -> list[Any]:
+    """Make a model's new caches under a policy: with a window, its plain layers are rings.
+
+    `rings` says that the model's own sliding windows are to be rings too: whoever runs it can attend to them.
+    Raises `ValueError`, which names the class of a layer that the policy cannot be for.
+    """
+    return [_under(policy, cache, rings=rings) for cache in make_prompt_cache(model)]
+
+
+def _under(policy: Policy, cache: Any, *, rings: bool) -> Any:
+    kind = type(cache)
+    if rings and kind is RotatingKVCache and not cache.keep:
+        return RingCache(0, cache.max_size)
+    if policy.window is None or kind in (RotatingKVCache, ArraysCache):
+        return cache
+    if kind is KVCache:
+        return RingCache(policy.sink, policy.window)
+    if kind is QuantizedKVCache:
+        return RingCache(policy.sink, policy.window, cache.group_size, cache.bits)
+    raise ValueError(f"{policy.name} is not for layers of {kind.__name__}; use the policy full")
 
 
 def unsupported(caches: Sequence[Any]) -> str | None:
@@ -65,7 +99,7 @@ def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
     """Return the layout of a model's snapshots. `caches` have run some tokens; `new` makes empty caches."""
     kv, whole = [], []
     for path, cache in leaves(caches):
-        if states.is_plain(cache):
+        if states.is_cut(cache):
             for part, array in states.parts(cache).items():
                 kv.append((f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3])))
             continue
@@ -94,7 +128,11 @@ def kinds(caches: Sequence[Any]) -> dict[str, str]:
 def _kind(cache: Any) -> str:
     if not hasattr(cache, "keys"):
         return "a state of fixed size"
-    kept = f"{cache.bits} bits" if type(cache) is QuantizedKVCache else "full precision"
+    bits = getattr(cache, "bits", 0)
+    kept = f"{bits} bits" if bits else "full precision"
+    if type(cache) is RingCache:
+        sinks = f"the first {cache.sink} and " if cache.sink else ""
+        return f"{kept}, {sinks}the last {cache.window} tokens"
     most = states.most_tokens(cache)
     return kept if most is None else f"{kept}, the last {most} tokens"
 
@@ -130,11 +168,8 @@ def cut(
     pieces: dict[str, mx.array] = {}
     state: dict[str, mx.array] = {}
     for path, cache in leaves(caches):
-        if states.is_plain(cache):
-            if cache.keys is None or end > cache.offset:
-                raise ValueError(f"layer {path} does not hold the tokens [{start}, {end})")
-            for part, array in states.parts(cache).items():
-                pieces[f"{path}.{part}"] = array[..., start:end, :]
+        if states.is_cut(cache):
+            pieces |= {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
         elif at_end:
             for part, array in states.state(cache, end).items():
                 state[f"{STATE}{path}.{part}"] = array
@@ -155,32 +190,57 @@ def cut(
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Arrays that are cut by tokens may be longer; nobody reads that room before it is written. Raises
-    `ValueError` if the arrays are not what such caches hold at that position.
+    Those that are cut by tokens may be longer: that is room, whose contents nobody reads before they are
+    written. A ring's are its sinks and its window, and no longer.
+
+    Raises `ValueError` where they are not exactly what such caches hold at that position.
     """
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         path, part = _split(name)
         groups.setdefault(path, {})[part] = array
     for path, cache in leaves(caches):
-        plain = states.is_plain(cache)
-        held = groups.pop(path if plain else STATE + path, {})
-        (states.set_parts if plain else states.set_state)(cache, held, num_tokens)
+        is_cut = states.is_cut(cache)
+        held = groups.pop(path if is_cut else STATE + path, {})
+        (states.set_parts if is_cut else states.set_state)(cache, held, num_tokens)
     if groups:
         raise ValueError(f"tensors of layers that are not there: {', '.join(groups)}")
     return caches
 
 
+def holds(caches: Sequence[Any], start: int, end: int) -> bool:
+    """Say whether the layers that are cut by tokens still hold all of `[start, end)`."""
+    return all(
+        cache.holds(start, end) if type(cache) is RingCache else end <= cache.offset
+        for _, cache in leaves(caches)
+        if states.is_cut(cache)
+    )
+
+
 def trimmable(caches: Sequence[Any]) -> bool:
-    """Whether `trim` can shorten these caches to any length.
+    """Say whether no layer has a state that its end alone has: `trim` can bring them back to `earliest`.
 
     Not `is_trimmable` of mlx-lm: a rotating cache claims it until its window wraps, a chunked one always.
     """
-    return all(states.is_plain(cache) for _, cache in leaves(caches))
+    return all(states.is_cut(cache) for _, cache in leaves(caches))
+
+
+def earliest(caches: Sequence[Any]) -> int | None:
+    """Return the fewest tokens that `trim` can bring caches back to, and to any number from there on.
+
+    0 where every layer keeps all its tokens. What a ring has overwritten, or a restore has not read, is not
+    there to go back to. None for layers with a state: they stay where they are.
+    """
+    if not trimmable(caches):
+        return None
+    return max((cache.earliest for _, cache in leaves(caches) if type(cache) is RingCache), default=0)
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
-    """Drop all but the first `num_tokens` tokens. Frees no memory; later tokens overwrite the rest."""
+    """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest.
+
+    Raises `ValueError` where that is fewer than `earliest`.
+    """
     for _, cache in leaves(caches):
         if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:
             # `trim` of mlx-lm only lowers the offset: the next tokens would come behind the dropped ones.
@@ -193,15 +253,19 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
 def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's `new` caches with copies of the first `num_tokens` tokens of `caches`.
 
-    Only for `trimmable` caches. `caches` stay usable.
+    Only for caches that are `trimmable`, and from their `earliest` number of tokens on; else a `ValueError`.
     """
-    copies = {
-        f"{path}.{part}": mx.contiguous(array[..., :num_tokens, :])
-        for path, cache in leaves(caches)
-        for part, array in states.parts(cache).items()
-    }
+    copies: list[mx.array] = []
+    for (_, cache), (_, copy) in zip(leaves(caches), leaves(new), strict=True):
+        if type(cache) is RingCache:
+            copy.copy_from(cache)
+            copy.trim(copy.offset - num_tokens)
+        else:
+            held = states.tokens(cache, 0, num_tokens)
+            states.set_parts(copy, {part: mx.contiguous(array) for part, array in held.items()}, num_tokens)
+        copies += states.parts(copy).values()
     mx.eval(copies)
-    return rebuild(copies, new, num_tokens)
+    return new
 
 
 def shrink(caches: Sequence[Any]) -> None:
@@ -216,22 +280,23 @@ def shrink(caches: Sequence[Any]) -> None:
         kept += states.drop_passed(cache)
         room = states.room(cache)
         if room is not None and room > 2 * cache.offset:
-            held = {name: mx.contiguous(p[..., : cache.offset, :]) for name, p in states.parts(cache).items()}
-            states.set_parts(cache, held, cache.offset)
-            kept += held.values()
+            kept += states.drop_room(cache)
     mx.eval(kept)
 
 
 def grows(cache: Any, num_tokens: int) -> bool | None:
     """Whether a layer's cache must allocate for `num_tokens` more tokens; None if that is unknown."""
     room = states.room(cache)
-    return None if room is None else bool(cache.offset + num_tokens > room)
+    if room is None:
+        return None
+    wanted = cache.offset + num_tokens
+    return bool((min(wanted, cache.capacity) if type(cache) is RingCache else wanted) > room)
 
 
 def sizes(caches: Sequence[Any]) -> KvSize:
     """Measure the sizes of a model's KV on caches that have run some tokens."""
     per_token = fixed = 0
-    windows: Counter[int] = Counter()
+    windows: Counter[tuple[int, bool]] = Counter()
     for _, cache in leaves(caches):
         if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
@@ -241,8 +306,9 @@ def sizes(caches: Sequence[Any]) -> KvSize:
         if most is None:
             per_token += size
         else:
-            windows[most] += size
-    return KvSize(per_token, tuple(Window(*window) for window in sorted(windows.items())), fixed)
+            windows[most, type(cache) is RingCache] += size
+    found = (Window(most, size, is_ring) for (most, is_ring), size in sorted(windows.items()))
+    return KvSize(per_token, tuple(found), fixed)
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:
@@ -264,8 +330,11 @@ def _live_bytes(cache: Any) -> int:
         return int(cache.nbytes)
     # A quantised cache keeps three arrays for its keys, and three for its values.
     parts = dict(tree_flatten([cache.keys, cache.values])).values()
-    # A chunked cache holds tokens from `start_position` on; a rotating one has run more than it holds.
+    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds; a
+    # ring holds more than is seen.
     num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
+    if type(cache) is RingCache:
+        num_tokens = min(num_tokens, cache.sink + cache.window)
     return sum(
         part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
         for part in parts

@@ -39,6 +39,8 @@ class RingCache:
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
+        #: The first position behind the sinks that still has its place: all from there on have.
+        self.first_held = sink
 
     @property
     def capacity(self) -> int:
@@ -46,9 +48,9 @@ class RingCache:
         return self.sink + self.window + SLACK
 
     @property
-    def first_held(self) -> int:
-        """The first position behind the sinks that still has its place."""
-        return max(self.sink, self.offset - self.window - SLACK)
+    def earliest(self) -> int:
+        """The fewest tokens that it can go back to, and to any number from there on."""
+        return 0 if self.first_held <= self.sink else self.first_held + self.window
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -66,7 +68,32 @@ class RingCache:
 
     def can_trim(self, num_tokens: int) -> bool:
         """Say whether it can go back to its first `num_tokens`: what they see is still here."""
-        return num_tokens <= self.offset and max(self.sink, num_tokens - self.window) >= self.first_held
+        return self.earliest <= num_tokens <= self.offset
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens`, as caches of mlx-lm do. Raises `ValueError` where it cannot."""
+        left = self.offset - num_tokens
+        if not self.can_trim(left):
+            raise ValueError(f"a ring of {self.offset} tokens cannot go back to {left}")
+        self.offset = left
+
+    def copy_from(self, other: RingCache) -> None:
+        """Hold what a ring of the same form holds, copied, unevaluated: either may go on."""
+        if other.keys is not None and other.values is not None:
+            self.keys, self.values = tuple(map(mx.array, other.keys)), tuple(map(mx.array, other.values))
+        self.offset, self.first_held = other.offset, other.first_held
+
+    def shrink(self) -> None:
+        """Give back the places behind its last token, unevaluated; for a ring that has not come round."""
+        self.keys, self.values = (
+            tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
+            for side in (self.keys, self.values)
+        )
+
+    def holds(self, start: int, end: int) -> bool:
+        """Say whether it has the keys and values of the tokens `[start, end)`."""
+        first = max(start, self.sink)
+        return 0 <= start < end <= self.offset and (end <= self.sink or first >= self.first_held)
 
     def places(self, start: int, end: int) -> Iterator[slice]:
         """Give the places of the tokens `[start, end)`, in order, as few slices."""
@@ -77,11 +104,7 @@ class RingCache:
 
         Raises `ValueError` where some of them are not held.
         """
-        first = self.sink if start >= self.sink else 0
-        is_held = first <= start < end <= self.offset
-        if start >= self.sink or end > self.sink:
-            is_held = is_held and max(start, self.sink) >= self.first_held
-        if not is_held or self.keys is None or self.values is None:
+        if self.keys is None or self.values is None or not self.holds(start, end):
             raise ValueError(f"not held: the tokens [{start}, {end}) of {self.offset}")
         places = list(self.places(start, end))
         keys, values = (
@@ -118,6 +141,7 @@ class RingCache:
                     array[..., place, :] = part[..., at : at + num, :]
                     at += num
         self.offset = end
+        self.first_held = max(self.first_held, end - self.window - SLACK)
 
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
         """Make an empty cache hold what one of `num_tokens` tokens needs: its sinks, then its window.
@@ -140,6 +164,7 @@ class RingCache:
                     [array[..., shift : shift + size, :] for array in keys],
                     [array[..., shift : shift + size, :] for array in values],
                 )
+        self.first_held = num_tokens - num_held + num_sinks
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
         """Allocate for `end` tokens, or for all that there will ever be."""

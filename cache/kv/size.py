@@ -6,15 +6,19 @@ a model's layers; admission, the estimate of a step and reports use the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together."""
+    """Layers that hold no more than `num_tokens` tokens, of so many bytes all together.
+
+    A ring's tokens are cut one by one, and a piece of a prompt has its place in it.
+    """
 
     num_tokens: int
     bytes_per_token: int
+    is_ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,17 @@ class KvSize:
         """Return the bytes of `num_tokens` tokens. Windows may hold `ahead` more tokens during prefill."""
         if not num_tokens:
             return 0
-        windows = (min(num_tokens, one.num_tokens + ahead) * one.bytes_per_token for one in self.windows)
+        windows = (
+            min(num_tokens, one.num_tokens + (0 if one.is_ring else ahead)) * one.bytes_per_token
+            for one in self.windows
+        )
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""
-        return self.held(at) - (at - num_new) * self.bytes_per_token
+        """Count the bytes of a snapshot of the last `num_new` of `at` tokens, with the states there."""
+        states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_ring))
+        per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_ring)
+        return states.held(at) + num_new * per_token
 
     def most_tokens(self, size_bytes: int, most: int) -> int:
         """Return how many tokens fit into `size_bytes`, up to `most`."""

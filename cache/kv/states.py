@@ -1,4 +1,4 @@
-"""What a cache of each mlx-lm class holds: a place per token, or one state that changes as a whole.
+"""What a cache of each class holds: a place per token, for good or in a ring, or a state that is one whole.
 
 Knows single caches, by exact class: a subclass may hold more than its base. `layers` stores what is found
 here in snapshots, and restores it. Runs on the device thread.
@@ -18,6 +18,8 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+
+from .ring import RingCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,14 +46,14 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{i}", cache
 
 
-def is_plain(cache: Any) -> bool:
-    """Whether the cache can be cut and trimmed at any token."""
-    return type(cache) in _PLAIN
+def is_cut(cache: Any) -> bool:
+    """Say whether the cache is cut by tokens: each that it holds has its own place."""
+    return type(cache) in _PLAIN or type(cache) is RingCache
 
 
 def is_known(cache: Any) -> bool:
-    """Whether this module knows everything that the cache holds."""
-    return type(cache) in _PLAIN or type(cache) in _WHOLE
+    """Say whether all that the cache holds is known here."""
+    return is_cut(cache) or type(cache) in _WHOLE
 
 
 def describe(cache: Any) -> str:
@@ -60,6 +62,10 @@ def describe(cache: Any) -> str:
     match cache:
         case QuantizedKVCache():
             return f"{name}({cache.group_size},{cache.bits})"
+        case RingCache(bits=0):
+            return f"{name}({cache.sink},{cache.window})"
+        case RingCache():
+            return f"{name}({cache.sink},{cache.window},{cache.group_size},{cache.bits})"
         case RotatingKVCache():
             return f"{name}({cache.max_size},{cache.keep})"
         case ChunkedKVCache():
@@ -75,14 +81,16 @@ def num_tokens(cache: Any) -> int | None:
 
 
 def room(cache: Any) -> int | None:
-    """Return how many tokens are allocated; None if the class does not allocate ahead."""
-    if type(cache) not in _AHEAD:
+    """Count the tokens that a cache has allocated for; None where its class does not allocate ahead."""
+    if type(cache) not in _AHEAD and type(cache) is not RingCache:
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return how many tokens a window or chunk keeps between steps; None for other classes."""
+    """Return how many tokens a ring holds, or a window or a chunk beside what runs; None for others."""
+    if type(cache) is RingCache:
+        return cache.capacity
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
     return int(cache.chunk_size) if type(cache) is ChunkedKVCache else None
@@ -91,7 +99,7 @@ def most_tokens(cache: Any) -> int | None:
 def drop_passed(cache: Any) -> list[mx.array]:
     """Drop what a window or chunk would drop before its next token; return the rest, unevaluated."""
     most = most_tokens(cache)
-    if most is None or cache.keys is None:
+    if most is None or cache.keys is None or type(cache) is RingCache:
         return []
     keep = getattr(cache, "keep", 0)
     num_filled = cache.offset - getattr(cache, "start_position", cache.offset - cache.keys.shape[2])
@@ -109,27 +117,62 @@ def drop_passed(cache: Any) -> list[mx.array]:
     return left
 
 
+def drop_room(cache: Any) -> list[mx.array]:
+    """Drop what a cache has allocated behind its last token; returns what is left, unevaluated."""
+    if type(cache) is RingCache:
+        cache.shrink()
+    else:
+        held = tokens(cache, 0, cache.offset)
+        set_parts(cache, {name: mx.contiguous(part) for name, part in held.items()}, cache.offset)
+    return list(parts(cache).values())
+
+
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Return the named arrays of a cache; axis 2 are the tokens, then unused room."""
+    """Name the arrays of keys and values; their axis 2 are a plain cache's tokens, with room behind them."""
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
-        part = getattr(cache, name)
-        if isinstance(part, mx.array):
-            found[name] = part
-        elif part is not None:
-            found |= {f"{name}.{kind}": array for kind, array in zip(_QUANTIZED, part, strict=True)}
+        found |= _named(name, getattr(cache, name))
     return found
 
 
+def _named(name: str, part: Any) -> dict[str, mx.array]:
+    """Name one array, or the three of a quantised part."""
+    arrays = [part] if isinstance(part, mx.array) else part or []
+    names = [name] if len(arrays) == 1 else [f"{name}.{kind}" for kind in _QUANTIZED]
+    return dict(zip(names, arrays, strict=False))
+
+
+def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
+    """Name what a cache that is cut by tokens holds of `[start, end)`, as `parts` does; some may be views.
+
+    Raises `ValueError` where it does not hold all of them.
+    """
+    if type(cache) is RingCache:
+        keys, values = cache.tokens(start, end)
+        return _named("keys", keys) | _named("values", values)
+    if cache.keys is None or end > cache.offset:
+        raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")
+    return {name: part[..., start:end, :] for name, part in parts(cache).items()}
+
+
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
-    """Fill a new plain cache; the arrays may have unused room. Raises `ValueError` if they do not fit."""
+    """Fill a new cache that is cut by tokens; raises `ValueError` where the arrays do not fit.
+
+    Those of a plain one may have room for more; a ring takes its sinks, then its window.
+    """
+    is_ring = type(cache) is RingCache
     names = ["keys", "values"]
-    if type(cache) is QuantizedKVCache:
+    if getattr(cache, "bits", 0):
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
-    if set(arrays) != set(names) or any(array.shape[2] < num_tokens for array in arrays.values()):
+    if set(arrays) != set(names) or (
+        not is_ring and any(array.shape[2] < num_tokens for array in arrays.values())
+    ):
         raise ValueError(f"not the keys and values of {num_tokens} tokens in a {type(cache).__name__}")
     filled = [arrays[name] for name in names]
-    if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room
+    if is_ring:
+        cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens)
+        return
+    if type(cache) is ConcatenateKVCache:  # which has no room: what comes next is put behind all of it
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache
     cache.keys, cache.values = (filled[:3], filled[3:]) if quantized else filled

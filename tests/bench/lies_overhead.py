@@ -93,12 +93,12 @@ def busy(sample: Sample) -> Sample:
 def keep_nothing() -> None:
     """Let every session's KV leave the device, and restore none of it."""
     never_restore()
-    take = Room.take
+    take = Room.pop
 
     def lose(self: Room, key: object) -> None:
         take(self, key)
 
-    Room.take = lose
+    Room.pop = lose
 
 
 LIES = (

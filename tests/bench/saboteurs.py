@@ -81,13 +81,13 @@ def only(case: str, **changes: Any) -> Callable[[Turn], Turn]:
 
 def never_restore() -> None:
     """Drop what was restored before the turn begins, and say so."""
-    begin = Runner._begin
+    begin = Runner._submit
 
     def forgetful(self: Runner, turn: Any) -> None:
         turn.restored, turn.num_restored = None, 0
         begin(self, turn)
 
-    Runner._begin = forgetful
+    Runner._submit = forgetful
 
 
 def restore_badly() -> None:
@@ -116,13 +116,13 @@ def let_tokens_cost() -> None:
 
 def prefill_anew() -> None:
     """Drop what a session has in memory, and say so."""
-    begin = Runner._begin
+    begin = Runner._submit
 
     def forgetful(self: Runner, turn: Any) -> None:
         turn.num_kept, turn.restored, turn.num_restored = 0, None, 0
         begin(self, turn)
 
-    Runner._begin = forgetful
+    Runner._submit = forgetful
 
 
 def report_no_kv() -> None:
@@ -134,7 +134,7 @@ def report_no_kv() -> None:
 def prefill_in_secret() -> None:
     """Drop what was restored, and report it as cached all the same."""
     let_tokens_cost()
-    begin = Runner._begin
+    begin = Runner._submit
 
     def lie(self: Runner, turn: Any) -> None:
         kept = turn.num_restored if turn.restored is not None else 0
@@ -145,7 +145,7 @@ def prefill_in_secret() -> None:
             turn.num_reused = kept
             turn.num_prefilled -= kept
 
-    Runner._begin = lie
+    Runner._submit = lie
 
 
 def forget_sessions() -> None:

@@ -16,9 +16,10 @@ import click
 import lies_restart
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import compare, environment, plan, report, stats
+from bench import compare, environment, plan, plots, report, stats
 from bench.checks import Check, Verdict, judge
 from bench.cli import bench
 from bench.commands import command
@@ -31,6 +32,7 @@ from bench.report import Report, ReportFile
 from bench.restart import BENCH, COLD, FIRST, KILL, RESTART, SPILLED, WARM
 from bench.run import Run, conduct
 from bench.samples import Turn
+from bench.spec import Plot
 from bench.stats import Estimate
 
 if TYPE_CHECKING:
@@ -242,6 +244,16 @@ def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
     assert "prefers-color-scheme: dark" in html
 
 
+@pytest.mark.parametrize("values", [(3.8, 3.93), (-0.2, -0.05), (-1.0, 1.0)])
+def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values: tuple[float, ...]) -> None:
+    axes = Figure().add_subplot()
+    axes.plot([1, 2], values, "o")
+    plots._vertical(axes, Plot("points", "", ()))
+    bottom, top = axes.get_ylim()
+    assert bottom <= 0 <= top
+    assert top - max(*values, 0) >= 0.02 * (top - bottom)
+
+
 def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
     assert "<svg" not in render(BENCH, make_report([]), warn=print)
 
@@ -256,14 +268,17 @@ def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
         (number(46_080, "bytes"), "45 KiB"),
         (number(0.985, "share"), "98.5 %"),
         (number(17.0, "tokens"), "17 tokens"),
+        (number(1480.7, "tokens/s"), "1,480 tokens/s"),
         (number(None, "s"), "-"),
         (interval(Estimate(1.0932, 1.0456, 1.1433, 9)), "1.09 (1.05 to 1.14)"),
+        (interval(Estimate(1083.2, 869.4, 1350.2, 9), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
         (interval(Estimate(0.2203, 0.1985, 0.2427, 9), "s"), "220 (198 to 243) ms"),
         (interval(Estimate(0.012, -0.041, 0.0653, 9), "s", signed=True), "+12 (-41 to +65) ms"),
         (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
         (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
         (interval(Estimate(17.0, 17.0, 17.0, 9), "tokens"), "17 tokens"),
         (interval(Estimate(0.89, 0.6, 1.17, 9), "share"), "89 (60 to 100) %"),
+        (interval(Estimate(1.21, 0.53, 2.75, 9), "share"), "121 (53 to 275) %"),
     ],
 )
 def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:

@@ -62,6 +62,44 @@ def test_a_ring_goes_back_as_far_as_what_is_seen_then_is_held() -> None:
     assert young.can_trim(0)
 
 
+def test_a_ring_that_went_back_or_was_filled_knows_what_it_lacks() -> None:
+    """What was overwritten, or was never read, must not be attended to."""
+    ring = RingCache(4, 100)
+    _run(ring, _edges(1000, []))
+    ring.trim(200)
+    assert ring.offset == 800
+    assert ring.can_trim(1000 - SLACK)
+    assert not ring.can_trim(1000 - SLACK - 1)
+    with pytest.raises(ValueError, match="not held"):
+        ring.tokens(600, 650)
+    with pytest.raises(ValueError, match="cannot go back to 740"):
+        ring.trim(60)
+    _run(ring, [800, 900])
+    assert ring.can_trim(1000 - SLACK)
+    filled = RingCache(4, 100)
+    filled.fill([mx.ones((1, 1, 104, 1))], [mx.ones((1, 1, 104, 1))], 1000)
+    assert filled.can_trim(1000)
+    assert not filled.can_trim(999)
+    _run(filled, [1000, 1200])
+    assert filled.can_trim(1000)
+    assert not filled.can_trim(999)
+    young = RingCache(4, 100)
+    young.fill([mx.ones((1, 1, 50, 1))], [mx.ones((1, 1, 50, 1))], 50)
+    assert young.can_trim(0)
+
+
+def test_a_copy_of_a_ring_goes_on_by_itself() -> None:
+    ring = RingCache(4, 100)
+    _run(ring, _edges(400, []))
+    copy = RingCache(4, 100)
+    copy.copy_from(ring)
+    _run(ring, [400, 600])
+    copy.trim(100)
+    assert copy.tokens(200, 300)[0][0].reshape(-1).tolist() == list(range(200, 300))
+    assert ring.tokens(500, 600)[0][0].reshape(-1).tolist() == list(range(500, 600))
+    assert (ring.offset, copy.offset) == (600, 300)
+
+
 def test_a_ring_does_not_give_what_it_has_overwritten() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))

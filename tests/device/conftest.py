@@ -14,15 +14,15 @@ from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 from worker.device.device import Device
 from worker.device.residency import Residency
 from worker.device.turn import (
-    Cut,
     Event,
     Faulted,
     Finished,
     Prefilled,
-    Report,
     Sampled,
     Short,
+    SnapshotCut,
     Starved,
+    StepReport,
     Turn,
 )
 from worker.models.quantised import quantise_kv
@@ -79,7 +79,7 @@ class Rig:
         room: Callable[[], int] | None,
         limit_bytes: int | None = None,
     ) -> None:
-        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self._residency = Residency()
         self.dropped: list[str] = []
         self.answers = True  # a `Short`
@@ -99,7 +99,7 @@ class Rig:
         self.events: list[Event] = []
         self.peak = 0
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: StepReport) -> None:
         """Keep a report for the test, and make room where it asks for that. On the device thread."""
         for event in report.events:
             match event:
@@ -149,7 +149,9 @@ class Rig:
         return [event.num_cached for event in self.of(turn) if isinstance(event, Prefilled)]
 
     def cuts(self, turn: Turn) -> list[tuple[int, int]]:
-        return [(event.span.start, event.span.end) for event in self.of(turn) if isinstance(event, Cut)]
+        return [
+            (event.span.start, event.span.end) for event in self.of(turn) if isinstance(event, SnapshotCut)
+        ]
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.ledger.residency.put(key, as_tokens([0]), turn.has)
         if is_over:
             del self.turns[turn.claim]
-            self.carry_out(self.admission.leave(turn.claim))
+            self.carry_out(self.admission.release(turn.claim))
         else:
             self.carry_out(self.admission.begin(turn.claim, turn.likely()))
 
@@ -123,7 +123,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self.stop(turn)
             else:
                 del self.turns[turn.claim]
-                self.carry_out(self.admission.leave(turn.claim))
+                self.carry_out(self.admission.release(turn.claim))
 
     @rule(num_bytes=st.integers(1, CAPACITY))
     def make_room(self, num_bytes: int) -> None:
@@ -131,7 +131,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         for key_ in self.ledger.residency.oldest(num_bytes, ()):
             self.resident.pop(key_, None)
             self.ledger.residency.pop(key_)
-        self.carry_out(self.admission.look_again())
+        self.carry_out(self.admission.decide())
 
     @invariant()
     def free_and_reserved_and_idle_make_the_capacity(self) -> None:
@@ -173,7 +173,7 @@ def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", prio
 def leave(admission: Admission, claim: Claim, size: int = 0) -> list[str]:
     """Bring a turn to its end, or a pause, that leaves so much idle on the device."""
     idle(admission, claim, size)
-    return told(admission.leave(claim))
+    return told(admission.release(claim))
 
 
 def idle(admission: Admission, claim: Claim, size: int) -> None:
@@ -328,7 +328,7 @@ def test_a_tenants_turns_begin_within_its_share_and_one_of_them_always_can() -> 
     assert admission.begin(large, 400).granted == [large], "alone it may be larger than its share"
     assert admission.begin(small, 100).granted == []
     assert admission.begin(other, 100).granted == [other]
-    assert admission.leave(large).granted == [small]
+    assert admission.release(large).granted == [small]
     assert admission.begin(late, 200).granted == [late]
     assert admission.num_waiting == 0
 
@@ -537,7 +537,7 @@ async def test_an_abandoned_turn_keeps_its_memory_until_it_is_over_and_its_event
 
 
 def held_by(engine: Engine) -> set[SessionKey]:
-    return set(engine._device._runner.room._held)
+    return set(engine._device._runner.room._resident)
 
 
 async def test_what_the_device_is_short_of_the_loop_drops_least_recently_used_first(make_engine) -> None:

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import GREEDY, alone, begin, kv, prompt
 
 from worker.batch import shared_pass, slots
-from worker.batch.batch import Batch, Piece, Row
+from worker.batch.batch import Batch, PrefillPiece, Row
 from worker.batch.choosing import batch_for
 from worker.batch.merged_rows import MergedRows
 from worker.batch.one_by_one import OneByOne
@@ -27,12 +27,14 @@ SAMPLINGS = [
 ]
 
 
-def run(batch: Batch, pieces: list[Piece], num_steps: int, *, go_on: bool = True) -> list[list[int]]:
+def run(
+    batch: Batch, pieces: list[PrefillPiece], num_steps: int, *, run_ahead: bool = True
+) -> list[list[int]]:
     """Begin with these prompts; returns what each one's row has drawn."""
     rows = [piece.row for piece in pieces if piece.row is not None]
     drawn: list[list[int]] = [[] for _ in rows]
     for _ in range(num_steps):
-        batch.step(pieces, go_on=go_on)
+        batch.step(pieces, run_ahead=run_ahead)
         pieces = []
         for row, tokens in zip(rows, drawn, strict=True):
             tokens.extend(row.drawn)
@@ -80,7 +82,7 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
                 tokens, sampling = waiting.popleft()
                 pieces.append(begin(model, tokens, sampling))
                 running[pieces[-1].row] = (tokens, sampling, [])
-        batch.step(pieces, go_on=dice.random() < ahead)
+        batch.step(pieces, run_ahead=dice.random() < ahead)
         for row, (_, _, drawn) in list(running.items()):
             drawn.extend(row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.2:
@@ -108,7 +110,7 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
     model = make_model("llama")
     batch = batch_for(model)
     early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
-    answers = run(batch, early, 3, go_on=False)
+    answers = run(batch, early, 3, run_ahead=False)
     late = [prompt(n, salt=n) for n in (30, 12, 21)]
     caches = [make_prompt_cache(model) for _ in late]
     for start in (0, 10, 20):
@@ -118,7 +120,7 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
             if some:
                 ends = start + len(some) == len(tokens)
                 row = Row(own, tokens.copy(), GREEDY, 0, len(tokens), 1000) if ends else None
-                pieces.append(Piece(own, start, some, row))
+                pieces.append(PrefillPiece(own, start, some, row))
         batch.step(pieces)
         for piece, drawn in zip(early, answers, strict=True):
             drawn.extend(piece.row.drawn)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tiny_models import append, loaded
 
-from worker.device.choice import Chooser
+from worker.device.choice import StepChooser
 from worker.device.memory import Estimator, shape_of
 from worker.device.pace import Pace
 from worker.device.scheduler import AGE_STEPS, Scheduler
@@ -29,7 +29,7 @@ class Room:
     def has(self, size_bytes: int) -> bool:
         return self.is_open
 
-    def comes(self, size_bytes: int) -> bool:
+    def ask_for(self, size_bytes: int) -> bool:
         return self.waits
 
 
@@ -40,11 +40,13 @@ def estimator(make_model) -> Estimator:
     return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
 
 
-def chooser_of(scheduler: Scheduler[Turn], room: Room) -> Chooser:
-    batch: Any = SimpleNamespace(is_ahead=False, num_held=0, growing=[], leaving_bytes=0)
-    none: Any = SimpleNamespace(size_bytes=lambda step: 0, cut=lambda turn: None, drop_held=lambda: False)
+def chooser_of(scheduler: Scheduler[Turn], room: Room) -> StepChooser:
+    batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
+    none: Any = SimpleNamespace(
+        size_bytes=lambda step: 0, cut_noted=lambda turn: None, drop_resident=lambda: False
+    )
     at: Any = room
-    return Chooser(scheduler, Pace(0.25, BLOCK), at, batch, none, none, lambda event: None)
+    return StepChooser(scheduler, Pace(0.25, BLOCK), at, batch, none, none, lambda event: None)
 
 
 def turns() -> list[Turn]:
@@ -71,6 +73,6 @@ def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: st
     room.is_open = True
     for _ in range(4):
         expected = untouched.next(BLOCK)
-        untouched.taken(expected)
+        untouched.advance(expected)
         assert chooser.choose().step == expected
     assert {turn.priority for turn, _ in expected.prefill} == {1}

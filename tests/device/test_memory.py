@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
 from cache.kv.size import KvSize
-from worker.batch.batch import Piece
+from worker.batch.batch import PrefillPiece
 from worker.batch.choosing import batch_for
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 
@@ -63,13 +63,13 @@ def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, nu
     model = make_model("llama")
     batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
-        batch.step([Piece(caches, start, prompt(256))])
+        batch.step([PrefillPiece(caches, start, prompt(256))])
     estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
     expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
-    batch.step([Piece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
+    batch.step([PrefillPiece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.step([Piece(caches, num_cached, prompt(num_new))])
+    batch.step([PrefillPiece(caches, num_cached, prompt(num_new))])
     after = mx.get_active_memory()  # its caches may have grown
     assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected
 

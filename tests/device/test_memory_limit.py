@@ -169,7 +169,7 @@ def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn
     estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
     size_bytes = estimator.restore_bytes(3200, 64)
     assert mx.get_active_memory() + size_bytes > limit
-    rig.device.hold(key("restored"), 3200, answers.put)
+    rig.device.reserve_room(key("restored"), 3200, answers.put)
     assert answers.get(timeout=20)
     assert mx.get_active_memory() + size_bytes <= limit
     assert rig.dropped
@@ -177,7 +177,7 @@ def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn
     rig.device.submit(beside)
     time.sleep(0.5)
     assert mx.get_active_memory() + size_bytes <= limit, "what is promised is taken by nobody else"
-    rig.device.release(key("restored"))
+    rig.device.release_room(key("restored"))
     rig.finish(beside)
     assert isinstance(rig.end(beside), Finished)
     assert rig.peak <= limit
@@ -186,7 +186,7 @@ def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn
 def test_a_restore_that_will_never_have_room_is_told_so(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(2))
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    rig.device.hold(key("large"), 100_000, answers.put)
+    rig.device.reserve_room(key("large"), 100_000, answers.put)
     assert answers.get(timeout=20) is False
 
 
@@ -198,7 +198,7 @@ def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) ->
     estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
     left = estimator.limit_bytes - mx.get_active_memory()
     num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left + 2**14)
-    rig.device.hold(key("large"), num_tokens, answers.put)
+    rig.device.reserve_room(key("large"), num_tokens, answers.put)
     rig.wait(lambda _: len(rig.tokens(running)) > 20)
     assert answers.empty()
     rig.device.cancel(running)

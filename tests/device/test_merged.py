@@ -15,7 +15,7 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, pro
 
 from worker.batch import choosing
 from worker.batch import merged as merged_module
-from worker.batch.batch import Piece, Row
+from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
 from worker.batch.sampling import Sampling
 from worker.batch.trials import Trials
@@ -136,7 +136,7 @@ def test_a_failed_step_takes_nothing_from_merged_rows(
         batch.step([])
         before = [row.known.copy() for row in rows]
         with pytest.raises(MemoryError):
-            batch.step([Piece([Broken() for _ in make_prompt_cache(model)], 0, prompt(4))])
+            batch.step([PrefillPiece([Broken() for _ in make_prompt_cache(model)], 0, prompt(4))])
     assert batch.roll_back()
     assert [row.known for row in rows] == before
     for _ in range(5):
@@ -247,9 +247,9 @@ def test_windows_that_keep_their_first_tokens_are_not_merged(make_model, monkeyp
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
-    assert choosing.merged_for(model, Trials()).takes(make_prefilled(model))
+    assert choosing.merged_for(model, Trials()).can_join(make_prefilled(model))
     sinks[0].update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8)))
-    assert not choosing.merged_for(model, Trials()).takes(sinks)
+    assert not choosing.merged_for(model, Trials()).can_join(sinks)
     monkeypatch.setattr(choosing, "make_prompt_cache", lambda _: sinks)
     assert choosing.merged_for(model, Trials()) is None
 
@@ -268,7 +268,7 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(200)])
     merged.run(mx.array([1] * 200))
-    merged.settle()
+    merged.commit()
     all_bytes, caches = merged.nbytes, merged.leave(3)
     merged.clear()
     before = mx.get_active_memory()
@@ -289,7 +289,7 @@ def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
         assert mx.get_peak_memory() - before <= said + 20_000
         for _ in range(3):
             mx.eval(merged.run(mx.array([1] * (i + 1))))
-            merged.settle()
+            merged.commit()
         assert mx.get_active_memory() - before <= said + 20_000
 
 
@@ -318,7 +318,7 @@ def test_growth_is_told_before_it_happens(make_model) -> None:
     for _ in range(270):
         told, before = merged.growing, merged.nbytes
         mx.eval(merged.run(mx.array([1] * 3)))
-        merged.settle()
+        merged.commit()
         if merged.nbytes > before:
             assert len(told) == 3
             num_grown += 1

@@ -15,7 +15,7 @@ from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, begin, generat
 from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import cpu, forward, shared_pass
-from worker.batch.batch import Batch, Piece, Row
+from worker.batch.batch import Batch, PrefillPiece, Row
 from worker.batch.choosing import batch_for
 from worker.batch.merged_quantised import MergedQuantised
 from worker.batch.sampling import Sampling
@@ -55,7 +55,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                 tokens, sampling = waiting.popleft()
                 pieces.append(begin(model, tokens, sampling))
                 running[pieces[-1].row] = (tokens, sampling, [])
-        batch.step(pieces, go_on=dice.random() < 0.7)
+        batch.step(pieces, run_ahead=dice.random() < 0.7)
         num_ahead += batch.is_ahead
         num_merged += sum(row.caches is None for row in batch.rows) > 1
         for row, (tokens, sampling, drawn) in list(running.items()):
@@ -119,7 +119,7 @@ def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch
     contexts = [prompt(n, salt=n) for n in (10, 255)]  # the second one's caches grow in the step that fails
     pieces = [begin(model, tokens) for tokens in contexts]
     batch.step(pieces)
-    batch.step([], go_on=True)
+    batch.step([], run_ahead=True)
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -127,10 +127,10 @@ def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(shared_pass.mx, "eval", fail)
         with pytest.raises(MemoryError):
-            batch.step([], go_on=True)
+            batch.step([], run_ahead=True)
     assert batch.roll_back()
     for _ in range(5):
-        batch.step([], go_on=True)
+        batch.step([], run_ahead=True)
     for piece, tokens in zip(pieces, contexts, strict=True):
         drawn = piece.row.known[len(tokens) :]
         assert drawn == alone(model, tokens, len(drawn))[0]
@@ -226,8 +226,8 @@ def test_attention_on_a_cpu_gives_what_mlx_lm_gives() -> None:
     expected = base.quantized_scaled_dot_product_attention(
         mx.array(queries), keys, values, 0.125, "causal", 64, 8
     )
-    assert cpu.unpacks(keys)
-    assert not cpu.unpacks(queries)
+    assert cpu.should_dequantise(keys)
+    assert not cpu.should_dequantise(queries)
     found = forward._attention(queries, keys, values, **args)
     assert mx.allclose(found, expected, atol=1e-5).item()
 
@@ -245,9 +245,9 @@ def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
     assert estimator.kv.bytes_per_token == TOKEN_BYTES[kv_bits]
     batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
-        batch.step([Piece(caches, start, prompt(256))])
-    batch.step([Piece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
-    piece = Piece(caches, num_cached, prompt(num_new))
+        batch.step([PrefillPiece(caches, start, prompt(256))])
+    batch.step([PrefillPiece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
+    piece = PrefillPiece(caches, num_cached, prompt(num_new))
     expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
     assert expected / 8 <= measured(batch, [piece]) <= expected
     beside = make_prompt_cache(model)
@@ -255,11 +255,11 @@ def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
     for own, length in ((caches, num_cached + num_new), (beside, num_cached)):
         tokens = prompt(length + 1)
         row = Row(own, tokens, GREEDY, 0, len(tokens), 100)
-        batch.step([Piece(own, length, tokens[-1:], row)])
-        assert measured(batch, []) <= estimator.scratch_bytes(len(batch.rows), [], batch.num_held)
+        batch.step([PrefillPiece(own, length, tokens[-1:], row)])
+        assert measured(batch, []) <= estimator.scratch_bytes(len(batch.rows), [], batch.num_cached)
 
 
-def measured(batch: Batch, pieces: list[Piece]) -> int:
+def measured(batch: Batch, pieces: list[PrefillPiece]) -> int:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     batch.step(pieces)

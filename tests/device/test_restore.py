@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from worker.device.engine import Outcome
+    from worker.device.engine import TurnResult
 
 HOT = Sampling(0.9, top_p=0.95, seed=77)
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
@@ -66,14 +66,14 @@ class Process:
         self.store = store
         self.model = model
 
-    async def append(self, tokens: list[int], name: str = "s") -> Outcome:
+    async def append(self, tokens: list[int], name: str = "s") -> TurnResult:
         outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False)
         assert outcome is not None
         return outcome
 
     async def generate(
         self, tokens: list[int], num: int, sampling: Sampling = GREEDY, name: str = "s"
-    ) -> tuple[Outcome, list[int], list[bytes]]:
+    ) -> tuple[TurnResult, list[int], list[bytes]]:
         """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
         growing = answer(num)
         self.model.bits.clear()

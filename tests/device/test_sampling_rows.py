@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from worker.batch import sampling as sampling_module
-from worker.batch.sampling import Sampling, draw, draw_all, looks
+from worker.batch.sampling import Sampling, draw, draw_all, waits_for_logits
 
 VOCABULARY = 3000
 
@@ -75,6 +75,6 @@ def test_of_equal_logits_on_the_edge_the_first_ones_stay_whoever_shares_the_batc
 
 
 def test_only_rows_that_may_end_anywhere_wait_for_their_logits() -> None:
-    assert looks(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
+    assert waits_for_logits(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
     for sampling in (Sampling(), Sampling(0.0, top_p=0.9), Sampling(1.0, top_p=0.9, top_k=40), Sampling(0.7)):
-        assert not looks(sampling)
+        assert not waits_for_logits(sampling)

@@ -33,12 +33,12 @@ def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler[Turn]:
 def carry_out(scheduler: Scheduler[Turn], budget: int = BLOCK) -> Step[Turn]:
     """Do what the device does with a step."""
     step = scheduler.next(budget)
-    scheduler.taken(step)
+    scheduler.advance(step)
     for turn, num in step.prefill:
         turn.num_cached += num
         turn.ran.append(num)
         if turn.num_cached == turn.target:
-            scheduler.begun(turn) if turn.draws else scheduler.remove(turn)
+            scheduler.start_decoding(turn) if turn.draws else scheduler.remove(turn)
     return step
 
 

@@ -152,8 +152,8 @@ def test_nobody_waits_for_a_token_that_may_wait_for_a_row() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target, leader.num_cached = len(COMMON), len(COMMON) - 1
-    assert not sharing.begin(leader)
-    assert not sharing.begin(shared("b", with_end(3, 6), 8, "a"))
+    assert not sharing.add(leader)
+    assert not sharing.add(shared("b", with_end(3, 6), 8, "a"))
     assert sharing.ready() == []
 
 
@@ -161,20 +161,20 @@ def test_nobody_waits_for_what_is_less_urgent() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target = len(COMMON)
-    sharing.begin(leader)
+    sharing.add(leader)
     urgent, idle = (shared(name, with_end(3, 6), 8, "a") for name in "bc")
     urgent.priority, idle.priority = 1, -1
-    assert not sharing.begin(urgent)
-    assert sharing.begin(idle)
+    assert not sharing.add(urgent)
+    assert sharing.add(idle)
 
 
 def test_a_turn_that_is_over_is_waited_for_no_more() -> None:
     sharing = Sharing()
     leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
     leader.target = len(COMMON)
-    sharing.begin(leader)
-    assert sharing.begin(follower)
+    sharing.add(leader)
+    assert sharing.add(follower)
     assert sharing.ready() == []
-    sharing.end(leader)
+    sharing.remove(leader)
     assert sharing.ready() == [follower]
     assert sharing.ready() == []

@@ -14,7 +14,7 @@ from cache.kv import layers
 from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.store import Store
-from worker.device.turn import Cut
+from worker.device.turn import SnapshotCut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -259,7 +259,7 @@ def test_room_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig)
         rig = make_rig(model, room=lambda room_bytes=room_bytes: room_bytes)
         turn = append(prompt(3 * BLOCK + 1), spans=spans.copy())
         rig.run(turn)
-        cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+        cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
         assert [cut.span for cut in cuts] == spans
         assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected
         assert [not cut.state_lost for cut in cuts] == expected

@@ -23,37 +23,37 @@ def never() -> int:
 
 
 def test_what_has_passed_is_not_tried_again_by_the_next_process(path: Path) -> None:
-    assert Trials(path, "model").outcome("merge", lambda: 1, 2) == 1
-    assert Trials(path, "model").outcome("merge", never, 2) == 1
-    assert Trials(path, "model").outcome("share", lambda: 0, 1) == 0
-    assert Trials(path, "another").outcome("merge", lambda: 0, 2) == 0
-    assert Trials(path, "model").outcome("merge", never, 2) == 1
+    assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
+    assert Trials(path, "model").way("merge", never, 2) == 1
+    assert Trials(path, "model").way("share", lambda: 0, 1) == 0
+    assert Trials(path, "another").way("merge", lambda: 0, 2) == 0
+    assert Trials(path, "model").way("merge", never, 2) == 1
 
 
 def test_what_has_failed_is_tried_again(path: Path) -> None:
-    assert Trials(path, "model").outcome("merge", lambda: None, 2) is None
-    assert Trials(path, "model").outcome("merge", lambda: 1, 2) == 1
+    assert Trials(path, "model").way("merge", lambda: None, 2) is None
+    assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
 def test_a_broken_file_holds_nothing_and_is_made_anew(path: Path, content: str) -> None:
     path.write_text(content)
-    assert Trials(path, "model").outcome("merge", lambda: 1, 2) == 1
-    assert Trials(path, "model").outcome("merge", never, 2) == 1
+    assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
+    assert Trials(path, "model").way("merge", never, 2) == 1
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
 def test_a_way_that_there_is_not_is_not_taken(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
-    assert Trials(path, "model").outcome("merge", lambda: 0, 2) == 0
+    assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
 
 def test_of_many_models_the_last_ones_are_remembered(path: Path) -> None:
     for i in range(40):
-        Trials(path, f"model {i}").outcome("merge", lambda: 0, 2)
+        Trials(path, f"model {i}").way("merge", lambda: 0, 2)
     assert len(json.loads(path.read_text())) == 16
-    assert Trials(path, "model 39").outcome("merge", never, 2) == 0
+    assert Trials(path, "model 39").way("merge", never, 2) == 0
 
 
 def test_a_folder_that_cannot_be_written_costs_a_trial_only(tmp_path: Path) -> None:
-    assert Trials(tmp_path / "missing" / "trials.json", "model").outcome("merge", lambda: 1, 2) == 1
+    assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1

@@ -13,7 +13,7 @@ from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, pro
 from cache.kv import layers
 from cache.names.blocks import Span, as_tokens, spans
 from worker.batch.sampling import Sampling
-from worker.device.turn import Cut, Faulted, Finished, Prefilled, Sampled, Turn
+from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
 
 
 class Wrapped:
@@ -112,8 +112,10 @@ def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
     turn = append(prompt(31), spans=list(wanted))
     rig.run(turn)
     assert rig.cuts(turn) == [(8, 16), (24, 30)]
-    kinds = [type(event) for event in rig.of(turn) if isinstance(event, Prefilled | Cut)]
-    assert kinds == [Prefilled, Prefilled, Cut, Prefilled, Prefilled, Cut], "each as soon as it is there"
+    kinds = [type(event) for event in rig.of(turn) if isinstance(event, Prefilled | SnapshotCut)]
+    assert kinds == [Prefilled, Prefilled, SnapshotCut, Prefilled, Prefilled, SnapshotCut], (
+        "each as soon as it is there"
+    )
     after = generate(prompt(31), 13, num_kept=30)
     rig.run(after)
     assert rig.cuts(after) == [(24, 32), (32, 40), (40, 43)]
@@ -129,8 +131,8 @@ def test_a_first_token_does_not_wait_for_the_block_before_it(make_rig, model, ma
     turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24), Span(24, 30)])
     rig.run(turn)
     assert rig.cuts(turn)[:3] == [(0, 8), (8, 16), (16, 24)]
-    events = [event for event in rig.of(turn) if isinstance(event, Cut | Sampled)]
-    assert [type(event) for event in events[:4]] == [Cut, Cut, Sampled, Cut]
+    events = [event for event in rig.of(turn) if isinstance(event, SnapshotCut | Sampled)]
+    assert [type(event) for event in events[:4]] == [SnapshotCut, SnapshotCut, Sampled, SnapshotCut]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_cut_bytes_are_those_of_the_kv_that_the_model_computed(make_rig, model) 
     rig.run(*turns)
     for turn in turns:
         _, caches = alone(model, turn.context, 12)
-        cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+        cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
         assert cuts[-1].span.end == turn.num_cached
         for cut in cuts:
             for tensor in cut.tensors:
@@ -205,7 +207,7 @@ def test_without_room_nothing_is_cut_and_the_loss_is_told(make_rig, model) -> No
     rig = make_rig(model, room=lambda: 0)
     turn = generate(prompt(20), 8, spans=[Span(0, 8), Span(8, 16)])
     rig.run(turn)
-    cuts = [event for event in rig.of(turn) if isinstance(event, Cut)]
+    cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
     assert [cut.tensors for cut in cuts] == [None] * len(cuts)
     assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 24), (24, 27)]
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.names.blocks import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.batch import Piece, Row
+from worker.batch.batch import PrefillPiece, Row
 from worker.batch.sampling import Sampling, draw
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes
@@ -326,12 +326,12 @@ def prefill(model: Any, caches: list[Any], tokens: Sequence[int], *, block: int 
         mx.eval([cache.state for cache in caches])
 
 
-def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Piece:
+def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> PrefillPiece:
     """Prefill all but the last token, which draws the first one of the answer."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
     row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
-    return Piece(caches, len(tokens) - 1, tokens[-1:], row)
+    return PrefillPiece(caches, len(tokens) - 1, tokens[-1:], row)
 
 
 def kv(caches: list[Any], num_tokens: int) -> np.ndarray:

@@ -33,7 +33,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey
-from worker.device.engine import Outcome
+from worker.device.engine import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
 from worker.sessions.attempts import Attempts, DeviceLock
@@ -136,7 +136,7 @@ class Formula:
 
     async def run(
         self, _: SessionKey, context: list[int], cancelled: Any, *, answer: Any = None, **__: Any
-    ) -> Outcome | None:
+    ) -> TurnResult | None:
         if cancelled():
             return None
         tokens = list(context)
@@ -144,7 +144,7 @@ class Formula:
             digest = blake2b(str(tokens).encode(), digest_size=4).digest()
             tokens.append(self._choices[int.from_bytes(digest, "big") % len(self._choices)])
             answer.push(tokens[-1])
-        return Outcome(
+        return TurnResult(
             complete=True,
             num_cached=0,
             num_prefilled=len(context),

@@ -52,7 +52,7 @@ class Row:
         """Say how the next token is drawn, or the one that is `num_ahead` tokens behind it."""
         return self.sampling, self.num_drawn + num_ahead, self.seen
 
-    def take(self, tokens: list[int]) -> None:
+    def append(self, tokens: list[int]) -> None:
         """Add what a step has drawn to the answer."""
         self.drawn = tokens
         self.known.extend(tokens)
@@ -63,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillPiece:
     """Tokens of a prompt, to be added to a session's caches, which hold `start` tokens before it.
 
     With `row` set they end the prompt, and the row's first token is drawn from the logits of the last one.
@@ -94,7 +94,7 @@ class Batch(ABC):
         return tuple(self._rows)
 
     @property
-    def num_held(self) -> int:
+    def num_cached(self) -> int:
         """Tokens that the rows hold, all together."""
         return sum(row.num_cached for row in self._rows)
 
@@ -105,7 +105,7 @@ class Batch(ABC):
         return [row.num_cached for row in self._rows if row.caches and layers.grows(row.caches[0], 2)]
 
     @property
-    def leaving_bytes(self) -> int:
+    def removal_bytes(self) -> int:
         """The most that is allocated when a row is removed."""
         return 0
 
@@ -119,12 +119,12 @@ class Batch(ABC):
         return row.caches or []
 
     @abstractmethod
-    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+    def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Draw the next tokens of every row, and the first of the rows that begin here; they run from now on.
 
         A row gets one token, or more where it speculated: see `Row.drawn`. The KV of every row and piece has
-        what was run. `go_on` allows a batch that can to begin with the step after this one, while the caller
-        looks at what this one drew: see `is_ahead`.
+        what was run. `run_ahead` lets a batch that can launch the step after this one while the caller
+        reads what this one drew: see `is_ahead`.
         """
 
     def remove(self, row: Row) -> list[Any]:
@@ -140,7 +140,7 @@ class Batch(ABC):
         """Forget every row and its KV, after a failed step left the caches in an unknown state."""
         self._rows = []
 
-    def _draw(self, rows: Sequence[Row], pieces: Sequence[Piece], logits: mx.array) -> None:
+    def _draw(self, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: mx.array) -> None:
         """Sample the step's tokens: `logits` are those of `rows`, then of prompts that a piece completes."""
         beginning = [piece.row for piece in pieces if piece.row is not None]
         every = [*rows, *beginning]
@@ -148,7 +148,7 @@ class Batch(ABC):
         mx.eval(choice, [piece.states for piece in pieces])
         drawn: Any = [] if choice is None else choice.tolist()
         for row, token in zip(every, drawn, strict=True):
-            row.take([token])
+            row.append([token])
         for row in rows:
             row.num_cached += 1
         self._rows += beginning

@@ -16,9 +16,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from cache.kv.states import leaves
 
-from .batch import Piece
+from .batch import PrefillPiece
 from .forward import Forward, OwnPart
-from .merged import WAYS, Merged, can_merge
+from .merged import WAYS, MergedCaches, can_merge
 from .merged_rows import MergedRows
 from .one_by_one import OneByOne
 from .shared_pass import SharedPass
@@ -51,13 +51,13 @@ def batch_for(
     trials = trials or Trials()
     forward = Forward(model)
     share = partial(_deviation_shared, model, forward)
-    shares = trials.outcome("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
+    shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
     classes = {type(cache) for cache in make_prompt_cache(model)}
     if shares and classes <= {KVCache, QuantizedKVCache}:
         return SharedPass(forward, room, pools=classes == {KVCache}, max_draft=max_draft)
     merged = merged_for(model, trials)
     if shares:
-        return MergedRows(model, merged or Merged(model, {}), forward, room)
+        return MergedRows(model, merged or MergedCaches(model, {}), forward, room)
     if merged is not None:
         log.info("this model's prompts run one after the other; its answers decode together")
         return MergedRows(model, merged, None, room)
@@ -65,7 +65,7 @@ def batch_for(
     return OneByOne(model)
 
 
-def merged_for(model: Any, trials: Trials) -> Merged[Any] | None:
+def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
     """Return an empty batch whose steps give what the model itself gives; None where there is none."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
@@ -73,11 +73,11 @@ def merged_for(model: Any, trials: Trials) -> Merged[Any] | None:
         tried = (
             i
             for i, way in enumerate(WAYS)
-            if _fits(model, "merge", partial(_deviation_merged, model, Merged(model, way)))
+            if _fits(model, "merge", partial(_deviation_merged, model, MergedCaches(model, way)))
         )
-        found = trials.outcome("merge", lambda: next(tried, None), len(WAYS))
+        found = trials.way("merge", lambda: next(tried, None), len(WAYS))
         if found is not None:
-            return Merged(model, WAYS[found])
+            return MergedCaches(model, WAYS[found])
     log.info("caches of this model cannot be merged", missing=missing)
     return None
 
@@ -102,13 +102,13 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
     """
     alone = _prefilled(model, 16, 5), _prefilled(model, 3)
     one, other = make_prompt_cache(model), make_prompt_cache(model)
-    forward([], (), [Piece(one, 0, _ids(16)), Piece(other, 0, _ids(3))])
-    forward([], (), [Piece(one, 16, _ids(5))])
+    forward([], (), [PrefillPiece(one, 0, _ids(16)), PrefillPiece(other, 0, _ids(3))])
+    forward([], (), [PrefillPiece(one, 16, _ids(5))])
     found = forward([OwnPart(one, 21, 1), OwnPart(other, 3, 1)], (1, 1))
     return _deviation(found, mx.concatenate([_alone(model, own, (1,)) for own in alone]))
 
 
-def _deviation_merged(model: Any, merged: Merged[int]) -> float:
+def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
     """Say how far the logits of merged rows lie from those of the rows alone, as a share of the largest.
 
     Sessions of three lengths: the second one leaves after two steps, and goes on alone, the third one joins
@@ -123,7 +123,7 @@ def _deviation_merged(model: Any, merged: Merged[int]) -> float:
         merged.tidy()
         rows = list(merged.rows)
         logits = merged.run(mx.array([token] * len(rows)))
-        merged.settle()
+        merged.commit()
         for i, row in enumerate(rows):
             found[row].append(logits[i : i + 1])
 

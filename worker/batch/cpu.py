@@ -36,12 +36,12 @@ def faster_weighted(scores: mx.array) -> bool:
     return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and _on_cpu()
 
 
-def unpacks(keys: Any) -> bool:
+def should_dequantise(keys: Any) -> bool:
     """Say whether attention is to dequantise these: they are quantised, and this is a CPU."""
     return not isinstance(keys, mx.array) and _on_cpu()
 
 
-def unpacked(part: Any, group_size: int, bits: int) -> mx.array:
+def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
     """Dequantise a layer's keys, or values, to the type of their scales; unevaluated."""
     codes, scales, biases = part
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)

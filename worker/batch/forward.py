@@ -30,7 +30,7 @@ from . import cpu, far
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .batch import Piece
+    from .batch import PrefillPiece
     from .far import Rotate, Sight
 
 
@@ -197,10 +197,10 @@ class Forward:
         #: How each layer rotates queries; None where that cannot be told, and rings cannot be used.
         self.rotations = far.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
-        _teach(model)
+        _patch_functions(model)
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[Piece] = ()
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
     ) -> mx.array:
         """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts behind them.
 
@@ -256,11 +256,11 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
     return selected
 
 
-def _teach(model: Any) -> None:
-    """Put functions of ours in the place of those that the model's modules call: see `_TAUGHT`."""
+def _patch_functions(model: Any) -> None:
+    """Put functions of ours in the place of those that the model's modules call: see `_PATCHES`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
-        for name, (theirs, ours) in _TAUGHT.items():
+        for name, (theirs, ours) in _PATCHES.items():
             if names.get(name) is theirs:
                 names[name] = ours
 
@@ -276,8 +276,8 @@ class Attention:
     def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
         """Attend to keys and values as a cache gives them."""
         plain = all(value is None for value in self.more.values())  # no attention sinks
-        if plain and cpu.unpacks(keys):
-            keys, values = (cpu.unpacked(part, cache.group_size, cache.bits) for part in (keys, values))
+        if plain and cpu.should_dequantise(keys):
+            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
             cache = None
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, self.scale, mask)
@@ -329,7 +329,7 @@ _THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
-_TAUGHT: Final = {
+_PATCHES: Final = {
     "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),
 }

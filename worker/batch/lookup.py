@@ -20,7 +20,7 @@ _FIRST_LENGTH: Final = 3
 _MAX_PAUSE: Final = 32
 #: Tokens of a long session that are entered at a time. All at once took 0.25 s for 128,000, in which no
 #: other answer got a token; this many take 2 ms.
-_ENTERED: Final = 1024
+_INDEXED_AT_ONCE: Final = 1024
 
 
 class Lookup:
@@ -33,30 +33,30 @@ class Lookup:
     def __init__(self, tokens: Iterable[int], *, most: int) -> None:
         """`most` bounds what is proposed at a time."""
         self._tokens = list(tokens)
-        self._num_entered = 0
+        self._num_indexed = 0
         self._places: dict[tuple[int, ...], int] = {}  # where the token after such a run stands
         self._beginnings: set[tuple[int, ...]] = set()
         self._most = most
         self._length = min(_FIRST_LENGTH, most)
         self._pause = 0
         self._paused = 0
-        self._enter()
+        self._index()
 
     def push(self, token: int) -> None:
         """Add the session's next token."""
         self._pause = max(self._pause - 1, 0)
         self._tokens.append(token)
-        self._enter()
+        self._index()
 
-    def _enter(self) -> None:
+    def _index(self) -> None:
         """Enter some of the tokens that are not yet."""
-        end = min(self._num_entered + _ENTERED, len(self._tokens))
-        for at in range(max(self._num_entered, NGRAM - 1), end):
+        end = min(self._num_indexed + _INDEXED_AT_ONCE, len(self._tokens))
+        for at in range(max(self._num_indexed, NGRAM - 1), end):
             # The run before this token is remembered now: the one that ends with it is what is looked up.
             if at >= NGRAM:
                 self._places[tuple(self._tokens[at - NGRAM : at])] = at
             self._beginnings.add(tuple(self._tokens[at + 1 - NGRAM : at]))
-        self._num_entered = end
+        self._num_indexed = end
 
     @property
     def may_propose(self) -> bool:

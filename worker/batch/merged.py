@@ -5,7 +5,7 @@ hybrids, attention of a model's own making. Rows of different length are padded 
 or leaves costs a copy of the whole batch, which `slots` spares to the models that it knows.
 
 Only decoding is merged: a row joins with caches that hold its prompt, so that a recurrent state never sees
-padding. Every step leaves behind how to get back if it fails, until `settle` says that it did not: positions,
+padding. Every step leaves behind how to get back if it fails, until `commit` says that it did not: positions,
 and the arrays of recurrent states, which a step replaces and does not change.
 
 Knows nothing of answers: a row is whatever its owner calls it by.
@@ -43,7 +43,7 @@ RowT = TypeVar("RowT")
 #: What a step changes beside keys and values, whose old positions it leaves alone.
 _POSITIONS: Final = ("_idx", "_offset", "offset", "rotated")
 #: Room that mlx-lm adds at a time.
-_STEP: Final = BatchKVCache.step
+_GROWTH: Final = BatchKVCache.step
 
 
 class _Window(BatchRotatingKVCache):
@@ -95,7 +95,7 @@ _USUAL: Final = {
 WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
-class Merged(Generic[RowT]):
+class MergedCaches(Generic[RowT]):
     """Rows that decode together, in the order in which they joined."""
 
     def __init__(self, model: Any, way: dict[type, type]) -> None:
@@ -116,7 +116,7 @@ class Merged(Generic[RowT]):
         return sum(int(leaf.nbytes) for leaf in _leaves(self._caches))
 
     @property
-    def leaving_bytes(self) -> int:
+    def removal_bytes(self) -> int:
         """What a row takes as it leaves: its copy, and afterwards one layer of the rest at a time."""
         largest = max((int(cache.nbytes) for cache in self._caches), default=0)
         return self.nbytes // len(self._rows) + largest if self._rows else 0
@@ -127,7 +127,7 @@ class Merged(Generic[RowT]):
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
 
-    def takes(self, caches: Sequence[Any]) -> bool:
+    def can_join(self, caches: Sequence[Any]) -> bool:
         """Say whether a row with these caches can join: of the classes that were tried, and not empty."""
         return all(
             can_merge(leaf) and type(leaf) in self._way and not leaf.empty() for leaf in _leaves(caches)
@@ -195,7 +195,7 @@ class Merged(Generic[RowT]):
         self._remember()
         return MergedPart(self._caches, lengths)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Take the step for done."""
         self._mark = None
 
@@ -272,4 +272,4 @@ def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
     lengths = [cache.offset if type(cache) is QuantizedKVCache else cache.size() for cache in own]
     longest: int = max([*lengths, *([merged.size()] if merged is not None else [])])
     per_token = sum(part.nbytes // part.shape[2] for part in states.parts(own[0]).values())
-    return per_token * (longest + _STEP)
+    return per_token * (longest + _GROWTH)

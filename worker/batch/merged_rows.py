@@ -17,9 +17,9 @@ from .one_by_one import run_apart
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .batch import Piece, Row
+    from .batch import PrefillPiece, Row
     from .forward import Forward, Part
-    from .merged import Merged
+    from .merged import MergedCaches
 
 #: A row alone is not merged: it needs no copies.
 _LEAST_ROWS: Final = 2
@@ -29,7 +29,7 @@ class MergedRows(Batch):
     """Rows are merged once there are two. One that has no room for that stays on its own caches."""
 
     def __init__(
-        self, model: Any, merged: Merged[Row], forward: Forward | None, room: Callable[[int], bool]
+        self, model: Any, merged: MergedCaches[Row], forward: Forward | None, room: Callable[[int], bool]
     ) -> None:
         """`forward` runs pieces beside the rows in one pass; None where the model cannot share one.
 
@@ -47,17 +47,17 @@ class MergedRows(Batch):
         return super().growing + self._merged.growing
 
     @property
-    def leaving_bytes(self) -> int:
+    def removal_bytes(self) -> int:
         """The most that is allocated when a row is removed."""
-        return self._merged.leaving_bytes
+        return self._merged.removal_bytes
 
     def caches(self, row: Row) -> list[Any]:
         """Show a row's KV, to be read before the next step."""
         return self._merged.show(row) if row.caches is None else row.caches
 
-    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+    def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run the merged rows, and what is on its own caches beside them. Nothing begins ahead."""
-        del go_on
+        del run_ahead
         self._join()
         merged, own = self._merged.rows, [row for row in self._rows if row.caches is not None]
         if self._forward is not None and (own or pieces):
@@ -68,7 +68,7 @@ class MergedRows(Batch):
             first = [self._merged.run(mx.array([row.known[-1] for row in merged]))] if merged else []
             logits = run_apart(self._model, own, pieces, first)
         self._draw([*merged, *own], pieces, logits)
-        self._merged.settle()
+        self._merged.commit()
 
     def remove(self, row: Row) -> list[Any]:
         """Take a row out, and return its KV as caches of its own."""
@@ -91,7 +91,7 @@ class MergedRows(Batch):
         """Merge the rows that are not, all at once or, where that has no room, as many as have."""
         merged = self._merged
         merged.tidy()
-        own = [row for row in self._rows if row.caches is not None and merged.takes(row.caches)]
+        own = [row for row in self._rows if row.caches is not None and merged.can_join(row.caches)]
         if len(own) + len(merged.rows) < _LEAST_ROWS:
             return
         for some in (own, *([row] for row in own)):

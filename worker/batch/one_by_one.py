@@ -15,7 +15,7 @@ from .batch import Batch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .batch import Piece, Row
+    from .batch import PrefillPiece, Row
 
 
 class OneByOne(Batch):
@@ -25,14 +25,14 @@ class OneByOne(Batch):
         super().__init__()
         self._model = model
 
-    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+    def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run each row, then each piece. Nothing begins ahead."""
-        del go_on
+        del run_ahead
         self._draw(self._rows, pieces, run_apart(self._model, self._rows, pieces))
 
 
 def run_apart(
-    model: Any, rows: Sequence[Row], pieces: Sequence[Piece], logits: Sequence[mx.array] = ()
+    model: Any, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: Sequence[mx.array] = ()
 ) -> mx.array:
     """Build passes over one row or piece each: `logits`, those of the rows, and of the rows that begin."""
     found = [*logits, *(model(mx.array([[row.known[-1]]]), cache=row.caches)[:, -1] for row in rows)]

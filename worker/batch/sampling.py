@@ -59,7 +59,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
     `draws` has each row's sampling, the index of the token, from 0, among the request's, and the distinct
     tokens that the repetition penalty applies to. Returns integers, (rows,). A row's draw does not depend on
-    the others. Unevaluated, but for rows that `looks`.
+    the others. Unevaluated, but for rows that `waits_for_logits`.
     """
     likeliest = mx.argmax(logits, axis=-1)
     others = [i for i, (sampling, _, _) in enumerate(draws) if not sampling.takes_likeliest]
@@ -75,12 +75,12 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     return likeliest
 
 
-def looks(sampling: Sampling) -> bool:
+def waits_for_logits(sampling: Sampling) -> bool:
     """Say whether `draw_all` waits for such a row's logits: it does not run ahead, then.
 
     On a CPU a sort of 49,152 logits takes 4 ms a row, and finding the first 1,024 of them a seventh of it.
     """
-    return mx.default_device() == mx.cpu and _ends_anywhere(sampling)
+    return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
 
 
 def draw(logits: mx.array, sampling: Sampling, index: int, seen: Collection[int]) -> mx.array:
@@ -130,7 +130,7 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     for rows, rank in ((few, _first), (any_number, _until_enough), (rest, None)):
         if rows:
             mine, own = _rows(scaled, rows), [samplings[i] for i in rows]
-            groups.append(mine if rank is None else _cut(mine, *rank(mine, own), own))
+            groups.append(mine if rank is None else _nucleus(mine, *rank(mine, own), own))
     # Put together and taken in order: assigning to rows takes ten times as long on a CPU.
     order = [*few, *any_number, *rest]
     kept = _rows(mx.concatenate(groups), [order.index(i) for i in range(len(order))])
@@ -155,7 +155,7 @@ def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, m
 def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
     """Rank as many logits as top_p may need: a few on a CPU, if their sum says so, and else all of them."""
     total = mx.logsumexp(scaled, axis=-1, keepdims=True)
-    if looks(samplings[0]):
+    if waits_for_logits(samplings[0]):
         ranked = _ranked(scaled, _CANDIDATES)
         enough = mx.exp(ranked - total).sum(axis=-1, keepdims=True) > mx.array([[s.top_p] for s in samplings])
         if enough.all().item():
@@ -163,7 +163,7 @@ def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.a
     return _ranked(scaled, scaled.shape[-1]), total
 
 
-def _cut(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     """Keep the likeliest tokens up to where top_p is reached, or `ranked` ends; of equal ones the first."""
     probabilities = mx.exp(ranked - total)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
@@ -188,6 +188,6 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
     return array if rows == list(range(array.shape[0])) else array[mx.array(rows)]
 
 
-def _ends_anywhere(sampling: Sampling) -> bool:
+def _needs_every_rank(sampling: Sampling) -> bool:
     """Say whether any number of tokens may be left, and all have to be ranked to know which."""
     return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

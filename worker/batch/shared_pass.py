@@ -18,14 +18,14 @@ import mlx.core as mx
 from .batch import Batch
 from .forward import OwnPart
 from .lookup import Lookup
-from .sampling import draw_all, looks
+from .sampling import draw_all, waits_for_logits
 from .slots import Pool, capacity_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from .batch import Piece, Row
+    from .batch import PrefillPiece, Row
     from .forward import Forward, Part
 
     #: A row, and the tokens that it speculates behind its last one.
@@ -40,7 +40,7 @@ _DRAFTING_ROWS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _LaunchedStep:
     """A step that the device was told to run: tokens for `drafts`, then the first ones of rows that begin."""
 
     drafts: list[Draft]
@@ -63,57 +63,57 @@ class SharedPass(Batch):
         self._has_pools = pools
         self._max_draft = max_draft
         self._pools: dict[int, Pool] = {}  # by capacity
-        self._flight: _Flight | None = None
+        self._ahead: _LaunchedStep | None = None
 
     @property
-    def leaving_bytes(self) -> int:
+    def removal_bytes(self) -> int:
         """The most that is allocated when a row is removed: a slot's copy."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next step is in flight already, so that it can take no pieces."""
-        return self._flight is not None
+        return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
         """Show a row's KV, to be read before the next step."""
         return row.caches or [] if row.pool is None else row.pool.views(row.slot, row.num_cached)
 
-    def step(self, pieces: Sequence[Piece], *, go_on: bool = False) -> None:
+    def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run a token of each row, what it speculates, and the pieces, in one pass."""
         if not self._rows and not pieces:
             return
-        if self._flight is not None and pieces:
+        if self._ahead is not None and pieces:
             raise ValueError("the step that runs ahead takes no pieces")
-        flight, self._flight = self._flight or self._launch(pieces), None
-        if go_on:
-            self._flight = self._launch_next(flight)
-        mx.eval(flight.choice, flight.states)
-        self._take(flight)
+        launched, self._ahead = self._ahead or self._launch(pieces), None
+        if run_ahead:
+            self._ahead = self._launch_next(launched)
+        mx.eval(launched.choice, launched.states)
+        self._collect(launched)
 
     def remove(self, row: Row) -> list[Any]:
         """Take a row out, and return its KV as caches of its own."""
         self._rows.remove(row)
         if row.pool is not None:
             self._leave_pool(row, row.pool)
-        elif self._flight is not None:
-            _forget_ahead(row)
+        elif self._ahead is not None:
+            _count_back(row)
         if not self._rows:
-            self._flight = None
+            self._ahead = None
         return row.caches or []
 
     def roll_back(self) -> bool:
         """Bring every row back: what the failed step wrote lies behind the rows' ends, and is overwritten."""
-        self._flight = None
+        self._ahead = None
         for row in self._rows:
-            _forget_ahead(row)
+            _count_back(row)
         return True
 
     def clear(self) -> None:
         """Forget every row and its KV."""
-        self._rows, self._pools, self._flight = [], {}, None
+        self._rows, self._pools, self._ahead = [], {}, None
 
-    def _launch(self, pieces: Sequence[Piece]) -> _Flight:
+    def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
         """Build a step for every row and these pieces."""
         self._place_rows()
         drafts, parts = self._row_parts(self._rows)
@@ -123,44 +123,44 @@ class SharedPass(Batch):
         beginning = [piece.row for piece in pieces if piece.row is not None]
         draws += [row.draw() for row in beginning]
         choice = draw_all(logits, draws) if draws else None
-        return _Flight(drafts, beginning, choice, [piece.states for piece in pieces])
+        return _LaunchedStep(drafts, beginning, choice, [piece.states for piece in pieces])
 
-    def _launch_next(self, flight: _Flight) -> _Flight | None:
-        """Begin with the step after `flight` before its tokens are known here: they stay on the device."""
-        if flight.choice is None or flight.beginning:
+    def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
+        """Begin with the step after `launched` before its tokens are known here: they stay on the device."""
+        if launched.choice is None or launched.beginning:
             return None
-        order = {row: i for i, (row, _) in enumerate(flight.drafts)}
+        order = {row: i for i, (row, _) in enumerate(launched.drafts)}
         rows = [row for row in self._rows if row in order and row.num_left > 1]
-        if not rows or any(draft for _, draft in flight.drafts) or not all(map(self._may_run_ahead, rows)):
+        if not rows or any(draft for _, draft in launched.drafts) or not all(map(self._may_run_ahead, rows)):
             return None
         drafts, parts = self._row_parts(rows, num_ahead=1)
-        tokens = flight.choice[mx.array([order[row] for row, _ in drafts])]
+        tokens = launched.choice[mx.array([order[row] for row, _ in drafts])]
         logits = self._forward(parts, tokens)
         choice = draw_all(logits, [row.draw(num_ahead=1) for row, _ in drafts])
         begin: Any = mx.async_eval
-        begin(flight.choice, choice)
-        return _Flight(drafts, [], choice, [])
+        begin(launched.choice, choice)
+        return _LaunchedStep(drafts, [], choice, [])
 
     def _may_run_ahead(self, row: Row) -> bool:
         """Say whether a row's next token can be run unseen: nothing has to be decided by it."""
         if row.pool is not None and row.num_cached + 1 >= row.pool.capacity:
             return False
-        if row.sampling.repetition_penalty != 1.0 or looks(row.sampling):
+        if row.sampling.repetition_penalty != 1.0 or waits_for_logits(row.sampling):
             return False
         lookup = self._lookup(row)
         return not (lookup and lookup.may_propose)
 
-    def _take(self, flight: _Flight) -> None:
+    def _collect(self, launched: _LaunchedStep) -> None:
         """Give each row what was drawn for it: up to the first token that its draft had not foreseen."""
-        tokens: Any = [] if flight.choice is None else flight.choice.tolist()
+        tokens: Any = [] if launched.choice is None else launched.choice.tolist()
         for row in self._rows:
             row.drawn = []
-        for row, draft in flight.drafts:
+        for row, draft in launched.drafts:
             drawn, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
             if row not in self._rows:  # it ended with the step before
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
-            row.take(drawn[: num_right + 1])
+            row.append(drawn[: num_right + 1])
             row.num_cached += num_right + 1
             if row.lookup is not None:
                 for token in row.drawn:
@@ -169,10 +169,10 @@ class SharedPass(Batch):
                     row.lookup.learn(len(draft), num_right)
                     self.num_drafted += len(draft)
                     self.num_accepted += num_right
-                    _forget_ahead(row)  # what was wrong in the draft
-        for row, token in zip(flight.beginning, tokens, strict=True):
-            row.take([token])
-        self._rows += flight.beginning
+                    _count_back(row)  # what was wrong in the draft
+        for row, token in zip(launched.beginning, tokens, strict=True):
+            row.append([token])
+        self._rows += launched.beginning
 
     def _row_parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]]:
         """Make the parts of a pass for these rows, and list the rows with their drafts in the parts' order.
@@ -219,7 +219,7 @@ class SharedPass(Batch):
             if row.caches is None or together[capacity] < _POOLED_ROWS:
                 continue
             pool = self._pools.get(capacity) or Pool(capacity)
-            if self._room(pool.growth_bytes(row.caches) + self.leaving_bytes):
+            if self._room(pool.growth_bytes(row.caches) + self.removal_bytes):
                 self._pools[capacity] = pool
                 row.slot, row.pool, row.caches = pool.join(row.caches), pool, None
 
@@ -229,7 +229,7 @@ class SharedPass(Batch):
             del self._pools[pool.capacity]
 
 
-def _forget_ahead(row: Row) -> None:
+def _count_back(row: Row) -> None:
     """Let what comes next overwrite what a row's caches hold beyond what is known to be right."""
     for cache in row.caches or ():
         cache.offset = row.num_cached

@@ -96,8 +96,8 @@ class Pool:
             self._grow(caches)
         slot = self._used.index(False)
         for keys, values, cache in zip(self._keys, self._values, caches, strict=True):
-            keys.put(slot, _held(cache.keys), length)
-            values.put(slot, _held(cache.values), length)
+            keys.put(slot, _filled(cache.keys), length)
+            values.put(slot, _filled(cache.values), length)
         self._used[slot] = True
         mx.eval([buffer.flat for buffer in (*self._keys, *self._values)])
         return slot
@@ -120,8 +120,8 @@ class Pool:
     def _grow(self, like: Sequence[KVCache]) -> None:
         """Add as many slots as there are; the first ones in the shapes of these caches."""
         if not self._used:
-            self._keys = [_Buffer(_held(cache.keys), self.capacity) for cache in like]
-            self._values = [_Buffer(_held(cache.values), self.capacity) for cache in like]
+            self._keys = [_Buffer(_filled(cache.keys), self.capacity) for cache in like]
+            self._values = [_Buffer(_filled(cache.values), self.capacity) for cache in like]
         num_more = max(2, len(self._used))
         for buffer in (*self._keys, *self._values):
             buffer.grow(num_more)
@@ -205,7 +205,7 @@ def _copied(view: KVCache) -> KVCache:
     return _cache(keys, values, view.offset)
 
 
-def _held(part: mx.array | None) -> mx.array:
+def _filled(part: mx.array | None) -> mx.array:
     if part is None:
         raise ValueError("a session without KV cannot join a pool")
     return part

@@ -31,7 +31,7 @@ class Trials:
         self._path = path
         self._key = key
 
-    def outcome(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
+    def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
         """Return which of `num_ways` ways has passed: the remembered one, else what `run` finds.
 
         None, that no way has, is not remembered: memory that was short once must not count for good.

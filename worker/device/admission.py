@@ -99,7 +99,7 @@ class Ledger:
             victims.append(self.residency.pop_oldest())
         return victims
 
-    def settle(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """End what a turn has reserved, if it has: its session counts with the KV that it has."""
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
@@ -149,34 +149,25 @@ class Admission:
             self._aged.append(claim)
         else:
             self._new.setdefault(claim.priority, {}).setdefault(claim.key.tenant, deque()).append(claim)
-        return self._decide()
+        return self.decide()
 
     def grow(self, claim: Claim, size_bytes: int) -> Decision:
         """Want so much, all in all, for a turn that runs."""
         if not claim.wanted:
             self._aged.append(claim)
         claim.wanted = size_bytes
-        return self._decide()
+        return self.decide()
 
-    def leave(self, claim: Claim) -> Decision:
+    def release(self, claim: Claim) -> Decision:
         """Want nothing any more, and give back what is reserved: paused, over, or given up."""
         self._give_back(claim)
-        return self._decide()
+        return self.decide()
 
-    def look_again(self) -> Decision:
-        """Decide anew after idle sessions have left the device."""
-        return self._decide()
-
-    def _give_back(self, claim: Claim) -> None:
-        if claim.wanted:
-            self._served(claim)
-        claim.is_pausing = False
-        self._ledger.settle(claim)
-
-    def _decide(self) -> Decision:
+    def decide(self) -> Decision:
+        """Grant what can be granted now: called after any change, and after idle sessions were dropped."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
-            if not self._grant(claim, decision) and self._make_way(claim, decision):
+            if not self._grant(claim, decision) and self._pause_younger(claim, decision):
                 return decision
         refused: Claim | None = None
         for claim in self._rotation():
@@ -192,6 +183,12 @@ class Admission:
                 self._aged.append(refused)
             self._grant(claim, decision)
         return decision
+
+    def _give_back(self, claim: Claim) -> None:
+        if claim.wanted:
+            self._served(claim)
+        claim.is_pausing = False
+        self._ledger.release(claim)
 
     def _is_over_share(self, claim: Claim) -> bool:
         if self._max_tenant_bytes is None:
@@ -214,7 +211,7 @@ class Admission:
         decision.dropped.extend(victims)
         return True
 
-    def _make_way(self, claim: Claim, decision: Decision) -> bool:
+    def _pause_younger(self, claim: Claim, decision: Decision) -> bool:
         """Pause younger turns if that is enough for a turn's wish; False where older ones hold too much."""
         excess = self._ledger.excess(claim, claim.wanted)
         younger = sorted(

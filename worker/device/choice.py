@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 #: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
 #: the writer is at in that moment is not given up, and a disk may hang for longer.
 PATIENCE_S: Final = 2.0
-_LOOK_S: Final = 0.01
+_RETRY_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenStep:
     """A step that fits, and what it is thought to need beside weights and KV.
 
     If the step is empty nothing fits now: look again after `pause_s`, or, where that is None, when a command
@@ -48,7 +48,7 @@ class Choice:
     hopeless: tuple[Turn, int] | None = None
 
 
-class Chooser:
+class StepChooser:
     """Chooses steps for the turns of one scheduler."""
 
     def __init__(
@@ -71,14 +71,14 @@ class Chooser:
         self._starve = starve
         self._patient_until_s: float | None = None
 
-    def choose(self) -> Choice:
+    def choose(self) -> ChosenStep:
         """Choose a step.
 
         If none fits, idle sessions leave first, then prompts run in smaller pieces, then they wait for the
         answers to end. Where no answer runs, one prompt goes on alone.
         """
         if self._batch.is_ahead:
-            return Choice(Step(self._scheduler.decoding, ()))
+            return ChosenStep(Step(self._scheduler.decoding, ()))
         num_rows = len(self._scheduler.decoding)
         budget = self._pace.budget(num_rows)
         while True:
@@ -92,11 +92,11 @@ class Chooser:
             elif len(step.prefill) > 1:
                 budget = 1  # one of them
             elif self._room.is_promised:
-                return Choice(_NOTHING, pause_s=_LOOK_S)  # its turn, or its end, is the next command
+                return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # its turn, or its end, is the next command
             else:
                 return self._alone()
 
-    def _alone(self) -> Choice:
+    def _alone(self) -> ChosenStep:
         """Let the prompt that has come the furthest go on alone, and the others begin anew if they must.
 
         Any other one would take what it needs to come to its end. A prompt that has the device to itself
@@ -104,7 +104,7 @@ class Chooser:
         """
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
         step = self._scheduler.next(LEAST, turn)
-        while (choice := self._fitting(step)) is None and self._give_way(turn):
+        while (choice := self._fitting(step)) is None and self._preempt_for(turn):
             pass
         if choice is not None:
             return choice
@@ -112,45 +112,45 @@ class Chooser:
             self._starve(Starved())
             self._patient_until_s = time.monotonic() + PATIENCE_S
         if time.monotonic() < self._patient_until_s:
-            return Choice(_NOTHING, pause_s=_LOOK_S)
+            return ChosenStep(_NOTHING, pause_s=_RETRY_S)
         self._patient_until_s = None
-        return Choice(_NOTHING, hopeless=(turn, sum(self._needs(step))))
+        return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
-    def _fitting(self, step: Step[Turn]) -> Choice | None:
+    def _fitting(self, step: Step[Turn]) -> ChosenStep | None:
         """Take a step that fits, or that has answers alone; wait where idle sessions have to leave for it."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
-        if not fits and self._room.comes(scratch_bytes + growth_bytes):
-            return Choice(_NOTHING, pause_s=None)
+        if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
+            return ChosenStep(_NOTHING, pause_s=None)
         if not fits and step.prefill:
             return None
         self._patient_until_s = None
-        self._scheduler.taken(step)
-        return Choice(step, scratch_bytes)
+        self._scheduler.advance(step)
+        return ChosenStep(step, scratch_bytes)
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate what a step needs while it runs, and what it leaves allocated."""
         pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
-        scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_held)
+        scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
         growth_bytes = self._room.estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )
-        return scratch_bytes, growth_bytes + self._batch.leaving_bytes + self._cutting.size_bytes(step)
+        return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
-    def _give_way(self, to: Turn) -> bool:
+    def _preempt_for(self, to: Turn) -> bool:
         """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
 
         Those that hold each other up so are few: the ledger has room for what each of them says it needs.
         Before that, turns that wait for another one's KV lose their own.
         """
-        if self._acquisition.drop_held():
+        if self._acquisition.drop_resident():
             return True
         holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
-        self._cutting.cut(turn)  # what was to be cut later
+        self._cutting.cut_noted(turn)  # what was to be cut later
         self._acquisition.begin_anew(turn)
         return True
 

@@ -13,7 +13,7 @@ import structlog
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
 
-from .turn import Cut
+from .turn import SnapshotCut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,13 @@ class Cutting:
     """Cuts once `room` is there, which says on this thread how many bytes the disk's queue would take."""
 
     def __init__(
-        self, batch: Batch, estimator: Estimator, block: int, done: Callable[[Cut], None], *, trimmable: bool
+        self,
+        batch: Batch,
+        estimator: Estimator,
+        block: int,
+        done: Callable[[SnapshotCut], None],
+        *,
+        trimmable: bool,
     ) -> None:
         """`done` takes each cut; `trimmable` says that KV has no state that only its end has."""
         self.room: Callable[[], int] | None = None
@@ -52,23 +58,23 @@ class Cutting:
         spans = [*ready, *(span for _, span in self._due)]
         return sum(self._estimator.kv.snapshot(span.num_tokens, at=span.end) for span in spans)
 
-    def prompt(self, turn: Turn) -> None:
+    def note_prompt(self, turn: Turn) -> None:
         """Note the missing pieces of the prompt that KV covers by now."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
-    def block(self, turn: Turn) -> None:
+    def note_block(self, turn: Turn) -> None:
         """Note the block that an answer's token has completed, if it has."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
-    def tail(self, turn: Turn) -> None:
+    def cut_tail(self, turn: Turn) -> None:
         """Cut what an answer's end leaves in the last block."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
             self._cut(turn, Span(start, turn.num_cached))
 
-    def cut(self, only: Turn | None = None) -> None:
+    def cut_noted(self, only: Turn | None = None) -> None:
         """Cut what was noted, or what was of one turn: behind the tokens' report, before their KV changes.
 
         What an answer's first token would wait for is cut behind that. A turn that was lost meanwhile has
@@ -110,7 +116,9 @@ class Cutting:
         except Exception:
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
         has_state = tensors is not None and any(tensor.of_state for tensor in tensors)
-        self._done(Cut(turn, span, tensors, state_lost=at_end and not self._trimmable and not has_state))
+        self._done(
+            SnapshotCut(turn, span, tensors, state_lost=at_end and not self._trimmable and not has_state)
+        )
 
     def _tail_start(self, turn: Turn) -> int:
         """Say where the piece of the tail starts that is to be cut at the end of an answer."""

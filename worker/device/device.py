@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import mlx.core as mx
 
 from . import machine
-from .room import Ask
+from .room import RoomRequest
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
 
     from .memory import Estimator
-    from .turn import Report, Turn
+    from .turn import StepReport, Turn
 
 
 #: A call on the runner, on its thread; None stops that.
@@ -69,7 +69,7 @@ class Device:
             max_draft=max_draft,
             trials=trials,
         )
-        self._report: Callable[[Report], object]  # known before the first turn comes
+        self._report: Callable[[StepReport], object]  # known before the first turn comes
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -93,7 +93,7 @@ class Device:
             raise loaded
         return loaded
 
-    def listen(self, report: Callable[[Report], object]) -> None:
+    def listen(self, report: Callable[[StepReport], object]) -> None:
         """Have `report` called on the thread after each step. It must only hand over."""
         self._report = report
 
@@ -103,7 +103,7 @@ class Device:
 
     def submit(self, turn: Turn) -> None:
         """Run a turn. A session has at most one under way."""
-        self._commands.put(lambda runner: runner.begin(turn))
+        self._commands.put(lambda runner: runner.submit(turn))
 
     def cancel(self, turn: Turn) -> None:
         """End a turn after the step that is running; one that is over already is left alone."""
@@ -115,21 +115,21 @@ class Device:
 
     def drop(self, key: SessionKey) -> None:
         """Forget the KV of a session that has no turn under way."""
-        self._commands.put(lambda runner: runner.room.take(key))
+        self._commands.put(lambda runner: runner.room.pop(key))
 
     def made_room(self) -> None:
         """Answer a `Short`: all that can be dropped for it has been told to `drop`."""
-        self._commands.put(lambda runner: runner.room.made())
+        self._commands.put(lambda runner: runner.room.made_room())
 
-    def hold(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
-        """Keep room for a restore of so many tokens until the session's turn is submitted, or `release`.
+    def reserve_room(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
+        """Keep room for a restore of so many tokens until the session's turn is submitted, or `release_room`.
 
         `answer` is called on the device thread once there is room; with False where there never will be.
         """
-        self._commands.put(lambda runner: runner.room.ask(Ask(key, num_tokens, answer)))
+        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, answer)))
 
-    def release(self, key: SessionKey) -> None:
-        """Give up what `hold` keeps or waits for."""
+    def release_room(self, key: SessionKey) -> None:
+        """Give up what `reserve_room` keeps or waits for."""
         self._commands.put(lambda runner: runner.room.release(key))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -140,7 +140,7 @@ class Device:
 
     # Everything below runs on the device thread.
 
-    def _hand_over(self, report: Report) -> None:
+    def _hand_over(self, report: StepReport) -> None:
         self._report(report)
 
     def _run(self) -> None:
@@ -156,19 +156,19 @@ class Device:
             if self._wired_bytes is not None:
                 machine.wire(self._wired_bytes)
             loaded = self._load()
-            runner = self._take_model(loaded)
+            runner = self._start_runner(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
             self._loaded.put(error)
             return
         self._loaded.put(loaded)
         try:
             pause_s: float | None = 0.0
-            while self._take_commands(runner, pause_s):
+            while self._apply_commands(runner, pause_s):
                 pause_s = runner.step(undisturbed=self._commands.empty())
         except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
             self._died(error)
 
-    def _take_model(self, loaded: LoadedModel) -> Runner:
+    def _start_runner(self, loaded: LoadedModel) -> Runner:
         self._runner = runner = self._make_runner(loaded)
         self.estimator = runner.estimator
         self.unsupported_cache = runner.unsupported_cache
@@ -179,10 +179,10 @@ class Device:
         self.name = machine.name()
         return runner
 
-    def _take_commands(self, runner: Runner, pause_s: float | None) -> bool:
+    def _apply_commands(self, runner: Runner, pause_s: float | None) -> bool:
         """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
         while True:
-            runner.settle()
+            runner.serve_waiting()
             try:
                 command = self._commands.get(timeout=pause_s if runner.is_busy else None)
             except queue.Empty:

@@ -19,20 +19,20 @@ from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
 from .admission import Admission, Claim, place
-from .finding import Finder, Holding, answer_waiting
+from .finding import Finder, Holding, resolve
 from .flights import Flights
 from .memory import GROWTH_TOKENS, grown
 from .turn import (
-    Cut,
     Event,
     Faulted,
     Finished,
     NoRoomError,
     Prefilled,
-    Report,
     Sampled,
     Short,
+    SnapshotCut,
     Starved,
+    StepReport,
     Turn,
     num_common,
 )
@@ -74,7 +74,7 @@ class StoppingError(Exception):
 
 
 @dataclass(slots=True)
-class Progress:
+class TurnProgress:
     """How far a turn has come, for `info`: tokens of its context with KV, and tokens of its answer."""
 
     num_cached: int
@@ -83,7 +83,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TurnResult:
     """What a turn cost. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
 
     `complete` says that the whole context got its KV: no cancel came before.
@@ -110,7 +110,7 @@ class _Run:
     claim: Claim
     num_most: int
     cancelled: Callable[[], bool]
-    progress: Progress
+    progress: TurnProgress
     holding: Holding
     num_asked: int = 0
     num_granted: int = 0
@@ -191,7 +191,7 @@ class Engine:
         """Count what the device holds of the KV of a session with these tokens."""
         return self.size_bytes(num_common(self._residency.tokens(key), tokens))
 
-    def progress(self, key: SessionKey) -> Progress | None:
+    def progress(self, key: SessionKey) -> TurnProgress | None:
         """Say how far a session's turn has come, if it runs one."""
         return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
 
@@ -210,7 +210,7 @@ class Engine:
         sampling: Sampling | None = None,
         max_new: int = 0,
         publish: Publish | None = None,
-    ) -> Outcome | None:
+    ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
@@ -218,7 +218,7 @@ class Engine:
         the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
         is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
         """
-        claim, progress = Claim(key, priority, place(monotonic(), priority)), Progress(0, len(context))
+        claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
         run = _Run(claim, len(context) + max_new, cancelled, progress, Holding(key))
         self._runs[run.claim] = run
         is_over = False
@@ -232,9 +232,9 @@ class Engine:
                     context = context[: turn.num_prompt] + as_tokens(answer.tokens)
         finally:
             if not run.is_abandoned:
-                self._leave(run)
+                self._release(run)
                 del self._runs[run.claim]
-        return self._outcome(run) if run.started_s is not None else None
+        return self._result(run) if run.started_s is not None else None
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn as soon as the step that is running is over.
@@ -244,14 +244,14 @@ class Engine:
         for run in self._runs.values():
             if run.claim.key == key:
                 run.is_cancelled = True
-                self._end(run)
-                answer_waiting(run.admitted, granted=False)
+                self._stop_run(run)
+                resolve(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
         if self._residency.pop(key):
             self._device.drop(key)
-        self._apply(self._admission.look_again())
+        self._apply(self._admission.decide())
 
     async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
         """Drop a session's KV from the device and from SSD. Takes 2 s at most."""
@@ -264,11 +264,11 @@ class Engine:
         """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""
         self._stopping = True
         for run in self._runs.values():
-            self._end(run)
+            self._stop_run(run)
             if run.admitted is not None and not run.admitted.done():
                 run.admitted.set_exception(StoppingError())
 
-    def _handle(self, report: Report) -> None:
+    def _handle(self, report: StepReport) -> None:
         """Take in what the device thread did in one step."""
         self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
         if report.measured_bytes > self.measured_bytes:
@@ -283,7 +283,7 @@ class Engine:
             self._handle_event(event)
 
     def _handle_event(self, event: Event) -> None:
-        if isinstance(event, Cut):
+        if isinstance(event, SnapshotCut):
             self._save(event)
             return
         if isinstance(event, Starved):
@@ -291,7 +291,7 @@ class Engine:
                 self._store.free_memory()
             return
         if isinstance(event, Short):
-            self._shed(event)
+            self._make_room(event)
             return
         turn = event.turn
         run = self._turns.get(turn)
@@ -313,12 +313,12 @@ class Engine:
                 self._residency.pop(turn.key)
         if run is None:
             return
-        self._flights.tell(event)
+        self._flights.deliver(event)
         if not isinstance(event, Sampled):
             # Its memory is free now, not when the task runs that waits for it, if one still does.
-            self._end_turn(run, turn, goes_on=isinstance(event, Finished) and not self._is_over(run, turn))
+            self._end_turn(run, turn, resumes=isinstance(event, Finished) and not self._is_over(run, turn))
 
-    def _shed(self, short: Short) -> None:
+    def _make_room(self, short: Short) -> None:
         """Drop sessions for which the device has no room, in the order of their use, and answer it.
 
         Idle ones first, then those whose turns are still on their way there: such a turn finds less KV.
@@ -326,7 +326,7 @@ class Engine:
         for key in self._residency.oldest(short.num_bytes, {short.but, *self._flights.keys}):
             self._residency.pop(key)
             self._device.drop(key)
-        self._apply(self._admission.look_again())
+        self._apply(self._admission.decide())
         self._device.made_room()
 
     def _is_over(self, run: _Run, turn: Turn) -> bool:
@@ -334,23 +334,23 @@ class Engine:
         answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
-    def _end_turn(self, run: _Run, turn: Turn, *, goes_on: bool) -> None:
+    def _end_turn(self, run: _Run, turn: Turn, *, resumes: bool) -> None:
         """Give back what a turn has reserved; where it was only paused, ask for it again in one go."""
         del self._turns[turn]
         run.turn = None
-        if goes_on and not run.is_abandoned:
+        if resumes and not run.is_abandoned:
             self._ask(
                 run, len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
             )
             return
-        self._leave(run)
+        self._release(run)
         if run.is_abandoned:
             del self._runs[run.claim]
 
     async def _run_turn(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
         """Run a turn that has its memory; False where it was only paused."""
         run.turn = turn
-        run.progress = Progress(0, len(turn.context), run.progress.num_generated)
+        run.progress = TurnProgress(0, len(turn.context), run.progress.num_generated)
         self._turns[turn] = run
         try:
             await self._finder.find(turn, run.holding, {other.key for other in self._turns})
@@ -358,7 +358,7 @@ class Engine:
             if self._stopping:
                 raise StoppingError
             if (is_stopped := run.is_stopped) or run.is_paused:
-                self._end_turn(run, turn, goes_on=not is_stopped)
+                self._end_turn(run, turn, resumes=not is_stopped)
                 return is_stopped
             run.started_s = run.started_s or monotonic()
             turn.num_granted = run.num_granted
@@ -369,15 +369,15 @@ class Engine:
                 run.is_abandoned = True
                 self._flights.cancel(turn)
             elif turn in self._turns:
-                self._end_turn(run, turn, goes_on=False)
+                self._end_turn(run, turn, resumes=False)
 
-    def _outcome(self, run: _Run) -> Outcome:
+    def _result(self, run: _Run) -> TurnResult:
         num_cached = run.num_reused or 0
         num_prefilled = run.num_covered - num_cached
         self._telemetry.cached_tokens += num_cached
         self._telemetry.prefilled_tokens += num_prefilled
         started_s = run.started_s or monotonic()
-        return Outcome(
+        return TurnResult(
             complete=run.is_complete,
             num_cached=num_cached,
             num_prefilled=num_prefilled,
@@ -391,7 +391,7 @@ class Engine:
         """Submit a turn and pass on its tokens until it ends; False where it was only paused."""
         flight = self._flights.submit(turn)
         while True:
-            events = await flight.news()
+            events = await flight.next_events()
             sampled = [event for event in events if isinstance(event, Sampled)]
             if sampled:
                 run.first_token_s = run.first_token_s or monotonic()
@@ -420,7 +420,7 @@ class Engine:
         run.live_bytes = live_bytes
         run.is_complete = num_cached >= turn.target
 
-    def _save(self, cut: Cut) -> None:
+    def _save(self, cut: SnapshotCut) -> None:
         if self._store is None:
             return
         if cut.tensors is None or cut.state_lost:
@@ -468,9 +468,9 @@ class Engine:
         run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
         self._apply(self._admission.grow(run.claim, self._price(run)))
 
-    def _leave(self, run: _Run) -> None:
+    def _release(self, run: _Run) -> None:
         """Give back what a turn has reserved; its session keeps what it really holds."""
-        self._apply(self._admission.leave(run.claim))
+        self._apply(self._admission.release(run.claim))
 
     def _apply(self, decision: Decision) -> None:
         for key in decision.dropped:
@@ -478,16 +478,16 @@ class Engine:
         for claim in decision.granted:
             run = self._runs[claim]
             run.num_granted = run.num_asked
-            answer_waiting(run.admitted, granted=True)
+            resolve(run.admitted, granted=True)
             if run.turn is not None:
                 self._device.grant(run.turn, run.num_granted)
         for claim in decision.paused:
             run = self._runs[claim]
             log.info("pausing a turn for want of memory", session=str(claim.key))
             run.is_paused = True
-            self._end(run)
+            self._stop_run(run)
 
-    def _end(self, run: _Run) -> None:
+    def _stop_run(self, run: _Run) -> None:
         """Have a run's turn end as it is; one that is not on the device yet does not go there."""
         self._flights.cancel(run.turn)
-        run.holding.give_up()
+        run.holding.stop_waiting()

@@ -37,15 +37,15 @@ class Holding:
     """What a session's turn holds until it is over; `room` is asked for, or had."""
 
     key: SessionKey
-    held: HeldPrefix | None = None
+    prefix: HeldPrefix | None = None
     room: asyncio.Future[bool] | None = None
 
-    def give_up(self) -> None:
+    def stop_waiting(self) -> None:
         """Wait for room no more."""
-        answer_waiting(self.room, granted=False)
+        resolve(self.room, granted=False)
 
 
-def answer_waiting(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
+def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
     """Answer one who waits, if one still does."""
     if waiting is not None and not waiting.done():
         waiting.set_result(granted)
@@ -63,11 +63,11 @@ class Finder:
 
     def release(self, holding: Holding) -> None:
         """Give up what a turn holds."""
-        if self._store is not None and holding.held is not None:
-            self._store.release(holding.held)
+        if self._store is not None and holding.prefix is not None:
+            self._store.release(holding.prefix)
         if holding.room is not None:
-            self._device.release(holding.key)
-        holding.held = holding.room = None
+            self._device.release_room(holding.key)
+        holding.prefix = holding.room = None
 
     async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
         """Give the turn the longest KV there is. Sessions that are `busy` have a turn that has its memory."""
@@ -77,7 +77,7 @@ class Finder:
         num_usable = len(turn.context) - (not self._device.trimmable)
         if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
             turn.num_kept = 0
-        turn.source, num_shared = self._share(turn, busy)
+        turn.source, num_shared = self._find_source(turn, busy)
         if self._store is None:
             return
         found = max(turn.num_kept, num_shared)
@@ -99,15 +99,15 @@ class Finder:
                     turn.source = None
                 break
         # Held until the turn is over: what it cuts continues what is there now.
-        holding.held = self._store.hold(turn.chain, turn.context)
-        turn.edges = holding.held.edges
+        holding.prefix = self._store.hold(turn.chain, turn.context)
+        turn.edges = holding.prefix.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
         # What is held is there; but of layers with states, the end of an append is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
 
-    def _share(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
+    def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
         """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.
 
         Of those that have as much, one that is idle, or else was submitted first, is the furthest.
@@ -140,7 +140,7 @@ class Finder:
         holding.room = room
 
         def answered(granted: bool) -> None:
-            loop.call_soon_threadsafe(lambda: answer_waiting(room, granted=granted))
+            loop.call_soon_threadsafe(lambda: resolve(room, granted=granted))
 
-        self._device.hold(holding.key, num_tokens, answered)
+        self._device.reserve_room(holding.key, num_tokens, answered)
         return await room

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
     from .device import Device
-    from .turn import Report, Turn
+    from .turn import StepReport, Turn
 
 #: What whoever follows a turn hears of it; the last one is no `Sampled`.
-Told: TypeAlias = Sampled | Finished | Faulted
+TurnEvent: TypeAlias = Sampled | Finished | Faulted
 
 
 class Flights:
     """Turns from `submit` to their end; event loop only."""
 
-    def __init__(self, device: Device, handle: Callable[[Report], None]) -> None:
-        """`handle` takes the device's reports on the event loop, and gives `tell` what is of a turn."""
+    def __init__(self, device: Device, handle: Callable[[StepReport], None]) -> None:
+        """`handle` takes the device's reports on the event loop, and gives `deliver` those of a turn."""
         self._device = device
         self._flights: dict[Turn, Flight] = {}
         loop = asyncio.get_running_loop()
@@ -56,23 +56,23 @@ class Flights:
         if turn is not None and turn in self._flights:
             self._device.cancel(turn)
 
-    def tell(self, event: Told) -> None:
+    def deliver(self, event: TurnEvent) -> None:
         """Pass on what the device has told of a turn."""
         if isinstance(event, Sampled):
-            self._flights[event.turn].told.put_nowait(event)
+            self._flights[event.turn].events.put_nowait(event)
         else:
-            self._flights.pop(event.turn).told.put_nowait(event)
+            self._flights.pop(event.turn).events.put_nowait(event)
 
 
 class Flight:
     """A turn that is submitted, for the one who follows it."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[Told] = asyncio.Queue()
+        self.events: asyncio.Queue[TurnEvent] = asyncio.Queue()
 
-    async def news(self) -> list[Told]:
+    async def next_events(self) -> list[TurnEvent]:
         """Wait for what is told of the turn: several at a time for a slow reader. Its end is the last."""
-        news = [await self.told.get()]
-        while not self.told.empty():
-            news.append(self.told.get_nowait())
-        return news
+        events = [await self.events.get()]
+        while not self.events.empty():
+            events.append(self.events.get_nowait())
+        return events

@@ -100,11 +100,11 @@ class Estimator:
     fused: bool
     unpacked_bytes: int = 0
 
-    def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_held: int = 0) -> int:
+    def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
         """Estimate what a step needs that is free again after it.
 
         `pieces` are the tokens of each prompt with its length after them; a row is one token, and all rows
-        hold `num_held`.
+        hold `num_cached`.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
@@ -113,7 +113,7 @@ class Estimator:
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
         # Of all rows and pieces in one layer; rows are quick, and begin with the next one meanwhile.
-        unpacked = (2 * num_held + sum(kv for _, kv in pieces)) * self.unpacked_bytes
+        unpacked = (2 * num_cached + sum(kv for _, kv in pieces)) * self.unpacked_bytes
         return attention * 3 // 2 + mixing + logits + unpacked + _SMALL_BYTES
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
@@ -139,10 +139,10 @@ class Estimator:
 
         def fits(size_bytes: int) -> bool:
             longest = max(self.kv.most_tokens(size_bytes, num_context), chunk)
-            num_held = max_rows * longest
+            num_cached = max_rows * longest
             if self.kv.bytes_per_token:
-                num_held = min(num_held, size_bytes // self.kv.bytes_per_token)
-            step = self.scratch_bytes(max_rows, [(chunk, longest)], num_held)
+                num_cached = min(num_cached, size_bytes // self.kv.bytes_per_token)
+            step = self.scratch_bytes(max_rows, [(chunk, longest)], num_cached)
             return size_bytes + step + self.growth_bytes([longest] * max_rows) <= left
 
         least, most = 0, max(left, 0)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
     from .memory import Estimator
-    from .turn import Held
+    from .turn import ResidentKv
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoomRequest:
     """A restore's wish for room. `answer` is called with False where there never will be any."""
 
     key: SessionKey
@@ -36,96 +36,96 @@ class Ask:
 class Room:
     """Idle sessions by their keys, and restores that wait for room or have it."""
 
-    def __init__(self, estimator: Estimator, block: int, ask: Callable[[Short], None]) -> None:
-        """`ask` tells the event loop what is short."""
-        #: Whether the event loop was asked to drop sessions, and has not answered: `made`.
-        self.is_asked = False
+    def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
+        """`report_short` tells the event loop what is short."""
+        #: Whether the event loop was asked to drop sessions, and has not answered: `made_room`.
+        self.awaits_drops = False
         self.estimator = estimator
         self._block = block
-        self._ask = ask
-        self._held: dict[SessionKey, Held] = {}
+        self._report_short = report_short
+        self._resident: dict[SessionKey, ResidentKv] = {}
         self._promised: dict[SessionKey, int] = {}  # bytes that restores are about to bring
-        self._asking: list[Ask] = []
+        self._requests: list[RoomRequest] = []
 
     @property
     def is_promised(self) -> bool:
         """Say whether a restore is under way: its turn, or its end, is a command to come."""
         return bool(self._promised)
 
-    def get(self, key: SessionKey) -> Held | None:
+    def get(self, key: SessionKey) -> ResidentKv | None:
         """Return what a session holds, and leave it in its place."""
-        return self._held.get(key)
+        return self._resident.get(key)
 
-    def put(self, key: SessionKey, held: Held) -> None:
+    def put(self, key: SessionKey, resident: ResidentKv) -> None:
         """Keep what a session holds after its turn."""
-        self._held[key] = held
+        self._resident[key] = resident
 
-    def take(self, key: SessionKey) -> Held | None:
+    def pop(self, key: SessionKey) -> ResidentKv | None:
         """Give out what a session holds, to its turn or to nobody."""
-        return self._held.pop(key, None)
+        return self._resident.pop(key, None)
 
-    def ask(self, ask: Ask) -> None:
+    def request(self, request: RoomRequest) -> None:
         """Queue up for the room that a restore needs."""
-        self._asking.append(ask)
+        self._requests.append(request)
 
-    def arrived(self, key: SessionKey) -> None:
+    def end_promise(self, key: SessionKey) -> None:
         """Give up the room that was promised: what it was for is on the device now."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
         """Give up the room that a restore was promised, or waits for."""
-        self.arrived(key)
-        self._asking = [ask for ask in self._asking if ask.key != key]
+        self.end_promise(key)
+        self._requests = [request for request in self._requests if request.key != key]
 
-    def made(self) -> None:
+    def made_room(self) -> None:
         """Note that the event loop has dropped what it could for the last `Short`."""
-        self.is_asked = False
+        self.awaits_drops = False
 
-    def grant(self, *, is_busy: bool) -> None:
+    def grant_requests(self, *, is_busy: bool) -> None:
         """Answer restores that ask for room, in their order, as far as there is any.
 
         If there is none, they keep waiting while idle sessions, running turns (`is_busy`) or other restores
         may still free some.
         """
-        while self._asking:
-            ask = self._asking[0]
-            size_bytes = self.estimator.restore_bytes(ask.num_tokens, self._block)
+        while self._requests:
+            request = self._requests[0]
+            size_bytes = self.estimator.restore_bytes(request.num_tokens, self._block)
             fits = self.has(size_bytes)
-            if not fits and (self.comes(size_bytes) or is_busy or self._promised):
+            if not fits and (self.ask_for(size_bytes) or is_busy or self._promised):
                 return
             if not fits:
                 mx.synchronize()  # a step begun ahead that nobody needs any more may still hold some
                 fits = self.has(size_bytes)
-                if not fits and self.comes(size_bytes):
+                if not fits and self.ask_for(size_bytes):
                     return
             if fits:
-                self._promised[ask.key] = size_bytes
-            del self._asking[0]
-            ask.answer(fits)
+                self._promised[request.key] = size_bytes
+            del self._requests[0]
+            request.answer(fits)
 
     def has(self, size_bytes: int) -> bool:
         """Say whether there is room for so many bytes more, beside what was promised."""
         return self._excess(size_bytes) <= 0
 
-    def has_now(self, size_bytes: int) -> bool:
+    def has_or_asks(self, size_bytes: int) -> bool:
         """Say whether there is room for what can be done without; where there is not, ask for next time."""
         if self.has(size_bytes):
             return True
-        self.comes(size_bytes)
+        self.ask_for(size_bytes)
         return False
 
-    def comes(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
+    def ask_for(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
         """Ask for room that is lacking; False if that is in vain: all idle sessions but one hold too little.
 
-        Look again once it is `made`.
+        Look again once it is `made_room`.
         """
         excess = self._excess(size_bytes)
-        idle = [held for key, held in self._held.items() if key != but]
-        if not idle or sum(layers.allocated_bytes(held.caches) for held in idle) < excess:
+        idle = [resident for key, resident in self._resident.items() if key != but]
+        if not idle or sum(layers.allocated_bytes(resident.caches) for resident in idle) < excess:
             return False
-        if not self.is_asked:
-            self.is_asked = True
-            self._ask(Short(excess, but))
+        if not self.awaits_drops:
+            self.awaits_drops = True
+            self._report_short(Short(excess, but))
         return True
 
     def _excess(self, size_bytes: int) -> int:

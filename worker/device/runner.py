@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
 from cache.names.snapshot import ModelLayout
-from worker.batch.batch import Piece, Row
+from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
 from worker.batch.trials import Trials
 from worker.models.code import code_digest, package_digest
@@ -28,13 +28,13 @@ from worker.models.quantised import unpacked_bytes
 
 from . import machine
 from .acquisition import Acquisition
-from .choice import Chooser
+from .choice import StepChooser
 from .cutting import Cutting
 from .memory import Estimator, shape_of
 from .pace import Pace
 from .room import Room
 from .scheduler import Scheduler
-from .turn import Event, Faulted, Finished, Held, NoRoomError, Prefilled, Report, Sampled, Turn
+from .turn import Event, Faulted, Finished, NoRoomError, Prefilled, ResidentKv, Sampled, StepReport, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,7 +82,7 @@ class Runner:
     def __init__(
         self,
         loaded: LoadedModel,
-        report: Callable[[Report], None],
+        report: Callable[[StepReport], None],
         *,
         block_tokens: int,
         max_batch: int,
@@ -112,7 +112,7 @@ class Runner:
         self.room = Room(self.estimator, block_tokens, self._emit)
         self._batch = batch_for(
             loaded.model,
-            self.room.has_now,
+            self.room.has_or_asks,
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
         )
@@ -124,7 +124,7 @@ class Runner:
         self._pace = Pace(stall_s, block_tokens)
         self._acquisition = Acquisition(loaded, self._batch, self.room, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
-        self._chooser = Chooser(self._scheduler, self._pace, self.room, *parts, self._emit)
+        self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
@@ -148,37 +148,37 @@ class Runner:
         mx.reset_peak_memory()
         if step:
             # The event loop's answer is a command to come; what it makes room for may change the next step.
-            self._run_step(step, undisturbed=undisturbed and not self.room.is_asked)
+            self._run_step(step, undisturbed=undisturbed and not self.room.awaits_drops)
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
             self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
         step_s = time.perf_counter() - started
-        self._take_up_ready()
+        self._start_ready()
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
         self._hand_over(len(step.decode), step_s, choice.scratch_bytes, measured)
-        self.cutting.cut()
+        self.cutting.cut_noted()
         return choice.pause_s
 
-    def settle(self) -> None:
+    def serve_waiting(self) -> None:
         """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
-        self._take_up_ready()
-        self.room.grant(is_busy=self.is_busy or self._acquisition.is_short)
+        self._start_ready()
+        self.room.grant_requests(is_busy=self.is_busy or self._acquisition.is_short)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
-    def begin(self, turn: Turn) -> None:
+    def submit(self, turn: Turn) -> None:
         """Take in a turn. One that fails costs itself and its KV, never the thread."""
-        self.room.arrived(turn.key)
-        self._guarded(turn, self._begin)
+        self.room.end_promise(turn.key)
+        self._guarded(turn, self._submit)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn where it stands; one that is over already is left alone."""
         if turn in self._scheduler:
-            self._leave(turn)
-        elif self._acquisition.give_up(turn):
-            self._guarded(turn, self._take_up)  # so that it keeps what it had
-            self._leave(turn)
+            self._end_or_fault_all(turn)
+        elif self._acquisition.stop_waiting(turn):
+            self._guarded(turn, self._start)  # so that it keeps what it had
+            self._end_or_fault_all(turn)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
         """Let a turn come to so many tokens."""
@@ -202,7 +202,7 @@ class Runner:
         self._peak = max(self._peak, mx.get_peak_memory(), active)
         num_decoded, self._num_decoded = self._num_decoded, 0
         self._report(
-            Report(
+            StepReport(
                 events,
                 num_rows,
                 num_decoded,
@@ -227,22 +227,22 @@ class Runner:
         if not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
-        self._acquisition.end(turn)
-        turn.held = turn.caches = turn.row = None
+        self._acquisition.remove(turn)
+        turn.resident = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
 
-    def _begin(self, turn: Turn) -> None:
+    def _submit(self, turn: Turn) -> None:
         """Take up a turn, unless another one is about to read the tokens that both begin with."""
-        if self._acquisition.begin(turn):
-            self._take_up(turn)
+        if self._acquisition.add(turn):
+            self._start(turn)
 
-    def _take_up_ready(self) -> None:
+    def _start_ready(self) -> None:
         """Take up the turns that need not wait any more, and those that waited for them."""
         while ready := self._acquisition.ready():
             for turn in ready:
-                self._guarded(turn, self._take_up)
+                self._guarded(turn, self._start)
 
-    def _take_up(self, turn: Turn) -> None:
+    def _start(self, turn: Turn) -> None:
         """Give a turn its KV, and queue what has to be prefilled."""
         if not self._acquisition.acquire(turn):
             return
@@ -250,8 +250,8 @@ class Runner:
         if turn.draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
             turn.spans.pop()  # the tail is cut when the answer is over
         self._scheduler.add(turn)
-        self.cutting.prompt(turn)
-        self.cutting.cut(turn)
+        self.cutting.note_prompt(turn)
+        self.cutting.cut_noted(turn)
         if turn.num_cached == turn.target:
             self._end(turn)
 
@@ -261,7 +261,7 @@ class Runner:
         try:
             # A prompt that waits, or a command, gets its turn before anything that could run ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            self._batch.step([self._piece(turn, num) for turn, num in step.prefill], go_on=alone)
+            self._batch.step([self._piece(turn, num) for turn, num in step.prefill], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(turn for turn, _ in step.prefill)
             if prompts and self._batch.roll_back():
@@ -277,7 +277,7 @@ class Runner:
             if turn in self._scheduler:  # else it was lost with another one's leaving
                 self._decoded(turn)
 
-    def _piece(self, turn: Turn, num_tokens: int) -> Piece:
+    def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
@@ -289,7 +289,7 @@ class Runner:
                 num_left=_num_left(turn),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
             )
-        return Piece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
+        return PrefillPiece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt, and begin the answer or end the turn where it was the last one."""
@@ -297,10 +297,10 @@ class Runner:
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
-        self.cutting.prompt(turn)
+        self.cutting.note_prompt(turn)
         if turn.row is not None:
             turn.caches = None
-            self._scheduler.begun(turn)
+            self._scheduler.start_decoding(turn)
             self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
@@ -310,7 +310,7 @@ class Runner:
         for token in turn.row.drawn if turn.row is not None else ():
             turn.num_cached += 1
             self._num_decoded += 1
-            self.cutting.block(turn)
+            self.cutting.note_block(turn)
             self._sampled(turn, token)
             if turn.row is None:
                 return
@@ -322,9 +322,9 @@ class Runner:
         index = len(turn.answer.tokens)
         self._emit(Sampled(turn, index, token, turn.answer.push(token)))
         if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
-            self._leave(turn)
+            self._end_or_fault_all(turn)
 
-    def _leave(self, turn: Turn) -> None:
+    def _end_or_fault_all(self, turn: Turn) -> None:
         """End a turn that may be in the batch. If that fails, the merged KV is half changed: all is lost."""
         try:
             self._end(turn)
@@ -339,19 +339,19 @@ class Runner:
     def _end(self, turn: Turn) -> None:
         """Leave the device: the KV stays resident, and the tail is cut for the disk."""
         self._scheduler.remove(turn)
-        self._acquisition.end(turn)
-        self.cutting.cut(turn)
+        self._acquisition.remove(turn)
+        self.cutting.cut_noted(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
             if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
                 layers.trim(turn.caches, turn.num_cached)
             turn.row = None
-            self.cutting.tail(turn)
+            self.cutting.cut_tail(turn)
         caches, turn.caches = turn.caches, None
         live_bytes = 0
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.room.put(turn.key, Held(caches, turn.tokens(turn.num_cached)))
+            self.room.put(turn.key, ResidentKv(caches, turn.tokens(turn.num_cached)))
             live_bytes = layers.live_bytes(caches)
         self._emit(Finished(turn, turn.num_cached, live_bytes))
 

@@ -88,7 +88,7 @@ class Scheduler(Generic[T]):
         """Queue a turn whose prompt is not done."""
         self._prefilling.setdefault(turn.tenant, deque()).append(turn)
 
-    def begun(self, turn: T) -> None:
+    def start_decoding(self, turn: T) -> None:
         """Note that a turn's prompt is done and its answer has begun."""
         self.remove(turn)
         self._decoding.append(turn)
@@ -106,7 +106,7 @@ class Scheduler(Generic[T]):
     def next(self, budget: int, only: T | None = None) -> Step[T]:
         """Choose a step with up to `budget` tokens of prompts, or of `only` this one.
 
-        Nothing changes until it is `taken`.
+        Nothing changes until `advance`.
         """
         rows = Counter(turn.tenant for turn in self._decoding)
         pieces: list[tuple[T, int]] = []
@@ -125,7 +125,7 @@ class Scheduler(Generic[T]):
                 budget -= end - start
         return Step(tuple(self._decoding), tuple(pieces))
 
-    def taken(self, step: Step[T]) -> None:
+    def advance(self, step: Step[T]) -> None:
         """Give the others their turn before the prompts of a step that is going to run."""
         for turn, _ in step.prefill:
             self._to_the_end(turn)

@@ -36,7 +36,7 @@ class Sharing:
         """The turns that wait."""
         return [one.turn for one in self._following]
 
-    def begin(self, turn: Turn) -> bool:
+    def add(self, turn: Turn) -> bool:
         """Take in a turn whose target is known; True where it has to wait for another one.
 
         It waits for the tokens that both have, but not for the other's last one, which may wait for a row,
@@ -52,13 +52,13 @@ class Sharing:
         self._following.append(_Following(turn, leader, num_tokens))
         return True
 
-    def end(self, turn: Turn) -> None:
+    def remove(self, turn: Turn) -> None:
         """Forget a turn that is over, whether it waited or not."""
         if self._active.get(turn.key) is turn:
             del self._active[turn.key]
-        self.give_up(turn)
+        self.stop_waiting(turn)
 
-    def give_up(self, turn: Turn) -> bool:
+    def stop_waiting(self, turn: Turn) -> bool:
         """Let a turn wait no more; False if it did not."""
         waited = len(self._following)
         self._following = [one for one in self._following if one.turn is not turn]

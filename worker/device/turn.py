@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ResidentKv:
     """A session's caches, and the tokens that they cover. Device thread only."""
 
     caches: list[Any]
@@ -43,7 +43,7 @@ class Turn:
     context's end. At `num_granted` tokens the turn ends, whether its answer is over or not: no more memory
     is reserved for it. `spans` are the pieces of the context that have no snapshot, `edges` where the
     stored pieces of its last, partial block start and end: see `blocks.tail_start`. `chain`, which
-    names the turn's blocks to the store, is the event loop's alone. `held` is what its session had on the
+    names the turn's blocks to the store, is the event loop's alone. `resident` is what its session had on the
     device, until the turn is taken up.
     """
 
@@ -68,7 +68,7 @@ class Turn:
     num_cached: int = field(init=False, default=0)
     target: int = field(init=False, default=0)
     prefill_s: float = field(init=False, default=0.0)
-    held: Held | None = field(init=False, default=None)
+    resident: ResidentKv | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
 
@@ -117,7 +117,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SnapshotCut:
     """A snapshot as plain bytes; or None, where the writer had no room, or cutting it failed.
 
     Where some layers have states that only the end of KV has, one that was cut later is without them.
@@ -163,7 +163,7 @@ class Starved:
     """No step fits, and no idle session is left: what waits for the disk is in the way."""
 
 
-Event = Prefilled | Sampled | Cut | Finished | Faulted | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Finished | Faulted | Short | Starved
 
 
 class NoRoomError(Exception):
@@ -171,7 +171,7 @@ class NoRoomError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What one step did, and how the device stands after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that ran before it. `num_drafted` counts the

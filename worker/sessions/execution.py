@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
-    from worker.device.engine import Engine, Outcome
+    from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
     from worker.wire.journal import Journal
@@ -217,7 +217,7 @@ class Execution:
 
     async def _sample(
         self, key: SessionKey, request: Generate, pending: Pending, prompt: Tokens, answer: Answer
-    ) -> Outcome | None:
+    ) -> TurnResult | None:
         """Run the answer to its end; None if it is complete already, or cancelled before its turn began."""
         if answer.finish_reason is not None:
             return None
@@ -248,7 +248,7 @@ class Execution:
         key: SessionKey,
         pending: Pending,
         answer: Answer,
-        outcome: Outcome | None,
+        outcome: TurnResult | None,
         extended: Input,
         after: History,
     ) -> Generated:
