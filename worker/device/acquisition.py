@@ -1,7 +1,7 @@
 """Where a turn's KV comes from: what its session has, trimmed; snapshots, rebuilt; another session's, copied.
 
-Device thread only. Has a turn wait while another one reads what both begin with, or until there is room for a
-copy; what runs when, and how turns end, is the runner's business.
+Device thread only. A turn waits here while another one prefills the tokens that both begin with, or until
+there is room for a copy. Which step runs when, and how turns end, is the runner's business.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Acquisition:
-    """Gives turns their caches."""
+    """Gives turns their caches; called by the runner."""
 
     def __init__(self, loaded: LoadedModel, batch: Batch, room: Room, *, trimmable: bool) -> None:
         """`trimmable` says that KV can be cut at any token."""
@@ -45,8 +45,8 @@ class Acquisition:
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
-        """Take in a turn; False where another one is about to read the tokens that both begin with."""
-        # An append leaves its last token to the answer that is drawn from its logits: run twice, it could
+        """Add a turn; False if it has to wait for a turn that is about to prefill what both begin with."""
+        # An append leaves its last token to the answer drawn from its logits: run twice, the token could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
         turn.resident = self._room.pop(turn.key)
@@ -55,14 +55,14 @@ class Acquisition:
         return not self._sharing.add(turn)
 
     def ready(self) -> list[Turn]:
-        """Let go the turns that need not wait any more, for another one or for room."""
+        """Return, and no longer keep, the turns whose wait for another turn or for room is over."""
         short: list[Turn] = []
         if not self._room.awaits_drops:
             short, self._short = self._short, []
         return short + self._sharing.ready()
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """Let a turn wait no more, for it to keep what its session had; False if it did not wait."""
+        """End a turn's waiting: it will use its session's own KV alone. False if it did not wait."""
         waited = self._sharing.stop_waiting(turn) or turn in self._short
         if waited:
             self._short = [one for one in self._short if one is not turn]
@@ -74,9 +74,10 @@ class Acquisition:
         self._sharing.remove(turn)
 
     def acquire(self, turn: Turn) -> bool:
-        """Find a turn's KV and trim it to what is of use.
+        """Give a turn its caches, trimmed to the tokens that it can reuse.
 
-        False where a copy of another session's KV will have room once idle sessions have left.
+        False, with nothing changed, if a copy of another session's KV waits until idle ones are dropped.
+        Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
         copy_bytes = self._room.estimator.kv.held(len(source.tokens)) if source is not None else 0
@@ -92,16 +93,16 @@ class Acquisition:
         elif source is not None:
             caches = layers.fork(source.caches, make_prompt_cache(self._model), len(source.tokens))
             resident, usable = ResidentKv(caches, source.tokens), len(source.tokens)
-        # MLX reads beyond its table for an id that is not in it, and the process ends.
+        # For an id outside of the embedding table MLX reads beyond it, and the process crashes.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
-        # An answer is drawn from the last token's logits, so that token has to be run, whatever is cached.
+        # An answer is drawn from the last token's logits, so that token always has to be run.
         turn.caches, turn.num_cached = self._trimmed(resident, min(usable, max(len(turn.context) - 1, 0)))
         turn.num_reused = turn.num_cached
         return True
 
     def drop_resident(self) -> bool:
-        """Have a turn that waits lose what its session had; False where none has any."""
+        """Drop the KV of a session whose turn waits here; False where no such session has any."""
         for turn in (*self._sharing.following, *self._short):
             if turn.resident is not None:
                 turn.resident = None
@@ -109,12 +110,12 @@ class Acquisition:
         return False
 
     def begin_anew(self, turn: Turn) -> None:
-        """Have a turn lose its KV."""
+        """Drop a turn's KV: its prompt is prefilled from the start."""
         turn.caches = make_prompt_cache(self._model)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
     def _source(self, turn: Turn) -> ResidentKv | None:
-        """Show what another session's KV has of the context, if that is more than the turn's own."""
+        """Show the part of another session's KV that covers more of the context than the turn's own."""
         if turn.source is None or turn.restored is not None:
             return None
         other = self._sharing.source(turn)
@@ -131,7 +132,7 @@ class Acquisition:
         return ResidentKv(turn.caches or [], turn.context[: turn.num_cached])
 
     def _rebuilt(self, turn: Turn) -> ResidentKv | None:
-        """Make caches of what was restored; None where there is nothing, or nothing that fits the model."""
+        """Build caches from restored tensors; None where there are none, or they do not fit the model."""
         tensors, turn.restored = turn.restored, None
         if tensors is None:
             return None
@@ -143,7 +144,7 @@ class Acquisition:
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
     def _trimmed(self, resident: ResidentKv | None, num_tokens: int) -> tuple[list[Any], int]:
-        """Cut caches down to `num_tokens`, or start anew where that is not possible."""
+        """Trim caches to `num_tokens`, or make empty ones where that is not possible."""
         if (
             resident is None
             or num_tokens == 0

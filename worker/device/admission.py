@@ -1,8 +1,8 @@
-"""Who has memory on the device, who waits for it, and who makes way. Pure: sizes in, decisions out.
+"""Which turns have device memory, which wait for it, and which are paused. Pure: sizes in, decisions out.
 
-The ledger counts bytes of KV: `reserved` by turns that run, `idle` of sessions that only stay resident to be
-quick. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
-`Admission` says who gets it; the engine carries that out.
+The ledger counts bytes of KV: those reserved by running turns, and those of idle sessions whose KV stays
+resident. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
+`Admission` decides who gets memory; the engine carries the decision out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-#: A request counts as if it had come so many seconds earlier for each step of its priority.
+#: Each step of priority counts like having arrived so many seconds earlier.
 PRIORITY_S: Final = 10.0
 
 
 def place(arrived_s: float, priority: int) -> float:
-    """Give a request's place among those of other priorities; lower ones come first.
+    """Return a request's place among requests of all priorities, in seconds; the lowest comes first.
 
-    It never changes, so nobody starves: what comes later and is more important overtakes for a while only.
+    A place never changes, so no request starves: later, more important ones overtake for a while only.
     """
     return arrived_s - priority * PRIORITY_S
 
@@ -35,8 +35,8 @@ def place(arrived_s: float, priority: int) -> float:
 class Claim:
     """A turn's claim on memory, from its arrival to its end, whether it runs, waits or is paused.
 
-    `wanted` is what it asks for, 0 where it has that. `age` orders those that have run or were overtaken:
-    the lower ones are older, and only the younger ones make way. A turn keeps it when it is paused.
+    `wanted` is the number of bytes asked for, 0 once they are granted. `age` orders the turns that have run
+    or were overtaken: lower is older, and only younger turns are paused for others. A pause keeps the age.
     """
 
     key: SessionKey
@@ -48,7 +48,7 @@ class Claim:
 
 
 class Ledger:
-    """Device bytes of turns and of idle sessions; least recently used idle sessions leave first."""
+    """Device bytes of turns and of idle sessions; least recently used idle sessions are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -80,14 +80,14 @@ class Ledger:
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Say how many bytes other turns hold too many for this one to reserve so much."""
+        """Count the bytes that other turns would have to free for this one to reserve `size_bytes`."""
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
-        """Reserve so much for a turn, whose session's idle bytes count as free.
+        """Reserve `size_bytes` for a turn; the idle bytes of its own session count as free.
 
-        Returns the idle sessions that must be dropped from the device for it (already forgotten here), or
-        None if running turns hold too much: then nothing has changed.
+        Returns the idle sessions to drop from the device (already forgotten here), or None, with nothing
+        changed, if running turns hold too much.
         """
         if self.excess(claim, size_bytes) > 0:
             return None
@@ -100,7 +100,7 @@ class Ledger:
         return victims
 
     def release(self, claim: Claim) -> None:
-        """End what a turn has reserved, if it has: its session counts with the KV that it has."""
+        """End a turn's reservation, if it has one; from now on its session counts with its resident KV."""
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
             self.residency.unuse(claim.key)
@@ -118,13 +118,13 @@ class Decision:
 class Admission:
     """Turns that want memory, in the order in which they get it.
 
-    First those that have run, or were overtaken, the oldest first: if it fits once all younger ones have
-    made way, they are paused, the youngest first, and nobody younger gets anything before. If it does not,
-    it waits for older ones, and younger ones may have what is left meanwhile.
-    Then new ones, of each priority in rotation by tenant, but none that brings its tenant's turns above
-    `max_tenant_bytes`: it waits until it fits below, or is the tenant's only one. Who fits may overtake who
-    does not; the first that is overtaken is older than those from then on. So nobody waits for ever, and the
-    oldest always goes on.
+    First the turns that have run or were overtaken, oldest first. If pausing younger turns makes enough room
+    for such a turn, they are paused, youngest first, and no younger turn gets memory before it. Otherwise the
+    turn waits for older ones, and younger ones may use what is left.
+    Then new turns, by priority, and within a priority in rotation by tenant. A new turn that would bring its
+    tenant above `max_tenant_bytes` waits until it fits, or is the tenant's only one. A turn that fits may
+    overtake one that does not; the first turn overtaken counts as older than those from then on. So no turn
+    waits for ever, and the oldest always continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -142,7 +142,7 @@ class Admission:
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 
     def begin(self, claim: Claim, size_bytes: int) -> Decision:
-        """Want so much for a turn that is new, or that was paused and gives back what it has reserved."""
+        """Ask for `size_bytes` for a turn that is new, or paused: a paused turn's reservation ends."""
         self._give_back(claim)
         claim.wanted = size_bytes
         if claim.age is not None:
@@ -152,19 +152,19 @@ class Admission:
         return self.decide()
 
     def grow(self, claim: Claim, size_bytes: int) -> Decision:
-        """Want so much, all in all, for a turn that runs."""
+        """Ask for `size_bytes` in total for a running turn."""
         if not claim.wanted:
             self._aged.append(claim)
         claim.wanted = size_bytes
         return self.decide()
 
     def release(self, claim: Claim) -> Decision:
-        """Want nothing any more, and give back what is reserved: paused, over, or given up."""
+        """End a turn's reservation and its waiting: the turn is over, or nobody wants it any more."""
         self._give_back(claim)
         return self.decide()
 
     def decide(self) -> Decision:
-        """Grant what can be granted now: called after any change, and after idle sessions were dropped."""
+        """Grant what fits now; called after each change, and after idle sessions were dropped."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):
@@ -200,7 +200,7 @@ class Admission:
         return held > 0 and held + claim.wanted > self._max_tenant_bytes
 
     def _grant(self, claim: Claim, decision: Decision) -> bool:
-        """Reserve what a turn wants, if that is possible now."""
+        """Reserve what a turn asks for; False where running turns hold too much."""
         victims = self._ledger.reserve(claim, claim.wanted)
         if victims is None:
             return False
@@ -212,7 +212,7 @@ class Admission:
         return True
 
     def _pause_younger(self, claim: Claim, decision: Decision) -> bool:
-        """Pause younger turns if that is enough for a turn's wish; False where older ones hold too much."""
+        """Pause younger turns if that frees enough for this one; False where older ones hold too much."""
         excess = self._ledger.excess(claim, claim.wanted)
         younger = sorted(
             (other for other in self._ledger.running if _age(other) > _age(claim)), key=_age, reverse=True
@@ -230,7 +230,7 @@ class Admission:
         return True
 
     def _served(self, claim: Claim, *, wanted: int = 0) -> None:
-        """Take a turn out of those that wait; if it is new, its tenant's next one has to wait for others."""
+        """Take a turn out of those that wait; if it is new, its tenant goes to the end of the rotation."""
         claim.wanted = wanted
         if claim is self._overtaken:
             self._overtaken = None
@@ -246,7 +246,7 @@ class Admission:
             del self._new[claim.priority]
 
     def _rotation(self) -> Iterator[Claim]:
-        """List the new ones: of each priority one of each tenant, then the next; priorities by place."""
+        """List the new turns: within a priority one of each tenant, then the next; priorities by place."""
         levels = [
             deque(claim for claim in chain.from_iterable(zip_longest(*tenants.values())) if claim is not None)
             for tenants in self._new.values()

@@ -1,7 +1,7 @@
 """Which step the device runs next, so that it fits into memory. Device thread only.
 
-The scheduler says whose turn it is, the pace how much at a time; this module adds what there is room for. The
-scheduler changes only when a step is chosen to run: a choice made in vain is made again from the same place.
+The scheduler decides whose turn it is, the pace how many tokens at a time; this module checks that the step
+fits. The scheduler advances only for a step that will run: a choice in vain is repeated from the same state.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
     from .turn import Turn
 
-#: How long a prompt that has no room waits for memory that is no session's, and how often it looks. What
-#: the writer is at in that moment is not given up, and a disk may hang for longer.
+#: How long a prompt without room waits for memory that no session holds, and how often it checks. The
+#: snapshot that is being written cannot be dropped, and a disk may hang for longer than this.
 PATIENCE_S: Final = 2.0
 _RETRY_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits, and what it is thought to need beside weights and KV.
+    """A step that fits, and the bytes that it is estimated to need beside weights and KV.
 
-    If the step is empty nothing fits now: look again after `pause_s`, or, where that is None, when a command
-    comes. `hopeless` is a prompt that never will go on, and the bytes that its next piece needs.
+    If the step is empty, nothing fits now: choose again after `pause_s`, or, if that is None, after the next
+    command. `hopeless` is a prompt that can never continue, with the bytes that its next piece needs.
     """
 
     step: Step[Turn]
@@ -61,7 +61,7 @@ class StepChooser:
         acquisition: Acquisition,
         starve: Callable[[Starved], None],
     ) -> None:
-        """`starve` is called where only what waits for the disk can make room."""
+        """`starve` is called when only dropping snapshots that wait for the disk can make room."""
         self._scheduler = scheduler
         self._pace = pace
         self._room = room
@@ -74,8 +74,8 @@ class StepChooser:
     def choose(self) -> ChosenStep:
         """Choose a step.
 
-        If none fits, idle sessions leave first, then prompts run in smaller pieces, then they wait for the
-        answers to end. Where no answer runs, one prompt goes on alone.
+        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then they wait for
+        the answers to end. If no answer runs, one prompt continues alone.
         """
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
@@ -90,17 +90,16 @@ class StepChooser:
             elif num_rows:
                 budget = 0
             elif len(step.prefill) > 1:
-                budget = 1  # one of them
+                budget = 1  # the first of the prompts alone
             elif self._room.is_promised:
-                return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # its turn, or its end, is the next command
+                return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # the restore's end is a command
             else:
                 return self._alone()
 
     def _alone(self) -> ChosenStep:
-        """Let the prompt that has come the furthest go on alone, and the others begin anew if they must.
+        """Run the prompt with the most KV alone, and preempt the others as far as it needs their memory.
 
-        Any other one would take what it needs to come to its end. A prompt that has the device to itself
-        waits a while for what the disk may let go, then it is hopeless.
+        If not even that fits, the prompt waits a while for snapshots to leave memory; then it is hopeless.
         """
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
         step = self._scheduler.next(LEAST, turn)
@@ -117,7 +116,7 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step[Turn]) -> ChosenStep | None:
-        """Take a step that fits, or that has answers alone; wait where idle sessions have to leave for it."""
+        """Choose a step that fits or has answers alone; wait while idle sessions are dropped for it."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
@@ -129,7 +128,7 @@ class StepChooser:
         return ChosenStep(step, scratch_bytes)
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
-        """Estimate what a step needs while it runs, and what it leaves allocated."""
+        """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
         pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
@@ -139,10 +138,10 @@ class StepChooser:
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:
-        """Let the prompt that has come the least far begin anew later; False where no other one holds KV.
+        """Drop KV for the prompt `to`; False where no other prompt has any.
 
-        Those that hold each other up so are few: the ledger has room for what each of them says it needs.
-        Before that, turns that wait for another one's KV lose their own.
+        Turns that wait for another one's KV lose their own first; then the prompt with the least KV is
+        prefilled from the start, later. This is rare: the ledger has room for what each turn says it needs.
         """
         if self._acquisition.drop_resident():
             return True
@@ -150,7 +149,7 @@ class StepChooser:
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
-        self._cutting.cut_noted(turn)  # what was to be cut later
+        self._cutting.cut_noted(turn)  # snapshots that were to be cut later
         self._acquisition.begin_anew(turn)
         return True
 
@@ -159,5 +158,5 @@ _NOTHING: Final[Step[Turn]] = Step((), ())
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
-    """Say whether caches have to allocate for so many tokens more."""
+    """Say whether caches have to allocate to hold `num_tokens` more."""
     return not caches or layers.grows(caches[0], num_tokens) is not False

@@ -1,6 +1,6 @@
-"""Which KV is cut for the disk, and when: whole blocks as they fill up, and what a tail has grown by.
+"""Which KV is cut for the disk, and when: whole blocks as they fill up, and the new part of a tail.
 
-Device thread only. Knows how far a turn is and how much room there is; not what snapshots are named.
+Device thread only. Knows how far a turn is and how much room there is; not how snapshots are named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Cutting:
-    """Cuts once `room` is there, which says on this thread how many bytes the disk's queue would take."""
+    """Cuts once `room` is set, which returns, on this thread, the bytes that the writer's queue takes."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Cutting:
         *,
         trimmable: bool,
     ) -> None:
-        """`done` takes each cut; `trimmable` says that KV has no state that only its end has."""
+        """`done` gets each cut; `trimmable` says that no layer has a state that exists at KV's end only."""
         self.room: Callable[[], int] | None = None
         self._batch = batch
         self._estimator = estimator
@@ -49,7 +49,7 @@ class Cutting:
         self._due: list[tuple[Turn, Span]] = []
 
     def size_bytes(self, step: Step[Turn]) -> int:
-        """Count the copies for the disk that a step's pieces of prompts make."""
+        """Count the bytes of the snapshots that a step's pieces of prompts complete, and of those noted."""
         if self.room is None:
             return 0
         ready = [
@@ -59,26 +59,26 @@ class Cutting:
         return sum(self._estimator.kv.snapshot(span.num_tokens, at=span.end) for span in spans)
 
     def note_prompt(self, turn: Turn) -> None:
-        """Note the missing pieces of the prompt that KV covers by now."""
+        """Note the spans of the prompt that lack a snapshot and that KV covers by now."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """Note the block that an answer's token has completed, if it has."""
+        """Note the block that an answer's last token completes, if it does."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
     def cut_tail(self, turn: Turn) -> None:
-        """Cut what an answer's end leaves in the last block."""
+        """Cut what an ended answer leaves in its last, partial block."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
             self._cut(turn, Span(start, turn.num_cached))
 
     def cut_noted(self, only: Turn | None = None) -> None:
-        """Cut what was noted, or what was of one turn: behind the tokens' report, before their KV changes.
+        """Cut what was noted, of all turns or of `only` one: after the step's report, before KV changes.
 
-        What an answer's first token would wait for is cut behind that. A turn that was lost meanwhile has
-        nothing to be cut any more.
+        A cut that would delay an answer's first token stays noted until after that token. Of a turn that has
+        failed nothing is cut.
         """
         due, self._due = self._due, []
         for turn, span in due:
@@ -88,12 +88,12 @@ class Cutting:
                 self._cut(turn, span)
 
     def _is_about_to_answer(self, turn: Turn) -> bool:
-        """Say whether a turn's next piece is its prompt's last; its KV can be cut as well after that."""
+        """Say whether a turn's next piece ends its prompt, and its KV can be cut as well after that."""
         begins = turn.answer is not None and turn.row is None
         return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 
     def _cut(self, turn: Turn, span: Span) -> None:
-        """Cut a span that KV covers: with all that is needed to resume there, if that is where KV ends."""
+        """Cut a span that KV covers, with the layers' states if the span ends where KV does."""
         if self.room is None:
             return
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
@@ -108,7 +108,7 @@ class Cutting:
                 span.start,
                 span.end,
                 at_end=at_end,
-                # What waits for the disk is on the device too: it must not take the place of sessions.
+                # Snapshots that wait for the disk are in device memory too: they must not displace sessions.
                 room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
                 # A state can be many times a block's KV: the one at the turn's end is worth more than others.
                 spare_states=0 if ends_turn else 1,
@@ -121,8 +121,8 @@ class Cutting:
         )
 
     def _tail_start(self, turn: Turn) -> int:
-        """Say where the piece of the tail starts that is to be cut at the end of an answer."""
+        """Return where the part of the tail starts that the end of an answer has to cut."""
         boundary = turn.num_cached - turn.num_cached % self._block
         if not turn.edges or turn.edges[0] != boundary:
-            return boundary  # nothing of this block was there when the turn began
+            return boundary  # none of this block was stored when the turn began
         return tail_start(turn.edges, turn.num_cached)

@@ -1,7 +1,7 @@
 """The device thread: it alone touches MLX.
 
-The event loop sends commands; once a step the thread, which runs a `runner.Runner`, hands back one report. It
-knows neither NATS nor the log, and of a session only its key.
+The event loop sends commands; the thread runs a `runner.Runner` and hands back one report per step. It knows
+neither NATS nor the log, and of a session only its key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .turn import StepReport, Turn
 
 
-#: A call on the runner, on its thread; None stops that.
+#: A call on the runner, on the device thread; None stops the thread.
 _Command: TypeAlias = "Callable[[Runner], object] | None"
 
 
@@ -52,8 +52,8 @@ class Device:
     ) -> None:
         """`load` runs on the thread; `died` is called there if it ends for another reason than `stop`.
 
-        `limit_bytes` is for all that MLX holds; None derives it from the machine. `wired_bytes` are not to be
-        paged out. `trials` is the file that remembers how a model's rows run together.
+        `limit_bytes` bounds all that MLX allocates; None derives a limit from the machine. `wired_bytes` are
+        never paged out. `trials` is the file that remembers how a model's rows run together.
         """
         self._load = load
         self._died = died
@@ -69,13 +69,13 @@ class Device:
             max_draft=max_draft,
             trials=trials,
         )
-        self._report: Callable[[StepReport], object]  # known before the first turn comes
+        self._report: Callable[[StepReport], object]  # set by `listen`, before the first turn
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        #: Known once `start` has returned: what memory is needed for, the cache class that cannot be
+        #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, and the device.
+        #: any token, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
@@ -94,46 +94,46 @@ class Device:
         return loaded
 
     def listen(self, report: Callable[[StepReport], object]) -> None:
-        """Have `report` called on the thread after each step. It must only hand over."""
+        """Have `report` called on the thread after each step; `report` must return at once."""
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Cut snapshots from now on, while `room()`, called on the device thread, has the bytes for one."""
+        """Cut snapshots from now on, each of at most `room()` bytes, called on the device thread."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
-        """Run a turn. A session has at most one under way."""
+        """Run a turn. A session has at most one turn under way."""
         self._commands.put(lambda runner: runner.submit(turn))
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn after the step that is running; one that is over already is left alone."""
+        """End a turn after the running step; no effect on a turn that is over."""
         self._commands.put(lambda runner: runner.cancel(turn))
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
-        """Let a turn go on to so many tokens; one that is over already is left alone."""
+        """Let a turn grow to `num_tokens`; no effect on a turn that is over."""
         self._commands.put(lambda runner: runner.grant(turn, num_tokens))
 
     def drop(self, key: SessionKey) -> None:
-        """Forget the KV of a session that has no turn under way."""
+        """Drop the KV of a session that has no turn under way."""
         self._commands.put(lambda runner: runner.room.pop(key))
 
     def made_room(self) -> None:
-        """Answer a `Short`: all that can be dropped for it has been told to `drop`."""
+        """Answer a `Short`, after a `drop` for each session that could be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
     def reserve_room(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
-        """Keep room for a restore of so many tokens until the session's turn is submitted, or `release_room`.
+        """Reserve room for a restore of `num_tokens` until the session's next `submit`, or `release_room`.
 
-        `answer` is called on the device thread once there is room; with False where there never will be.
+        `answer` is called on the device thread: True once there is room, False if there never will be.
         """
         self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, answer)))
 
     def release_room(self, key: SessionKey) -> None:
-        """Give up what `reserve_room` keeps or waits for."""
+        """Release the room that `reserve_room` has reserved or waits for."""
         self._commands.put(lambda runner: runner.room.release(key))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End the thread after the step that is running; False if it did not end in time."""
+        """End the thread after the running step; False if it did not end in time."""
         self._commands.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -180,7 +180,7 @@ class Device:
         return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float | None) -> bool:
-        """Apply what was sent, waiting where there is nothing to run; False when told to stop."""
+        """Apply the commands, waiting for one where there is nothing to run; False when told to stop."""
         while True:
             runner.serve_waiting()
             try:

@@ -1,8 +1,8 @@
-"""The event loop's side of the device: who may run, whose KV stays there, and what became of a turn.
+"""The event loop's side of the device: which turns run, whose KV stays resident, and how each turn ended.
 
-It owns the ledger of device memory, and with it whose KV stays on the device (`residency`). It has a turn's
-KV found (`finding`), submits the turn (`flights`), and passes on what comes back. It knows nothing of
-messages, the log or the order of a session's requests; the session sees to it that it has one turn under way.
+The engine owns the ledger of device memory, and with it the residency. For each turn it has KV found
+(`finding`), submits the turn (`flights`), and passes on its tokens. It knows nothing of messages, the log or
+the order of a session's requests; each session makes sure that it has at most one turn under way.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: An answer is likely to need no more than so many tokens, and reserves as many. It asks for as many again
-#: when fewer than half of them are left.
+#: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
 LIKELY_TOKENS = GROWTH_TOKENS
 
 
@@ -70,12 +69,12 @@ class NoMemoryError(Exception):
 
 
 class StoppingError(Exception):
-    """The worker is going down: the turn was ended and its request stays unanswered."""
+    """The worker stops: the turn was ended, and its request stays unanswered."""
 
 
 @dataclass(slots=True)
 class TurnProgress:
-    """How far a turn has come, for `info`: tokens of its context with KV, and tokens of its answer."""
+    """A turn's progress, for `info`: tokens of its context with KV, and tokens of its answer."""
 
     num_cached: int
     num_context: int
@@ -86,8 +85,7 @@ class TurnProgress:
 class TurnResult:
     """What a turn cost. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
 
-    `complete` says that the whole context got its KV: no cancel came before.
-
+    `complete` says that the whole context has KV: the turn was not cancelled before.
     `started_s` and `first_token_s` are readings of the monotonic clock.
     """
 
@@ -102,9 +100,9 @@ class TurnResult:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One `run`: a turn on the device, or several, where it is paused and goes on later.
+    """One call of `run`: one turn on the device, or several if it is paused and continued.
 
-    It may come to `num_most` tokens, has memory for `num_granted` and asks for `num_asked`.
+    The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
     """
 
     claim: Claim
@@ -118,9 +116,9 @@ class _Run:
     turn: Turn | None = None
     is_paused: bool = False
     is_cancelled: bool = False
-    is_abandoned: bool = False  # nobody waits for its end
+    is_abandoned: bool = False  # no task waits for its end
     is_complete: bool = False  # the whole context has its KV
-    num_reused: int | None = None  # of the prompt, by the turns up to the one that came to its end
+    num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
     num_covered: int = 0
     live_bytes: int = 0
     prefill_s: float = 0.0
@@ -129,7 +127,7 @@ class _Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nobody wants it to go on."""
+        """Whether the run is to end."""
         return self.is_cancelled or self.cancelled()
 
 
@@ -148,10 +146,10 @@ class Engine:
         max_tenant_bytes: int | None = None,
         has_unopened: bool = False,
     ) -> None:
-        """`kv` says what a session's KV takes; prompts run in pieces of up to `piece_tokens`.
+        """`kv` gives the size of a session's KV; prompts run in pieces of up to `piece_tokens`.
 
-        Where a tenant's turns hold `max_tenant_bytes` already, none of it begins beside them.
-        `has_unopened` says that without a store there are snapshots all the same, which nobody looks at.
+        No further turn of a tenant begins while its turns hold `max_tenant_bytes`. `has_unopened` says that
+        there are snapshots on disk although there is no `store`.
         """
         self.ledger = ledger
         self._device = device
@@ -163,13 +161,13 @@ class Engine:
         self._residency = ledger.residency
         self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, _Run] = {}
-        self._turns: dict[Turn, _Run] = {}  # that have memory reserved
+        self._turns: dict[Turn, _Run] = {}  # those with memory reserved
         self._flights = Flights(device, self._handle)
         self._finder = Finder(device, store, ledger, self._flights)
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
-        #: What the largest step was thought to need beside weights and KV, and what it did need.
+        #: What the largest step so far was estimated to need beside weights and KV, and what it did need.
         self.estimated_bytes = 0
         self.measured_bytes = 0
 
@@ -188,15 +186,15 @@ class Engine:
         return self._kv.held(num_tokens)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
-        """Count what the device holds of the KV of a session with these tokens."""
+        """Count the bytes of resident KV that a session with these tokens can reuse."""
         return self.size_bytes(num_common(self._residency.tokens(key), tokens))
 
     def progress(self, key: SessionKey) -> TurnProgress | None:
-        """Say how far a session's turn has come, if it runs one."""
+        """Return the progress of a session's turn; None if it runs none."""
         return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
 
     def most_tokens(self, most: int) -> int:
-        """Return how many tokens a session may have at the most for its KV to fit, up to `most`."""
+        """Return how many tokens, up to `most`, a session may have for its KV to fit."""
         return self._kv.most_tokens(self.ledger.max_bytes, most)
 
     async def run(
@@ -213,10 +211,10 @@ class Engine:
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
-        `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time where it is
-        slower than the device. Of turns that wait, those of a higher `priority` come first. Returns None if
-        the turn was `cancelled()` before it was on the device; after that, `cancel` ends it with what there
-        is. Raises `DeviceFaultError`, and `StoppingError` where the worker stops before the turn is over.
+        `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
+        slower than the device. Of waiting turns those of a higher `priority` come first. Returns None if the
+        turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
+        Raises `DeviceFaultError`, `NoMemoryError`, and `StoppingError` if the worker stops before the end.
         """
         claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
         run = _Run(claim, len(context) + max_new, cancelled, progress, Holding(key))
@@ -228,7 +226,7 @@ class Engine:
                     break
                 turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
                 is_over = await self._run_turn(run, turn, publish)
-                if answer is not None and not is_over:  # where it was paused it goes on behind what it has
+                if answer is not None and not is_over:  # paused: it continues behind the tokens that it has
                     context = context[: turn.num_prompt] + as_tokens(answer.tokens)
         finally:
             if not run.is_abandoned:
@@ -237,9 +235,9 @@ class Engine:
         return self._result(run) if run.started_s is not None else None
 
     def cancel(self, key: SessionKey) -> None:
-        """End the session's turn as soon as the step that is running is over.
+        """End the session's turn after the running step.
 
-        A turn that is not on the device yet has to say so by its `cancelled`.
+        For a turn that has not reached the device, `cancelled()` has to be true by now.
         """
         for run in self._runs.values():
             if run.claim.key == key:
@@ -261,7 +259,7 @@ class Engine:
         return await self._store.erase(key.tenant, tokens)
 
     def stop(self) -> None:
-        """End every turn; their `run` raises `StoppingError`, after their tails were cut for the SSD."""
+        """End every turn; each `run` raises `StoppingError` once its tail has been cut for the SSD."""
         self._stopping = True
         for run in self._runs.values():
             self._stop_run(run)
@@ -269,7 +267,7 @@ class Engine:
                 run.admitted.set_exception(StoppingError())
 
     def _handle(self, report: StepReport) -> None:
-        """Take in what the device thread did in one step."""
+        """Handle the device thread's report of one step."""
         self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
         if report.measured_bytes > self.measured_bytes:
             self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
@@ -315,13 +313,13 @@ class Engine:
             return
         self._flights.deliver(event)
         if not isinstance(event, Sampled):
-            # Its memory is free now, not when the task runs that waits for it, if one still does.
+            # Its memory is free now, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=isinstance(event, Finished) and not self._is_over(run, turn))
 
     def _make_room(self, short: Short) -> None:
-        """Drop sessions for which the device has no room, in the order of their use, and answer it.
+        """Drop sessions until the device has the room that it is short of, least recently used first.
 
-        Idle ones first, then those whose turns are still on their way there: such a turn finds less KV.
+        Idle sessions first, then those whose turns are not submitted yet: such a turn finds less KV.
         """
         for key in self._residency.oldest(short.num_bytes, {short.but, *self._flights.keys}):
             self._residency.pop(key)
@@ -330,12 +328,12 @@ class Engine:
         self._device.made_room()
 
     def _is_over(self, run: _Run, turn: Turn) -> bool:
-        """Say whether a turn that has ended leaves nothing to go on with, or nobody who wants that."""
+        """Say whether a turn that has ended is complete, or is not to be continued."""
         answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
     def _end_turn(self, run: _Run, turn: Turn, *, resumes: bool) -> None:
-        """Give back what a turn has reserved; where it was only paused, ask for it again in one go."""
+        """Release a turn's memory; if it was only paused, ask for memory again in the same decision."""
         del self._turns[turn]
         run.turn = None
         if resumes and not run.is_abandoned:
@@ -348,7 +346,7 @@ class Engine:
             del self._runs[run.claim]
 
     async def _run_turn(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
-        """Run a turn that has its memory; False where it was only paused."""
+        """Run a turn that has its memory; False if it was only paused."""
         run.turn = turn
         run.progress = TurnProgress(0, len(turn.context), run.progress.num_generated)
         self._turns[turn] = run
@@ -365,7 +363,7 @@ class Engine:
             return await self._follow(run, turn, publish)
         finally:
             self._finder.release(run.holding)
-            if turn in self._flights:  # its end is still to come
+            if turn in self._flights:  # the device has not reported its end
                 run.is_abandoned = True
                 self._flights.cancel(turn)
             elif turn in self._turns:
@@ -388,7 +386,7 @@ class Engine:
         )
 
     async def _follow(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
-        """Submit a turn and pass on its tokens until it ends; False where it was only paused."""
+        """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
         flight = self._flights.submit(turn)
         while True:
             events = await flight.next_events()
@@ -411,7 +409,7 @@ class Engine:
                     return run.admitted is None
 
     def _count(self, run: _Run, turn: Turn, num_cached: int, live_bytes: int) -> None:
-        """Count what a turn cost. What is prefilled again behind a pause is not the prompt's any more."""
+        """Count what a turn cost. Tokens that are prefilled again after a pause count once."""
         if run.num_covered < turn.num_prompt:
             num_reused = min(turn.num_reused, turn.num_prompt)
             run.num_reused = num_reused if run.num_reused is None else min(run.num_reused, num_reused)
@@ -431,11 +429,11 @@ class Engine:
             tokens = cut.turn.tokens(cut.span.end)
             self._store.save(cut.turn.chain or cut.turn.tenant, tokens, cut.span, cut.tensors)
         except Exception:
-            # The turn's end may be the next event: it must not get lost for the sake of a snapshot.
+            # The turn's end may be the next event, and must not get lost with a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
     async def _admitted(self, run: _Run, num_context: int) -> bool:
-        """Wait for the memory that a turn is likely to need; False if cancelled meanwhile."""
+        """Wait for the memory that a turn is likely to need; False if it is cancelled meanwhile."""
         if run.admitted is None:
             if self._stopping:
                 raise StoppingError
@@ -446,22 +444,22 @@ class Engine:
             run.admitted = None
 
     def _ask(self, run: _Run, num_tokens: int) -> None:
-        """Ask for memory for a turn with so many tokens, and give back what it has reserved before."""
+        """Ask for memory for a turn with `num_tokens` so far, and release what it had reserved."""
         run.is_paused = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run.claim, self._price(run)))
 
     def _price(self, run: _Run) -> int:
-        """Count what a turn takes that comes to the tokens that it asks for."""
-        # A rewound session holds what it held until its turn is over: trimming frees nothing.
+        """Count the bytes that a turn takes with all the tokens that it asks for."""
+        # A rewound session keeps its memory until its turn is over: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._residency.tokens(run.claim.key)))
-        # Caches grow by more than a token at a time: many short prompts would hold far more than they say.
+        # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
         allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
         return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens))
 
     def _grow(self, run: _Run, num_tokens: int) -> None:
-        """Ask for more memory in good time; a turn that has got none by the end of what it has is paused."""
+        """Ask for more memory in good time; a turn that reaches the end of its grant is paused."""
         has_asked = run.num_asked > run.num_granted
         if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
             return
@@ -469,7 +467,7 @@ class Engine:
         self._apply(self._admission.grow(run.claim, self._price(run)))
 
     def _release(self, run: _Run) -> None:
-        """Give back what a turn has reserved; its session keeps what it really holds."""
+        """Release a run's memory; its session counts with its resident KV."""
         self._apply(self._admission.release(run.claim))
 
     def _apply(self, decision: Decision) -> None:
@@ -488,6 +486,6 @@ class Engine:
             self._stop_run(run)
 
     def _stop_run(self, run: _Run) -> None:
-        """Have a run's turn end as it is; one that is not on the device yet does not go there."""
+        """End a run's turn as it is; a turn that is not on the device yet is not submitted."""
         self._flights.cancel(run.turn)
         run.holding.stop_waiting()

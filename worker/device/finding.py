@@ -1,6 +1,6 @@
-"""Finds a turn's KV: its session's own, another session's, or what the SSD has more of. Event loop only.
+"""Finds a turn's KV: its session's own, another session's, or a longer prefix on SSD. Event loop only.
 
-Owns what a turn holds for that until it is over: snapshots that stay on disk, and room on the device.
+Owns what a turn holds until it is over: snapshots that must stay on disk, and room on the device.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from .flights import Flights
     from .turn import Turn
 
-#: What is on the device is given up for a longer prefix on SSD only if that spares enough: a restore reads
-#: the whole prefix, and reading a token is about this much faster than computing it.
+#: A prefix on SSD replaces one on the device only if it is longer by one part in so many: a restore reads
+#: the whole prefix, and reading a token is about this many times faster than computing it.
 _RESTORE_GAIN: Final = 16
-#: Of a chain with a doubtful file, what is before that may still be of use.
+#: After a doubtful file, the prefix before it may still be restored.
 _RESTORE_TRIES: Final = 2
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What a session's turn holds until it is over; `room` is asked for, or had."""
+    """What a session's turn holds until it is over; `room` is requested, or granted once it is True."""
 
     key: SessionKey
     prefix: HeldPrefix | None = None
     room: asyncio.Future[bool] | None = None
 
     def stop_waiting(self) -> None:
-        """Wait for room no more."""
+        """End the wait for room."""
         resolve(self.room, granted=False)
 
 
 def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    """Answer one who waits, if one still does."""
+    """Set a future's result, if a task still waits for it."""
     if waiting is not None and not waiting.done():
         waiting.set_result(granted)
 
@@ -62,7 +62,7 @@ class Finder:
         self._flights = flights
 
     def release(self, holding: Holding) -> None:
-        """Give up what a turn holds."""
+        """Release what a turn holds."""
         if self._store is not None and holding.prefix is not None:
             self._store.release(holding.prefix)
         if holding.room is not None:
@@ -70,10 +70,10 @@ class Finder:
         holding.prefix = holding.room = None
 
     async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
-        """Give the turn the longest KV there is. Sessions that are `busy` have a turn that has its memory."""
+        """Find the longest KV for a turn. `busy` are the sessions whose turns have their memory."""
         resident = self._residency.tokens(turn.key)
         turn.num_kept = num_common(resident, turn.context)
-        # Where KV cannot be trimmed it is of use as a whole, and the last token is left for the turn to run.
+        # KV that cannot be trimmed is reused as a whole, and has to leave the last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.trimmable)
         if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
             turn.num_kept = 0
@@ -84,10 +84,10 @@ class Finder:
         least = found + found // _RESTORE_GAIN
         turn.chain = self._store.chain(turn.key.tenant)
         for _ in range(_RESTORE_TRIES):
-            if num_usable <= least:  # as in most turns of a session that is in memory
+            if num_usable <= least:  # mostly so for a session in memory
                 break
             match = self._store.match(turn.chain, turn.context[:num_usable])
-            # With room for what the turn runs first, so that it need not copy the KV to grow.
+            # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             if match.num_tokens <= least or not await self._has_room(holding, room_tokens):
                 self._store.release(match)
@@ -98,19 +98,19 @@ class Finder:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None
                 break
-        # Held until the turn is over: what it cuts continues what is there now.
+        # Held until the turn is over: the turn's snapshots continue those that are stored now.
         holding.prefix = self._store.hold(turn.chain, turn.context)
         turn.edges = holding.prefix.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
-        # What is held is there; but of layers with states, the end of an append is looked for before that.
+        # What is held is stored; with layers that have states, an append's end is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
 
     def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
-        """Find the tenant's session whose KV, here or about to be, has the most of the turn's context.
+        """Find the tenant's session with the longest common prefix, resident or about to be prefilled.
 
-        Of those that have as much, one that is idle, or else was submitted first, is the furthest.
+        Returns its key and the prefix's length. Of equal ones an idle session wins, then the first submitted.
         """
         if not self._device.trimmable:  # such KV cannot be cut to a beginning
             return None, 0
@@ -123,15 +123,15 @@ class Finder:
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
-            # Most others differ in the one token that would have to be the same.
+            # Most others differ in this one token.
             if tokens[most] == turn.context[most] and (num := num_common(tokens, turn.context)) > most:
                 found, most = key, num
         return found, most if found else 0
 
     async def _has_room(self, holding: Holding, num_tokens: int) -> bool:
-        """Wait until the device has room for a restore; False where it has not, or the turn is cancelled.
+        """Wait until the device has room for a restore; False if it never will, or the turn is cancelled.
 
-        What has left the ledger is on the device until the step that runs is over.
+        KV that has left the ledger stays on the device until the running step is over.
         """
         if 2 * self._ledger.used_bytes <= self._ledger.max_bytes:
             return True

@@ -1,7 +1,7 @@
-"""Turns on the device, as the event loop sees them: the one way there, and the one way back.
+"""Turns in flight, as the event loop sees them: the one way to the device, and the one way back.
 
-Owns which turns are submitted, and by turn what the device has told of them and nobody has read yet. Knows
-nothing of memory, nor of what a turn is for.
+Owns which turns are submitted, and each turn's events that have not been read yet. Knows nothing of memory,
+nor of what a turn is for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .turn import StepReport, Turn
 
-#: What whoever follows a turn hears of it; the last one is no `Sampled`.
+#: What the follower of a turn receives; the last event is no `Sampled`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
 
 
@@ -27,7 +27,7 @@ class Flights:
     """Turns from `submit` to their end; event loop only."""
 
     def __init__(self, device: Device, handle: Callable[[StepReport], None]) -> None:
-        """`handle` takes the device's reports on the event loop, and gives `deliver` those of a turn."""
+        """`handle` gets the device's reports on the event loop, and calls `deliver` for a turn's events."""
         self._device = device
         self._flights: dict[Turn, Flight] = {}
         loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Flights:
 
     @property
     def keys(self) -> set[SessionKey]:
-        """The sessions whose KV a turn has taken along."""
+        """The sessions whose KV belongs to a turn in flight."""
         return {turn.key for turn in self._flights}
 
     def submit(self, turn: Turn) -> Flight:
@@ -52,12 +52,12 @@ class Flights:
         return flight
 
     def cancel(self, turn: Turn | None) -> None:
-        """End a turn where it stands; one that is not on the device is left alone."""
+        """End a turn where it stands; no effect if it is not in flight."""
         if turn is not None and turn in self._flights:
             self._device.cancel(turn)
 
     def deliver(self, event: TurnEvent) -> None:
-        """Pass on what the device has told of a turn."""
+        """Pass an event on to the turn's follower."""
         if isinstance(event, Sampled):
             self._flights[event.turn].events.put_nowait(event)
         else:
@@ -65,13 +65,13 @@ class Flights:
 
 
 class Flight:
-    """A turn that is submitted, for the one who follows it."""
+    """The events of one submitted turn, for its follower."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[TurnEvent] = asyncio.Queue()
 
     async def next_events(self) -> list[TurnEvent]:
-        """Wait for what is told of the turn: several at a time for a slow reader. Its end is the last."""
+        """Wait for the turn's next events: several at once for a slow reader. The last one is its end."""
         events = [await self.events.get()]
         while not self.events.empty():
             events.append(self.events.get_nowait())

@@ -1,4 +1,4 @@
-"""How much memory MLX may take on this machine, and how it is told."""
+"""How much memory MLX may take on this machine, and the calls that tell MLX so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import psutil
 
 from turnkeep_client.errors import TurnkeepError
 
-#: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. A CPU's step
-#: took the same time with none at all.
+#: Bytes of freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. On a
+#: CPU a step took the same time without any.
 MLX_CACHE_BYTES = 512 * 2**20
 CPU_CACHE_BYTES = 16 * 2**20
 
@@ -44,7 +44,7 @@ def default_limit_bytes() -> int:
 
 
 def wire(size_bytes: int) -> None:
-    """Keep so many bytes resident. MLX takes the call on every device, and does nothing but on Metal."""
+    """Keep `size_bytes` resident; Metal only. Raises `DeviceError` elsewhere, and if Metal refuses."""
     if not mx.metal.is_available():
         raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
     try:

@@ -1,7 +1,7 @@
 """What the device's memory is needed for, in bytes. Pure: one estimate for admission and for the steps.
 
-Weights and KV are known to the byte. What a step needs besides is estimated from the model's shape, and what
-MLX then measures is held against it (`estimated_scratch_bytes` and `measured_scratch_bytes` in the metrics).
+Weights and KV are known to the byte. What else a step needs is estimated from the model's shape; the metrics
+compare the estimate with what MLX measures (`estimated_scratch_bytes` and `measured_scratch_bytes`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
-#: What computes in 16 bits still has its softmax in 32.
+#: Models in 16 bits compute the softmax in 32, too.
 _FLOAT_BYTES: Final = 4
 #: Token ids, positions, masks and the like, at the most; a tiny model's step takes little else.
 _SMALL_BYTES: Final = 64 * 2**10
 #: Attention kernels that never hold the scores exist up to this head size.
 _FUSED_HEAD_DIM: Final = 128
-#: Configurations of models that also see or hear keep the language model's in one of these.
+#: Multimodal models keep the language model's configuration under one of these names.
 _NESTED: Final = ("text_config", "language_config", "llm_config")
 _NAMES: Final = {
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -35,7 +35,7 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model that its passes' memory follows from."""
+    """The sizes of a model that determine the memory of its passes."""
 
     num_heads: int
     head_dim: int
@@ -45,9 +45,9 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Read a model's shape from its configuration, whether that is nested, or of an old naming.
+    """Read a model's shape from its configuration, which may be nested or use older names.
 
-    What is not there is taken for what it mostly is: four times the hidden size between the projections.
+    A missing size gets its usual value: `intermediate`, say, four times the hidden size.
     """
     nested: Mapping[str, Any] = next(
         (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
@@ -71,8 +71,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
     """Estimate what attention of `num_new` tokens to a context of `num_context`, themselves included, takes.
 
-    The output, and the scores where no kernel spares them: `fused` says that the device has one for heads of
-    up to 128. The formula is that of oMLX's prefill guard.
+    The output, and the scores unless a kernel never holds them: `fused` says that the device has one for head
+    sizes of up to 128. The formula is that of oMLX's prefill guard.
     """
     outputs = shape.num_heads * num_new * shape.head_dim * _FLOAT_BYTES
     if fused and shape.head_dim <= _FUSED_HEAD_DIM:
@@ -81,15 +81,15 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
 
 
 def grown(num_tokens: int) -> int:
-    """Return how many tokens a cache allocates at a time to hold so many more."""
+    """Round up to the tokens that a cache allocates to hold `num_tokens` more."""
     return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Prices sessions and steps of one model on one device. `limit_bytes` is for all that MLX holds.
+    """Estimates sessions and steps of one model on one device. `limit_bytes` bounds all that MLX holds.
 
-    Where attention dequantises KV, a layer of it at a time, a token takes `unpacked_bytes` meanwhile.
+    If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile.
     """
 
     shape: Shape
@@ -101,10 +101,10 @@ class Estimator:
     unpacked_bytes: int = 0
 
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
-        """Estimate what a step needs that is free again after it.
+        """Estimate the bytes that a step needs and frees again.
 
-        `pieces` are the tokens of each prompt with its length after them; a row is one token, and all rows
-        hold `num_cached`.
+        `pieces` gives, for each prompt, the number of its tokens in the step, and of its tokens with KV
+        afterwards. The `num_rows` rows run a token each and have KV of `num_cached` tokens in total.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
@@ -112,28 +112,27 @@ class Estimator:
         attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
-        # Of all rows and pieces in one layer; rows are quick, and begin with the next one meanwhile.
+        # Of all rows and pieces in one layer; rows are quick, and begin with the next layer meanwhile.
         unpacked = (2 * num_cached + sum(kv for _, kv in pieces)) * self.unpacked_bytes
         return attention * 3 // 2 + mixing + logits + unpacked + _SMALL_BYTES
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
-        """Count what full caches of these lengths allocate: new room, and copies of one layer at a time.
+        """Count the bytes that full caches of these lengths allocate: new room, and a copy of one layer.
 
-        A cache is cut to its length, then joined with the new room; it gets `most_new` tokens at the most.
+        A cache is cut to its length, then joined with the new room, for at most `most_new` tokens.
         """
         copied = 2 * self.kv.held(max(lengths, default=0)) // self.num_layers
         room = self.kv.held(grown(most_new), ahead=most_new) - self.kv.fixed_bytes
         return len(lengths) * room + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:
-        """Estimate what a restore takes: the KV of so many tokens, a layer of it twice, a block's rest."""
+        """Estimate what a restore of `num_tokens` takes: their KV, one layer twice, the rest of a block."""
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
-        """Say how much KV the limit leaves beside weights, the largest step, and what is allocated ahead.
+        """Return the bytes of KV that fit beside weights, the largest step, and what is allocated ahead.
 
-        No session is longer than `num_context`, nor than that KV is for: the less there is of it, the less a
-        step takes.
+        No session has more than `num_context` tokens, nor more than fit: less KV means smaller steps.
         """
         left = self.limit_bytes - self.weight_bytes
 

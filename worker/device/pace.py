@@ -1,17 +1,17 @@
-"""How long a piece of a prompt may be, so that the answers that run beside it do not stall. Pure.
+"""How many tokens of prompts a step may run without stalling the answers beside them. Pure.
 
-Learns from the steps what a prompt's token costs on this device, and what the running answers do.
+Learns from past steps what a prompt's token costs on this device, and what the running answers cost.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: The least piece: prompts go on, however slow the device is.
+#: The smallest budget: prompts continue, however slow the device is.
 LEAST: Final = 16
-#: Pieces are of whole multiples of this.
+#: Budgets are multiples of this.
 _GRAIN: Final = 8
-#: Weight of the last step in what was learned. A token costs more the further its prompt has come.
+#: Weight of the last step in the averages. A token costs more the longer its context is.
 _SHARE: Final = 0.4
 
 
@@ -25,10 +25,10 @@ class Pace:
         self._token_s: float | None = None
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
-        """Take in a step over so many running answers and prompt tokens.
+        """Learn from a step of `step_s` seconds over `num_rows` answers and `num_tokens` tokens of prompts.
 
-        Where prompts keep coming no step is of answers alone: what these take is then what was last seen,
-        but never more than a whole step. What is not theirs is laid to the prompts until a step shows better.
+        Only a step without prompts measures the answers; otherwise their cost is the last one measured, at
+        most the whole step, and the rest of the step counts for the prompts.
         """
         if num_tokens == 0:
             if num_rows:
@@ -40,7 +40,7 @@ class Pace:
         self._token_s = _mixed(self._token_s, rest_s / num_tokens)
 
     def budget(self, num_rows: int) -> int:
-        """Return how many tokens of prompts the next step may run."""
+        """Return how many tokens of prompts the next step may run beside `num_rows` answers."""
         if not num_rows:
             return self._block
         if self._token_s is None:

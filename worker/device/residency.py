@@ -1,7 +1,7 @@
-"""Which sessions have KV on the device: the tokens that it covers, its bytes, and the order of use.
+"""Which sessions have KV on the device: the tokens that the KV covers, its bytes, and the order of use.
 
-The one record of it. Event loop only: the loop alone decides whose KV is dropped; the device thread keeps the
-caches themselves, and asks with a `Short` where it lacks room.
+The only record of residency. Event loop only: the loop alone decides whose KV is dropped; the device thread
+keeps the caches themselves, and sends a `Short` when it lacks room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cache.names.blocks import Tokens
     from turnkeep_client.subjects import SessionKey
 
-#: Fewer tokens are not worth the copy of another session's KV, nor the wait for it.
+#: Fewer common tokens are not worth a copy of another session's KV, nor the wait for it.
 LEAST_SHARED: Final = 32
 
 
@@ -30,9 +30,9 @@ class _Kv:
 
 
 class Residency:
-    """The sessions with KV on the device: idle ones, and those in use by a turn, whose bytes the turn counts.
+    """The sessions with KV on the device: idle ones, and those in use, whose bytes their turns reserve.
 
-    A session in use has the KV of its last turn here until the present one ends.
+    For a session in use this is the KV of its last turn, until the present turn ends.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class Residency:
         return len(self._idle)
 
     def tokens(self, key: SessionKey) -> Tokens:
-        """Return what a session has KV of; no tokens where it has none."""
+        """Return the tokens that a session's KV covers; none if it has no KV."""
         kv = self._get(key)
         return kv.tokens if kv is not None else as_tokens()
 
     def size_bytes(self, key: SessionKey) -> int:
-        """Return what a session's KV takes."""
+        """Return the bytes of a session's KV."""
         kv = self._get(key)
         return kv.size_bytes if kv is not None else 0
 
     def put(self, key: SessionKey, tokens: Tokens, size_bytes: int) -> None:
-        """Note what a session has KV of after its turn; it is idle now."""
+        """Record the KV of a session whose turn is over; the session is idle now."""
         self.pop(key)
         self._idle[key] = _Kv(tokens, size_bytes)
         self.idle_bytes += size_bytes
@@ -77,27 +77,27 @@ class Residency:
         return kv is not None
 
     def use(self, key: SessionKey) -> None:
-        """Note that a turn counts a session's KV from now on; it is idle no more."""
+        """Record that a turn reserves a session's KV from now on; the session is no longer idle."""
         kv = self._idle.pop(key, None)
         if kv is not None:
             self.idle_bytes -= kv.size_bytes
             self._used[key] = kv
 
     def unuse(self, key: SessionKey) -> None:
-        """Note that no turn counts a session's KV any more; where it has some, it was used last."""
+        """Record that no turn reserves a session's KV any more; an idle session becomes the last used."""
         kv = self._used.pop(key, None)
         if kv is not None:
             self._idle[key] = kv
             self.idle_bytes += kv.size_bytes
 
     def pop_oldest(self) -> SessionKey:
-        """Forget the KV of the idle session that was used longest ago; there has to be one."""
+        """Forget the KV of the least recently used idle session; raises StopIteration if there is none."""
         key = next(iter(self._idle))
         self.pop(key)
         return key
 
     def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
-        """List sessions that hold so many bytes, or all that there are: idle ones first, oldest use first."""
+        """List sessions that hold `num_bytes` together, or all: idle ones first, then by last use."""
         found: list[SessionKey] = []
         for key in chain(self._idle, self._used):
             if num_bytes <= 0:
@@ -108,7 +108,7 @@ class Residency:
         return found
 
     def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
-        """List the tenant's sessions that begin like these tokens, `LEAST_SHARED` of them or more."""
+        """List the tenant's sessions whose first `LEAST_SHARED` tokens equal these."""
         return self._alike.get(_beginning(tenant, tokens), ())
 
     def _get(self, key: SessionKey) -> _Kv | None:

@@ -1,7 +1,7 @@
-"""What is on the device between turns, and whether there is room for more. Device thread only.
+"""The KV on the device between turns, and whether there is room for more. Device thread only.
 
-Keeps idle sessions' KV, and the room that restores were promised. Drops no session: the event loop does that,
-asked by a `Short`. Knows nothing of turns or steps.
+Keeps idle sessions' KV, and the room promised to restores. Drops no session: the event loop does, when a
+`Short` asks for it. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoomRequest:
-    """A restore's wish for room. `answer` is called with False where there never will be any."""
+    """A restore's request for room. `answer` is called with False if there never will be any."""
 
     key: SessionKey
     num_tokens: int
@@ -34,55 +34,55 @@ class RoomRequest:
 
 
 class Room:
-    """Idle sessions by their keys, and restores that wait for room or have it."""
+    """Idle sessions' KV by key, and the restores that wait for room or have it."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
         """`report_short` tells the event loop what is short."""
-        #: Whether the event loop was asked to drop sessions, and has not answered: `made_room`.
+        #: Whether the event loop was asked to drop sessions, and has not answered with `made_room`.
         self.awaits_drops = False
         self.estimator = estimator
         self._block = block
         self._report_short = report_short
         self._resident: dict[SessionKey, ResidentKv] = {}
-        self._promised: dict[SessionKey, int] = {}  # bytes that restores are about to bring
+        self._promised: dict[SessionKey, int] = {}  # bytes that a restore is about to load
         self._requests: list[RoomRequest] = []
 
     @property
     def is_promised(self) -> bool:
-        """Say whether a restore is under way: its turn, or its end, is a command to come."""
+        """Whether a restore is under way: the next command brings its turn, or its end."""
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return what a session holds, and leave it in its place."""
+        """Return a session's KV, and keep it."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
-        """Keep what a session holds after its turn."""
+        """Keep a session's KV after its turn."""
         self._resident[key] = resident
 
     def pop(self, key: SessionKey) -> ResidentKv | None:
-        """Give out what a session holds, to its turn or to nobody."""
+        """Return a session's KV, and keep it no longer."""
         return self._resident.pop(key, None)
 
     def request(self, request: RoomRequest) -> None:
-        """Queue up for the room that a restore needs."""
+        """Queue a restore's request for room."""
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:
-        """Give up the room that was promised: what it was for is on the device now."""
+        """End a promise: what the room was for is on the device now."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
-        """Give up the room that a restore was promised, or waits for."""
+        """Release the room that a restore was promised, or waits for."""
         self.end_promise(key)
         self._requests = [request for request in self._requests if request.key != key]
 
     def made_room(self) -> None:
-        """Note that the event loop has dropped what it could for the last `Short`."""
+        """Record that the event loop has dropped what it could for the last `Short`."""
         self.awaits_drops = False
 
     def grant_requests(self, *, is_busy: bool) -> None:
-        """Answer restores that ask for room, in their order, as far as there is any.
+        """Answer the requests for room, first come, first served, while there is any.
 
         If there is none, they keep waiting while idle sessions, running turns (`is_busy`) or other restores
         may still free some.
@@ -94,7 +94,7 @@ class Room:
             if not fits and (self.ask_for(size_bytes) or is_busy or self._promised):
                 return
             if not fits:
-                mx.synchronize()  # a step begun ahead that nobody needs any more may still hold some
+                mx.synchronize()  # a step that ran ahead in vain may still hold memory
                 fits = self.has(size_bytes)
                 if not fits and self.ask_for(size_bytes):
                     return
@@ -104,20 +104,20 @@ class Room:
             request.answer(fits)
 
     def has(self, size_bytes: int) -> bool:
-        """Say whether there is room for so many bytes more, beside what was promised."""
+        """Say whether `size_bytes` more fit beside what was promised."""
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether there is room for what can be done without; where there is not, ask for next time."""
+        """Say whether an optional `size_bytes` fit; if not, ask for room, for the next time."""
         if self.has(size_bytes):
             return True
         self.ask_for(size_bytes)
         return False
 
     def ask_for(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Ask for room that is lacking; False if that is in vain: all idle sessions but one hold too little.
+        """Ask the event loop for room; False if all idle sessions, except `but`, hold too little.
 
-        Look again once it is `made_room`.
+        After True, check again once `made_room` is called.
         """
         excess = self._excess(size_bytes)
         idle = [resident for key, resident in self._resident.items() if key != but]

@@ -1,7 +1,7 @@
-"""What the device thread does: it has a step chosen, runs it, and brings turns to their end.
+"""The device thread's loop body: has a step chosen, runs it, and ends turns. Device thread only.
 
-Device thread only. It owns the model and the batch; where KV comes from is `acquisition`, which step is next
-`choice`. Of commands and of the thread itself it knows nothing.
+The runner owns the model and the batch. `acquisition` says where KV comes from, `choice` which step is next.
+The runner knows nothing of commands, nor of the thread itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Name all that the outcome of a trial depends on, but the weights' values."""
+    """Name everything that a trial's result depends on, except the weights' values."""
     model: Any = loaded.model  # mlx has no annotations here
     parameters: Any = tree_flatten(model.parameters())
     parts = (
@@ -77,7 +77,7 @@ def _estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int | None) 
 
 
 class Runner:
-    """The turns under way, and the KV of those that are not. `report` is called after each step."""
+    """The turns under way, and the KV of idle sessions. `report` is called after each step."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Runner:
         self._block = block_tokens
         caches = make_prompt_cache(loaded.model)
         mx.eval(loaded.model(mx.array([[0]]), cache=caches))
-        #: The cache class that cannot be snapshotted, what snapshots hold where there is none, the classes of
-        #: all layers, and whether KV can be cut and trimmed at any token.
+        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
+        #: whether KV can be cut and trimmed at any token.
         self.unsupported_cache = layers.unsupported(caches)
         self.layout = ModelLayout(())
         if self.unsupported_cache is None:
@@ -108,7 +108,7 @@ class Runner:
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         self.estimator = _estimator(loaded, caches, limit_bytes)
-        #: What idle sessions hold, who has room for a restore, and who waits for it.
+        #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
         self._batch = batch_for(
             loaded.model,
@@ -116,7 +116,7 @@ class Runner:
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
         )
-        #: What is cut for the disk; nothing until it has `room`.
+        #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
         )
@@ -137,17 +137,16 @@ class Runner:
     def step(self, *, undisturbed: bool) -> float | None:
         """Run one step and report it; `undisturbed` says that no command waits.
 
-        Returns how many seconds there is nothing to run unless a command comes, which is mostly 0; None for
-        ever.
+        Returns for how many seconds there is nothing to run unless a command comes, mostly 0; None for ever.
         """
         started = time.perf_counter()
         choice = self._chooser.choose()
         step = choice.step
         before = mx.get_active_memory()
-        self._peak = max(self._peak, mx.get_peak_memory())  # between two steps: what was restored, say
+        self._peak = max(self._peak, mx.get_peak_memory())  # a restore between two steps, say
         mx.reset_peak_memory()
         if step:
-            # The event loop's answer is a command to come; what it makes room for may change the next step.
+            # The event loop's answer comes as a command, and the room that it makes may change the next step.
             self._run_step(step, undisturbed=undisturbed and not self.room.awaits_drops)
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
@@ -161,27 +160,27 @@ class Runner:
         return choice.pause_s
 
     def serve_waiting(self) -> None:
-        """Do what needs no step: take up turns that need not wait any more, grant room, report it."""
+        """Do what needs no step: start turns whose wait is over, grant room, report both."""
         self._start_ready()
         self.room.grant_requests(is_busy=self.is_busy or self._acquisition.is_short)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
     def submit(self, turn: Turn) -> None:
-        """Take in a turn. One that fails costs itself and its KV, never the thread."""
+        """Add a turn. A failure costs the turn and its KV, never the thread."""
         self.room.end_promise(turn.key)
         self._guarded(turn, self._submit)
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn where it stands; one that is over already is left alone."""
+        """End a turn where it stands; no effect on a turn that is over."""
         if turn in self._scheduler:
             self._end_or_fault_all(turn)
         elif self._acquisition.stop_waiting(turn):
-            self._guarded(turn, self._start)  # so that it keeps what it had
+            self._guarded(turn, self._start)  # so that its session keeps its KV
             self._end_or_fault_all(turn)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
-        """Let a turn come to so many tokens."""
+        """Let a turn grow to `num_tokens`."""
         turn.num_granted = num_tokens
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
@@ -232,18 +231,18 @@ class Runner:
         self._emit(Faulted(turn, error))
 
     def _submit(self, turn: Turn) -> None:
-        """Take up a turn, unless another one is about to read the tokens that both begin with."""
+        """Start a turn, unless another one is about to prefill the tokens that both begin with."""
         if self._acquisition.add(turn):
             self._start(turn)
 
     def _start_ready(self) -> None:
-        """Take up the turns that need not wait any more, and those that waited for them."""
+        """Start the turns whose wait is over, and then those that waited for them."""
         while ready := self._acquisition.ready():
             for turn in ready:
                 self._guarded(turn, self._start)
 
     def _start(self, turn: Turn) -> None:
-        """Give a turn its KV, and queue what has to be prefilled."""
+        """Give a turn its KV, and queue it for prefill."""
         if not self._acquisition.acquire(turn):
             return
         num_context = len(turn.context)
@@ -256,10 +255,10 @@ class Runner:
             self._end(turn)
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
-        """Run one step. If it fails its prompts do, and its answers too where they cannot be rolled back."""
+        """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
         started = time.perf_counter()
         try:
-            # A prompt that waits, or a command, gets its turn before anything that could run ahead.
+            # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
             self._batch.step([self._piece(turn, num) for turn, num in step.prefill], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
@@ -274,7 +273,7 @@ class Runner:
         for turn, num in step.prefill:
             self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
         for turn in step.decode:
-            if turn in self._scheduler:  # else it was lost with another one's leaving
+            if turn in self._scheduler:  # else it failed when another turn ended
                 self._decoded(turn)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
@@ -292,7 +291,7 @@ class Runner:
         return PrefillPiece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
-        """Count a piece of a prompt, and begin the answer or end the turn where it was the last one."""
+        """Count a piece of a prompt; after the last one begin the answer, or end the turn."""
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s
@@ -306,7 +305,7 @@ class Runner:
             self._end(turn)
 
     def _decoded(self, turn: Turn) -> None:
-        """Take over what a step has drawn for a row, up to the answer's end."""
+        """Add the tokens that a step has drawn for a row, up to the answer's end."""
         for token in turn.row.drawn if turn.row is not None else ():
             turn.num_cached += 1
             self._num_decoded += 1
@@ -316,7 +315,7 @@ class Runner:
                 return
 
     def _sampled(self, turn: Turn, token: int) -> None:
-        """Add a token to the answer, which may be over with it."""
+        """Add a token to the answer, and end the turn if the answer is complete."""
         if turn.answer is None:
             raise AssertionError("only answers decode")
         index = len(turn.answer.tokens)
@@ -325,7 +324,7 @@ class Runner:
             self._end_or_fault_all(turn)
 
     def _end_or_fault_all(self, turn: Turn) -> None:
-        """End a turn that may be in the batch. If that fails, the merged KV is half changed: all is lost."""
+        """End a turn. If that fails, merged KV may be half changed: every running answer fails, too."""
         try:
             self._end(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX raises
@@ -337,13 +336,13 @@ class Runner:
             self._fault(turn, error)
 
     def _end(self, turn: Turn) -> None:
-        """Leave the device: the KV stays resident, and the tail is cut for the disk."""
+        """End a turn: its KV stays resident, and its tail is cut for the disk."""
         self._scheduler.remove(turn)
         self._acquisition.remove(turn)
         self.cutting.cut_noted(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
-            if turn.row.num_cached > turn.num_cached:  # it ended amid tokens that it had guessed
+            if turn.row.num_cached > turn.num_cached:  # it ended within its draft
                 layers.trim(turn.caches, turn.num_cached)
             turn.row = None
             self.cutting.cut_tail(turn)
@@ -357,7 +356,7 @@ class Runner:
 
 
 def _num_left(turn: Turn) -> int:
-    """Count the tokens that a turn's answer may still get: up to its end, or to what is granted."""
+    """Count the tokens that a turn's answer may still get, by its limit and by what is granted."""
     if turn.answer is None:
         return 0
     most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)

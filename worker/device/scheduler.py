@@ -1,8 +1,8 @@
-"""What the device runs next. Pure: turns in, one step out.
+"""Which turns the device runs next. Pure: turns in, one step out.
 
-A step is one token for every running answer, and pieces of prompts up to a budget. Prompts take turns,
-first by tenant and then within each, so that neither a long prompt nor a tenant with many of them holds up
-another. Those of a higher priority come first; but a priority that gets nothing rises with every step.
+A step is one token for every running answer, and pieces of prompts up to a budget. Prompts rotate, first by
+tenant and then within a tenant, so that neither a long prompt nor a tenant with many prompts delays others.
+Higher priorities come first; but a priority without a piece in a step rises, a little with every such step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final, Generic, Protocol, TypeVar
 
 
 class Work(Protocol):
-    """What the scheduler reads of a turn: whose it is, how far it is, and how far its prompt goes."""
+    """What the scheduler reads of a turn: its tenant, its progress, and its prompt's length."""
 
     @property
     def tenant(self) -> str:
-        """Whose turn it is."""
+        """The turn's tenant."""
 
     @property
     def priority(self) -> int:
-        """How much it is preferred to others; higher ones come first."""
+        """The turn's priority; higher ones come first."""
 
     @property
     def num_cached(self) -> int:
@@ -30,22 +30,22 @@ class Work(Protocol):
 
     @property
     def target(self) -> int:
-        """Tokens that have KV when the prompt is done."""
+        """Tokens that have KV once the prompt is done."""
 
     @property
     def draws(self) -> bool:
-        """Whether the prompt's last token begins an answer, which takes a row."""
+        """Whether the prompt's last token begins an answer, which needs a row."""
 
 
 T = TypeVar("T", bound=Work)
 
-#: A priority counts as one higher for every so many steps in a row that had no piece of its prompts.
+#: A priority rises by one after this many consecutive steps without a piece of its prompts.
 AGE_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[T]):
-    """`decode` get a token each; `prefill` are turns with the number of their prompt's next tokens."""
+    """`decode` get a token each; `prefill` pairs turns with how many of their prompts' tokens run."""
 
     decode: tuple[T, ...]
     prefill: tuple[tuple[T, int], ...]
@@ -55,9 +55,9 @@ class Step(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """Turns by phase: prefilling, then decoding in one of `max_rows` rows, `max_tenant_rows` of one tenant.
+    """Turns by phase: prefilling, then decoding in at most `max_rows` rows, `max_tenant_rows` of a tenant.
 
-    A piece of a prompt ends at a multiple of `block` at the latest: resuming there is bit-exact.
+    A piece of a prompt ends at the next multiple of `block` at the latest: resuming there is bit-exact.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -89,12 +89,12 @@ class Scheduler(Generic[T]):
         self._prefilling.setdefault(turn.tenant, deque()).append(turn)
 
     def start_decoding(self, turn: T) -> None:
-        """Note that a turn's prompt is done and its answer has begun."""
+        """Move a turn whose answer has begun from prefilling to decoding."""
         self.remove(turn)
         self._decoding.append(turn)
 
     def remove(self, turn: T) -> None:
-        """Take a turn out, in whatever phase it is."""
+        """Take a turn out, whatever its phase."""
         if turn in self._decoding:
             self._decoding.remove(turn)
         queue = self._prefilling.get(turn.tenant, deque())
@@ -104,7 +104,7 @@ class Scheduler(Generic[T]):
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int, only: T | None = None) -> Step[T]:
-        """Choose a step with up to `budget` tokens of prompts, or of `only` this one.
+        """Choose a step with up to `budget` tokens of prompts, or of the prompt `only`.
 
         Nothing changes until `advance`.
         """
@@ -117,7 +117,7 @@ class Scheduler(Generic[T]):
             end = min((start // self._block + 1) * self._block, turn.target, start + budget)
             if end == turn.target and turn.draws:
                 if rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows:
-                    end -= 1  # its last token waits for a row
+                    end -= 1  # the last token waits for a row
                 else:
                     rows[turn.tenant] += 1
             if end > start:
@@ -126,13 +126,13 @@ class Scheduler(Generic[T]):
         return Step(tuple(self._decoding), tuple(pieces))
 
     def advance(self, step: Step[T]) -> None:
-        """Give the others their turn before the prompts of a step that is going to run."""
+        """Rotate and age the prompts for a step that will run."""
         for turn, _ in step.prefill:
             self._to_the_end(turn)
         self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[T]:
-        """List the turns of the highest priority first; of each one, a turn of each tenant, then the next."""
+        """List prefilling turns by priority; within a priority one turn of each tenant, then the next."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
@@ -146,7 +146,7 @@ class Scheduler(Generic[T]):
         return order
 
     def _age(self, served: set[int]) -> None:
-        """Count a step for the priorities whose prompts had no part in it."""
+        """Count a step for the priorities without a prompt in the step."""
         self._passed_over = {
             priority: self._passed_over.get(priority, 0) + 1
             for priority in {turn.priority for turn in self.prefilling} - served

@@ -1,7 +1,6 @@
-"""Turns of other sessions that begin with the same tokens: one of them reads, the others wait for it. Pure.
+"""Turns whose sessions begin with the same tokens: one turn prefills them, the others wait. Pure.
 
-Belongs to the device thread. Knows which turns are under way and how far they are; what is copied, and from
-where, is the device's business.
+Device thread only. Knows which turns are under way and how far they are; `acquisition` copies the KV.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _Following:
 
 
 class Sharing:
-    """The turns under way by session, and those of them that wait."""
+    """The turns under way by session, and which of them wait."""
 
     def __init__(self) -> None:
         self._active: dict[SessionKey, Turn] = {}
@@ -37,10 +36,10 @@ class Sharing:
         return [one.turn for one in self._following]
 
     def add(self, turn: Turn) -> bool:
-        """Take in a turn whose target is known; True where it has to wait for another one.
+        """Add a turn whose target is known; True if it has to wait for another one.
 
-        It waits for the tokens that both have, but not for the other's last one, which may wait for a row,
-        nor for a turn of lower priority, which may wait for others.
+        A turn waits for the common tokens, except the other turn's last one, which may wait for a row. It
+        does not wait for a turn of lower priority, which may itself wait for others.
         """
         self._active[turn.key] = turn
         leader = self.source(turn)
@@ -59,17 +58,17 @@ class Sharing:
         self.stop_waiting(turn)
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """Let a turn wait no more; False if it did not."""
+        """End a turn's waiting; False if it did not wait."""
         waited = len(self._following)
         self._following = [one for one in self._following if one.turn is not turn]
         return len(self._following) < waited
 
     def source(self, turn: Turn) -> Turn | None:
-        """Return the turn that is under way in the session from which this one is to take KV."""
+        """Return the turn under way in the session whose KV this turn is to copy."""
         return self._active.get(turn.source) if turn.source is not None else None
 
     def ready(self) -> list[Turn]:
-        """Let go those that need not wait any more: the other one is far enough, or over."""
+        """Return, and no longer keep, the turns whose leader is far enough, or over."""
         ready = [
             one
             for one in self._following

@@ -1,7 +1,7 @@
-"""What the event loop and the device thread say to each other about one turn.
+"""The messages between the event loop and the device thread about one turn.
 
-A `Turn` changes hands once: the loop builds it and submits it, from then on the device thread alone writes
-to it, until its `Finished` or `Faulted` event hands it back.
+A `Turn` changes hands once: the loop builds and submits the turn, and from then on the device thread alone
+writes to it, until a `Finished` or `Faulted` event hands the turn back.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ class Turn:
     """One append or generate on its way through the device.
 
     `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
-    KV on the device under `key`; or `restored` brings the KV of the first `num_restored`, as evaluated
-    arrays by name; or the session `source` has, or is about to have, more of it than that. A generate has
-    an `answer`; what it already holds are tokens that were published before a crash, and they are the
-    context's end. At `num_granted` tokens the turn ends, whether its answer is over or not: no more memory
-    is reserved for it. `spans` are the pieces of the context that have no snapshot, `edges` where the
-    stored pieces of its last, partial block start and end: see `blocks.tail_start`. `chain`, which
-    names the turn's blocks to the store, is the event loop's alone. `resident` is what its session had on the
-    device, until the turn is taken up.
+    KV on the device under `key`; or `restored` has the KV of the first `num_restored`, as evaluated arrays
+    by name; or the session `source` has, or is about to have, KV of more of them. A generate has an
+    `answer`; tokens that the answer already holds were published before a crash, and end the context. At
+    `num_granted` tokens, the limit of its memory, the turn ends, whether its answer is complete or not.
+    `spans` are the parts of the context without a snapshot; `edges` are where the stored pieces of the
+    last, partial block start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to
+    the store, belongs to the event loop. `resident` is the session's KV on the device until the turn starts.
     """
 
     key: SessionKey
@@ -74,7 +73,7 @@ class Turn:
 
     @property
     def tenant(self) -> str:
-        """Whose turn it is."""
+        """The session's tenant."""
         return self.key.tenant
 
     @property
@@ -100,7 +99,7 @@ def num_common(one: Tokens, other: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A chunk is done; KV now covers `num_cached` of the context's tokens."""
+    """A piece of the prompt is done; KV now covers `num_cached` of the context's tokens."""
 
     turn: Turn
     num_cached: int
@@ -108,7 +107,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answer's token number `index`, with the text that it made certain."""
+    """The answer's token number `index`, from 0, with the text that has become certain."""
 
     turn: Turn
     index: int
@@ -118,10 +117,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; or None, where the writer had no room, or cutting it failed.
+    """A snapshot as plain bytes; or None, if the writer had no room, or cutting failed.
 
-    Where some layers have states that only the end of KV has, one that was cut later is without them.
-    `state_lost` says that there was one, but no room for it.
+    Some layers have a state at the end of KV only: a snapshot that is cut later lacks the state.
+    `state_lost` says that there was a state, but no room for it.
     """
 
     turn: Turn
@@ -149,9 +148,9 @@ class Faulted:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The device lacks so many bytes, which idle sessions hold; the session `but` is not to be dropped.
+    """The device lacks `num_bytes`, and idle sessions hold them; the session `but` must not be dropped.
 
-    The event loop drops some, or all where they hold less, and answers with `Device.made_room`.
+    The event loop drops as many sessions as needed, or all, and answers with `Device.made_room`.
     """
 
     num_bytes: int
@@ -160,23 +159,23 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """No step fits, and no idle session is left: what waits for the disk is in the way."""
+    """No step fits, and no idle session is left: snapshots that wait for the disk take the room."""
 
 
 Event = Prefilled | Sampled | SnapshotCut | Finished | Faulted | Short | Starved
 
 
 class NoRoomError(Exception):
-    """A prompt's next piece would cross the memory limit, and nothing is left that could make room."""
+    """A prompt's next piece would exceed the memory limit, and nothing is left to drop for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did, and how the device stands after it.
+    """What one step did, and the device's memory after it.
 
-    `num_decoded` tokens were drawn for the `num_rows` answers that ran before it. `num_drafted` counts the
-    tokens guessed since the start, `num_accepted` those that were right. `estimated_bytes` is what the step
-    was thought to need besides weights and KV, `measured_bytes` what it did need.
+    `num_decoded` tokens were drawn for the `num_rows` answers that were running. `num_drafted` counts the
+    draft tokens since the start, `num_accepted` those accepted. `estimated_bytes` is what the step was
+    estimated to need besides weights and KV, `measured_bytes` what it did need.
     """
 
     events: tuple[Event, ...]
