@@ -312,7 +312,7 @@ class App:
                     work.cancel_scope.deadline = current_time() + _STOP_S
                 await desk.close()
                 asides.cancel_scope.cancel()
-            await intake.give_back()
+            await intake.return_anchors()
             parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
         if self._fatal:
             raise WorkerError(self._fatal)

@@ -80,18 +80,18 @@ class DeviceLock:
         self._changed = Event()
 
     @asynccontextmanager
-    async def enter(self, given_up: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
+    async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
         """Hold the lock, shared with others or `alone`.
 
-        A caller for which `given_up()` is true does not wait: it will not use the device. Call `recheck` when
+        A caller for which `stopped()` is true does not wait: it will not use the device. Call `recheck` when
         that may have changed.
         """
-        while self._is_shut and not given_up():
+        while self._is_shut and not stopped():
             await self._changed.wait()
         shuts = alone and not self._is_shut
         self._is_shut = self._is_shut or shuts
         try:
-            while shuts and self._num and not given_up():
+            while shuts and self._num and not stopped():
                 await self._changed.wait()
             self._num += 1
             try:

@@ -73,10 +73,8 @@ class Control:
                 with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
                     return await session.cancel(request.id)
             except FencedError:
-                return failure(request.id, "internal", "another worker went on with this session; ask again")
-        with contextlib.suppress(
-            FencedError
-        ):  # the session's task handles the lost fence; stale state is good enough here
+                return failure(request.id, "internal", "another worker has continued this session; ask again")
+        with contextlib.suppress(FencedError):  # for the session's task; a stale state is good enough
             await session.refresh()
         history = session.history
         if session.pending or (history.exists and not history.closed):

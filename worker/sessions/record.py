@@ -268,9 +268,7 @@ class Record:
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
-            log.warning(
-                "ignoring this and further entries that are no results of this session", seq=entry.seq
-            )
+            log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
 
     def _diverge(self, why: str, entry: Entry) -> None:
         model = entry.headers.get(MODEL_HEADER, "an unknown model")

@@ -1,8 +1,7 @@
 """One session: carries out its requests in the order of the log, and commits a result for each.
 
 An actor on the event loop. A delivery only wakes the session, which then reads its log forward and answers
-the requests without a result, one at a time. The sequence of its last result is the fence against other
-workers.
+requests without a result, one at a time. The sequence of its last result fences it against other workers.
 """
 
 from __future__ import annotations
@@ -208,12 +207,10 @@ class Session:
                         if not self.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
-                log.warning("another worker went on with this session; reading its log anew", why=str(error))
+                log.warning("another worker has continued this session; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self._reset_record(
-                    whole=True
-                )  # with the whole conversation: the request changes an early part
+                self._reset_record(whole=True)  # the request changes an early part of the conversation
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Start to read the published chunks of a delivered generate, while the log is read.
@@ -335,9 +332,7 @@ class Session:
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
-        known = (
-            await self._find_answered(request_id) is not None
-        )  # a pending request with this id is a repeat
+        known = await self._find_answered(request_id) is not None  # if so, the pending one is a repeat
         pending = None if known else await self._find_waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
@@ -348,9 +343,7 @@ class Session:
                 return Cancelled(id=request_id, was="waiting")
             if not pending.done.is_set() or await self._find_answered(request_id) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
-            return Cancelled(
-                id=request_id, was="waiting"
-            )  # the session's task committed the cancelled result
+            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
         if pending is self.active:
             self._stop_active()
         self._wake(self)
@@ -482,9 +475,7 @@ class Session:
         """Carry out a request, or give it up if it has crashed too many workers."""
         attempts, device_lock = self._services.attempts, self._services.device_lock
         note, limit = self._note, attempts.max_attempts
-        is_new = (
-            self._in_doubt and self._tried_seq != pending.seq
-        )  # this worker has not stored the attempt yet
+        is_new = self._in_doubt and self._tried_seq != pending.seq  # the attempt is not stored yet
         if is_new:
             note = note.then(pending.seq, await self._num_published(pending))
         if note.attempts > limit:

@@ -77,9 +77,7 @@ class Desk:
             (self._subjects.every("ctl"), self._reply_control),
             (self._subjects.every("ask"), self._reply_ask),
         ):
-            self._subscriptions.append(
-                await self._nc.subscribe(subject, _QUEUE, cb=self._in_own_task(handle))
-            )
+            self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._spawning(handle)))
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
@@ -88,7 +86,7 @@ class Desk:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
 
-    def _in_own_task(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+    def _spawning(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
         """Handle each message in its own task, so that a slow reply does not delay the next request."""
 
         async def answer(message: Msg, tenant: str) -> None:

@@ -268,7 +268,7 @@ class Intake:
         with contextlib.suppress(nats.errors.Error, OSError):
             await message.ack()
 
-    async def give_back(self) -> None:
+    async def return_anchors(self) -> None:
         """Return all anchors, so that the next worker gets them at once."""
         for message in list(self._anchors.values()):
             with contextlib.suppress(nats.errors.Error, OSError):

@@ -39,10 +39,7 @@ _LOOK_S: Final = 0.1
 _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
 
-_WRONG_LAST_SEQUENCE: Final = (
-    10071,
-    10164,
-)  # another worker was faster; another worker's write is in progress
+_WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another worker's write was faster; is in progress
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 
 log = structlog.get_logger()
@@ -139,7 +136,7 @@ class Lease:
                 if other is not None:
                     self._lost(
                         f"{other} has taken over the prefix {self._subjects.prefix!r}, as this worker did not"
-                        f" renew its lease for {TTL_S} s; what is not answered yet is in the log for that one"
+                        f" renew its lease for {TTL_S} s; unanswered requests are in the log for that worker"
                     )
                     return
 
