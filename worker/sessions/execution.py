@@ -137,12 +137,12 @@ class Execution:
         cached = prefilled = 0
         live_bytes = self._engine.live_bytes(key, history.tokens)
         if tokens != history.tokens:
-            outcome = await self._engine.run(key, tokens, lambda: pending.stopped, priority=pending.priority)
-            if outcome is None or not outcome.complete:
+            turn = await self._engine.run(key, tokens, lambda: pending.stopped, priority=pending.priority)
+            if turn is None or not turn.complete:
                 return withdrawn(pending, history), history
-            live_bytes = outcome.live_bytes
-            cached = outcome.num_cached
-            prefilled = outcome.num_prefilled
+            live_bytes = turn.live_bytes
+            cached = turn.num_cached
+            prefilled = turn.num_prefilled
         result = Appended(
             id=request.id,
             seq=pending.seq,
@@ -184,14 +184,14 @@ class Execution:
             end_tokens=self._tokenizer.eos_ids,
         )
         self._resume(published, answer)
-        outcome = await self._sample(key, request, pending, prompt, answer)
+        turn = await self._sample(key, request, pending, prompt, answer)
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held_text = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
             return withdrawn(pending, history), history
         after = self._fold.answered(extended.history, answer.tokens)
-        return self._generated(key, pending, answer, outcome, extended, after), after
+        return self._generated(key, pending, answer, turn, extended, after), after
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
@@ -229,7 +229,7 @@ class Execution:
             chunk = Chunk(index, tuple(tokens), text, pending.seq)
             is_heard = is_heard and await self._journal.publish_chunk(key, request.id, chunk)
 
-        outcome = await self._engine.run(
+        turn = await self._engine.run(
             key,
             prompt + as_tokens(answer.tokens),
             lambda: pending.stopped,
@@ -239,23 +239,23 @@ class Execution:
             max_new=answer.max_tokens - num_known,
             publish=publish,
         )
-        if outcome is not None and len(answer.tokens) > num_known:
-            self._telemetry.time_to_first_token.observe(outcome.first_token_s - pending.received_s)
-        return outcome
+        if turn is not None and len(answer.tokens) > num_known:
+            self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
+        return turn
 
     def _generated(
         self,
         key: SessionKey,
         pending: Pending,
         answer: Answer,
-        outcome: TurnResult | None,
+        turn: TurnResult | None,
         extended: Input,
         after: History,
     ) -> Generated:
         now_s, begun_s = monotonic(), pending.received_s
         # The beginning of an interrupted answer is in the context, but not in the prompt.
-        num_prompt = extended.history.position if outcome else 0
-        num_cached = min(outcome.num_cached, num_prompt) if outcome else 0
+        num_prompt = extended.history.position if turn else 0
+        num_cached = min(turn.num_cached, num_prompt) if turn else 0
         return Generated(
             id=pending.id or "",
             seq=pending.seq,
@@ -270,12 +270,12 @@ class Execution:
                 completion_tokens=len(answer.tokens),
             ),
             seconds=Seconds(
-                queued=(outcome.started_s if outcome else now_s) - begun_s,
-                prefill=outcome.prefill_s if outcome else 0.0,
-                first_token=(outcome.first_token_s if outcome else now_s) - begun_s,
+                queued=(turn.started_s if turn else now_s) - begun_s,
+                prefill=turn.prefill_s if turn else 0.0,
+                first_token=(turn.first_token_s if turn else now_s) - begun_s,
                 total=now_s - begun_s,
             ),
-            kv_live_bytes=outcome.live_bytes if outcome else self._engine.live_bytes(key, after.tokens),
+            kv_live_bytes=turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens),
             rewritten_from=extended.rewritten_from,
         )
 
