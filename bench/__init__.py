@@ -1,1 +1,1 @@
-"""Drives a worker from outside, through `protocol` alone: the demo, and measurements."""
+"""The demo and the benchmarks: they drive a worker from outside, through `protocol` alone."""

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.session import Session
 
-#: What a worker says to a session that has no room left.
+#: The errors of a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
-#: After a turn that failed: a broken worker must not be asked as fast as it refuses.
+#: The pause after a failed turn, so that a broken worker is not flooded.
 FAULT_PAUSE_S: Final = 0.2
 
 
@@ -30,11 +30,11 @@ async def ask(
     texts: bool = False,
     **request: Any,
 ) -> Turn:
-    """Send one generate and wait for its end. A fault is an outcome, not an exception.
+    """Send one generate and wait for its end. A fault is returned in the turn, not raised.
 
-    `request` are the arguments of `Session.generate`; `at_s` counts from `began_s` on the monotonic clock,
-    and the first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without
-    text has no chunk: its first token is there with its result.
+    `request` are the arguments of `Session.generate`. `at_s` counts from `began_s` on the monotonic clock.
+    The first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without text
+    has no chunk: its first token arrives with the result.
     """
     sent_s = time.monotonic()
     chunks_s: list[float] = []
@@ -84,7 +84,7 @@ async def ask(
 
 
 def error_class(fault: TurnkeepError) -> str:
-    """Name the class that a fault is counted under."""
+    """Return the class under which a fault is counted."""
     match fault:
         case RequestFailedError():
             return fault.code

@@ -1,7 +1,7 @@
-"""Which BLAS library a process multiplies with: the same one on both sides, or a comparison means nothing.
+"""The BLAS library that a process uses: sides can be compared only if all use the same one.
 
-A worker loads OpenBLAS before MLX on a Linux CPU; a process that is started to be compared with it gets the
-same file preloaded.
+A worker loads OpenBLAS before MLX on a Linux CPU; a process that is compared with the worker gets the same
+file preloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 
 
 def mapped(pid: int | None) -> tuple[str, ...] | None:
-    """List the BLAS libraries that a process has mapped; None where the system does not tell."""
+    """Return the BLAS libraries that a process has mapped; None if the system does not tell."""
     if pid is None or not sys.platform.startswith("linux"):
         return None
     try:
@@ -33,13 +33,13 @@ def mapped(pid: int | None) -> tuple[str, ...] | None:
 
 
 def preload_of(libraries: tuple[str, ...] | None) -> str | None:
-    """Name what LD_PRELOAD has to hold for a process to have these libraries; None for nothing."""
+    """Return the LD_PRELOAD that gives a process these libraries; None if it needs none."""
     found = [path for path in libraries or () if "openblas" in Path(path).name.lower()]
     return " ".join(found) or None
 
 
 def names(libraries: tuple[str, ...] | None) -> str:
-    """Name them for a report."""
+    """Return the libraries' names, for a report."""
     if libraries is None:
         return "not known on this system"
     return ", ".join(Path(path).name for path in libraries) or "none"

@@ -1,9 +1,8 @@
-"""Promises held against what was measured, with three verdicts. Pure.
+"""Checks of promises against what was measured, with three verdicts. Pure.
 
-An exact check counts, and cannot fail by chance: the command's exit code is its. A statistical one holds an
-interval against the bound in its name: it fails where all of the interval lies beyond the bound, and cannot
-tell where the interval holds it. So an honest run fails it once in forty at the very bound, and never far
-from it.
+An exact check counts violations and cannot fail by chance, so it decides the command's exit code. A
+statistical check compares an interval with the bound in its name: it fails if the whole interval is beyond
+the bound, and cannot tell if the interval contains the bound. A value at the bound fails once in forty runs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from .spec import Unit
     from .stats import Estimate
 
-#: How late the measuring loop may be at p99: its own lateness is in every time that it takes.
+#: How late the measuring loop may be at p99: its lateness is part of every time that it measures.
 LAG_BOUND_S: Final = 0.05
 MIN_LAGS: Final = 500
 
 
 class Verdict(StrEnum):
-    """What a check has come to."""
+    """The result of a check."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -38,7 +37,7 @@ class Verdict(StrEnum):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """One promise and what became of it. `exact`: it cannot fail by chance."""
+    """One checked promise. `exact`: the check cannot fail by chance."""
 
     name: str
     outcome: Verdict
@@ -47,12 +46,12 @@ class Check(Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Say whether it ends the run with exit code 1."""
+        """Whether the check ends the command with exit code 1."""
         return self.exact and self.outcome is Verdict.FAILS
 
 
 def count(name: str, wrong: Collection[object], of: Collection[object], things: str = "turns") -> Check:
-    """Count those that break the promise: exact. Without anything to count it cannot tell."""
+    """Check that nothing broke the promise: exact. Cannot tell if `of` is empty."""
     detail = f"{len(wrong):,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
 
@@ -66,9 +65,9 @@ def bounded(
     unit: Unit = "",
     log: bool = False,
 ) -> Check:
-    """Hold the mean over blocks against a bound, for each of several things, each with its blocks' numbers.
+    """Compare the mean over blocks with a bound, for several labels, each with its blocks' numbers.
 
-    All of them together have the confidence of one: each one's interval is the wider, the more there are.
+    The confidence holds for all labels together: the more labels, the wider each interval.
     """
     sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
     found = {label: stats.mean(some, log=log, confidence=sure) for label, some in numbers.items()}
@@ -83,7 +82,7 @@ def judged(
     at_least: float | None = None,
     unit: Unit = "",
 ) -> Check:
-    """Hold estimates against a bound."""
+    """Compare estimates with a bound; the worst verdict counts."""
     verdicts = [judge(estimate, at_most=at_most, at_least=at_least) for estimate in estimates.values()]
     worst = next((one for one in (Verdict.FAILS, Verdict.CANNOT_TELL) if one in verdicts), Verdict.HOLDS)
     told = {
@@ -98,7 +97,7 @@ def judged(
 def judge(
     estimate: Estimate | None, *, at_most: float | None = None, at_least: float | None = None
 ) -> Verdict:
-    """Hold one estimate's interval against a bound."""
+    """Compare one estimate's interval with a bound."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return Verdict.CANNOT_TELL
     below = at_most is not None and estimate.low > at_most
@@ -109,9 +108,9 @@ def judge(
 
 
 def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield what is promised of every bench: answers, whole ones, honest sums, and a loop that kept time.
+    """Yield the checks of every bench: all answered, chunks complete, token counts consistent, loop on time.
 
-    Of a bench that has samples alone nothing.
+    A bench that has only samples gets none.
     """
     if findings.given and not findings.turns:
         return
@@ -135,7 +134,7 @@ def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
-    """Hold the measuring loop's own lag, while turns were in flight, against its bound."""
+    """Check the measuring loop's own lag while turns were in flight."""
     late = stats.quantile(lags_s, 0.99) if len(lags_s) >= MIN_LAGS else None
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
     detail = (

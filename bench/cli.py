@@ -1,6 +1,6 @@
-"""`turnkeep bench`: every bench is a command. A fault that a user can cause or mend is one line, exit code 1.
+"""`turnkeep bench`: every bench is a command. A fault that a user can cause or fix is one line, exit code 1.
 
-A bench also ends with 1 where a check failed that cannot fail by chance, so that CI notices.
+A failed exact check ends a bench with exit code 1 too, so that CI notices.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .spec import AnyBench
 
 
-#: Each is a module of this package, with a `BENCH`.
+#: Modules of this package, each with a `BENCH`.
 NAMES: Final = ("session", "load", "restart", "overhead", "pressure", "peers", "replay", "quality")
 
 
 def benches() -> dict[str, AnyBench]:
-    """Import all benches, and return them by their names."""
+    """Import all benches; return them by name."""
     return {name: _bench(name) for name in NAMES}
 
 
@@ -32,10 +32,10 @@ def _bench(name: str) -> AnyBench:
 
 
 class _Benches(Group):
-    """Imports a bench when it is asked for: other commands of the program are not to wait for numpy."""
+    """Imports a bench on demand, so that other commands do not wait for numpy."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name the benches, and what else there is."""
+        """List the benches, then the other commands."""
         return [*NAMES, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

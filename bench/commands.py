@@ -1,4 +1,4 @@
-"""Makes a command of a bench: its plan's options and those that all have. A fault is one line."""
+"""Makes the command of a bench: its plan's options and the shared ones. A fault is one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fault(click.ClickException):
-    """One line for whoever ran the bench; exit code 1."""
+    """A fault as one line for the user; exit code 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it to standard error."""
@@ -35,7 +35,7 @@ class Group(click.Group):
 
 
 def command(bench: AnyBench) -> click.Command:
-    """Make the command. It ends with 1 after a fault, or where a check failed that cannot fail by chance."""
+    """Make a bench's command. It exits with 1 after a fault, or after a failed exact check."""
     shared = [one for one in options(Where) if bench.remote or one.name not in REMOTE]
     smoke = click.Option(["--smoke"], is_flag=True, help="A short form only, to see that everything works.")
 

@@ -1,8 +1,8 @@
-"""`turnkeep bench compare`: what two runs measured, side by side; and a judgement where many took turns.
+"""`turnkeep bench compare`: two runs side by side, and a verdict on five pairs of interleaved runs.
 
-Two runs scatter more between them than within each, since the machine has its hours: their inner scatter
-cannot tell a change from the hour. So two reports are shown. Five pairs of runs that took turns are judged: a
-run is then a block.
+A machine's speed varies more between runs than within one, so the scatter within two runs cannot tell a
+change of the code from a change of the machine. Two reports are therefore only shown. Five pairs of runs that
+took turns are judged, with each run as a block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pair = tuple[Report, Report]
 
 
 def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBench, list[Pair]]:
-    """Read reports that can be compared, as pairs A B A B ... Raises `ReportError` saying why they cannot."""
+    """Read comparable reports, as pairs A B A B ... Raises `ReportError` with the reason if they are not."""
     if len(paths) < 2 or len(paths) % 2:
         raise ReportError("reports are compared in pairs: A.json B.json, then more pairs in the same order")
     reports = [read(path) for path in paths]
@@ -48,13 +48,13 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
 
 
 def interleaved(pairs: Sequence[Pair]) -> bool:
-    """Say whether the runs took turns: no other run lies between the two of a pair."""
+    """Whether the runs took turns: no other run lies between the two of a pair."""
     order = sorted(range(2 * len(pairs)), key=lambda i: pairs[i // 2][i % 2].started_at)
     return all(one // 2 == other // 2 for one, other in zip(order[::2], order[1::2], strict=True))
 
 
 def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
-    """Compare every measure that all reports have; a ratio has an interval where runs were judged."""
+    """Compare every measure that all reports have; judged ratios have intervals."""
     judged = len(pairs) >= stats.MIN_BLOCKS and interleaved(pairs)
     sides = [[report.findings(bench) for report in side] for side in zip(*pairs, strict=True)]
     first, rows = sides[0][0], []
@@ -74,7 +74,7 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """Say what makes the runs less comparable than they look, and what is judged."""
+    """Say what makes the runs less comparable, and what is judged."""
     cut = [report for pair in pairs for report in pair if not report.complete]
     found = [f"a report is not complete: {report.ending}" for report in cut]
     here, there = (_setting(report) for report in pairs[0])
@@ -95,7 +95,7 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
 
 
 def _identity(report: Report, bench: AnyBench) -> dict[str, Setting]:
-    """Return what two runs must share: the plan, and the facts that the bench names."""
+    """Return what two runs must share: the plan, and the facts in `Bench.same`."""
     return {**report.plan, **{name: report.facts.get(name) for name in bench.same}}
 
 

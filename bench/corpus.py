@@ -1,7 +1,7 @@
-"""Real input for the benches: conversations that registry packages ship, read where they are installed.
+"""Real input for the benches: conversations from installed packages.
 
-Nothing is downloaded, and the packages' code is not run: only their data files are read. Only the user's
-side is taken; the other side is what the model under test says.
+Downloads nothing and runs none of the packages' code: reads their data files. Only the user's side is used;
+the model under test is the other side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHITCHAT_FILE: Final = "chitchat_dataset/dataset.json"
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """Where a bench's input came from, and under which licence."""
+    """The source of a bench's input, and its licence."""
 
     name: str
     version: str
@@ -39,7 +39,7 @@ class Source(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """What a user says; `at_s` counts from the start of the conversation, None where it was not recorded."""
+    """What a user says, `at_s` seconds after the conversation began; None if that was not recorded."""
 
     text: str
     at_s: float | None = None
@@ -55,13 +55,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Conversations and where they are from."""
+    """Conversations and their source."""
 
     source: Source
     conversations: tuple[Conversation, ...]
 
     def texts(self) -> Iterator[str]:
-        """Yield every utterance, conversation by conversation, and begin again at the end, for ever."""
+        """Yield every utterance, conversation by conversation, in an endless cycle."""
         while True:
             for conversation in self.conversations:
                 yield from (utterance.text for utterance in conversation.utterances)
@@ -73,7 +73,7 @@ def load(name: str) -> Corpus:
 
 
 def built_in() -> Corpus:
-    """Return a few questions that need no package: enough for a smoke test, too few for a measurement."""
+    """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
     version = importlib.metadata.version("turnkeep")
     description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
     source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
@@ -91,9 +91,9 @@ def mt_bench() -> Corpus:
 
 
 def chitchat() -> Corpus:
-    """Read the Chit Chat data set: people talking with people, with the times at which they wrote.
+    """Read the Chit Chat data set: chats between people, with the times of the messages.
 
-    The side that spoke first is taken for the user. Conversations in which it spoke once are left out.
+    The side that wrote first is the user. Conversations with only one of its turns are left out.
     """
     chats, version = _read(
         _CHITCHAT, _CHITCHAT_FILE, lambda file: msgspec.json.decode(file, type=dict[str, _Chat])
@@ -104,7 +104,7 @@ def chitchat() -> Corpus:
     return Corpus(Source(name=_CHITCHAT, version=version, licence="MIT", description=description), found)
 
 
-#: What `--corpus` takes.
+#: The values of `--corpus`.
 CORPORA: Final = {"mt-bench": mt_bench, "chitchat": chitchat, "built-in": built_in}
 
 
@@ -138,7 +138,7 @@ def _numbered(conversations: Sequence[tuple[str, ...]]) -> tuple[Conversation, .
 
 
 def _read(package: str, file: str, decode: Callable[[bytes], T]) -> tuple[T, str]:
-    """Return what a package's file holds, and the package's version."""
+    """Return the decoded content of a package's file, and the package's version."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

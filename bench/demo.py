@@ -1,7 +1,7 @@
 """`make demo`: a conversation that survives `kill -9`, in about a minute.
 
-Starts `turnkeep serve` as a user would, talks to it through the client, kills it in the middle of an answer
-and between two turns, and shows what each turn cost. Needs nothing but an installed Turnkeep.
+Starts `turnkeep serve` as a user would, talks to the worker through the client, kills it during an answer and
+between two turns, and shows what each turn cost. Needs only an installed Turnkeep.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Demo:
         self._position = 0
 
     async def run(self) -> None:
-        """Play it."""
+        """Run the demo."""
         self._say("Starting [bold]turnkeep serve[/] with its own NATS server and the packaged model")
         self._worker.start()
         try:
-            # A tenant of its own: a second run then finds nothing that the first one left in the cache.
+            # A new tenant, so that a second run finds nothing in the cache.
             async with await self._worker.ready(f"demo-{uuid4().hex[:12]}") as client:
                 await self._play(client.session("lighthouse"))
         finally:
@@ -77,9 +77,9 @@ class Demo:
     async def _ask(
         self, session: Session, question: str, most: int, *, source: str = "memory", kill: bool = False
     ) -> tuple[int, int, float]:
-        """Ask and print the answer; killed in its middle, the same iterator goes on after the restart."""
+        """Ask and print the answer; after a kill the same iterator continues."""
         self._console.print(f"\n[bold cyan]>[/] {question}")
-        # The penalty keeps a model of this size from going round in circles.
+        # Without the penalty so small a model repeats itself.
         said = [{"role": "user", "content": question}]
         generation = session.generate(messages=said, max_tokens=most, repetition_penalty=1.1)
         tokens = 0
@@ -112,7 +112,7 @@ class Demo:
 
 
 def main() -> int:
-    """Run the demo; one line and 1 if it cannot."""
+    """Run the demo; a fault is one line and exit code 1."""
     try:
         asyncio.run(Demo().run())
     except TurnkeepError as error:

@@ -1,9 +1,8 @@
 """A worker on a bad disk: every sync of its writer thread takes long, or fails.
 
-`python -m bench.disk SECONDS|fails MODULE ...` becomes that module. A sync is where a slow disk makes its
-caller wait, and where many faults are told; like a real one it waits without the GIL. Only the cache's writer
-is touched: the log and the model are where they always are. It stands in for the disk, not for the kernel's
-own work on it.
+`python -m bench.disk SECONDS|fails MODULE ...` patches `os.fsync`, then runs the module. A slow disk delays
+its caller in a sync, and reports many faults there; the patch waits without the GIL, as a real sync does.
+Only the cache's writer is affected, not the log or the model. A disk's work in the kernel is not simulated.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
-#: The thread that writes snapshots, as `cache.disk.writer` names it; the checks tell whether it was hit.
+#: The name of the writer thread in `cache.disk.writer`; the checks tell whether the patch hit it.
 WRITER: Final = "turnkeep-writer"
 
 
 def main() -> None:
-    """Spoil the disk, and become the worker."""
+    """Patch the sync, and run the worker."""
     how, module = sys.argv[1:3]
     sync = os.fsync
     if how == "fails":  # it would say so of every file; the bench counts them

@@ -1,4 +1,4 @@
-"""What a report says of the machine and the software that it was made with."""
+"""The machine and the software of a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIT_TIMEOUT_S: Final = 10
 
 
 class Environment(Struct, frozen=True, kw_only=True):
-    """Where a bench ran. The worker's machine is the same one only where the bench started the worker."""
+    """Where a bench ran; the worker's machine may differ, unless the bench started the worker."""
 
     platform: str
     processor: str
@@ -31,7 +31,7 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 
 def describe() -> Environment:
-    """Describe this machine. What cannot be found out is left empty, and never stops a bench."""
+    """Describe this machine. What cannot be found out is left empty."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -59,7 +59,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Name the commit where this is a checkout, and not merely inside of somebody else's."""
+    """Return the commit if this is a checkout, not a folder within another repository."""
     root = Path(__file__).resolve().parent.parent
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top) != root:

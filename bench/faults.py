@@ -1,10 +1,10 @@
-"""What stops a bench: faults that are one line for whoever ran it."""
+"""The faults that stop a bench, each one line for the user."""
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """A bench cannot go on, or a report cannot be used; one line for whoever ran it."""
+    """A bench cannot continue, or a report cannot be used; the message is one line."""
 
 
 class ReportError(BenchError):

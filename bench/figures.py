@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: units that fit, and no digit that says nothing. Pure."""
+"""Numbers for readers: fitting units, significant digits only. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
     "bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
     "share": ((0.01, "%"),),
 }
-#: From here on the next larger unit reads better: 119 s, but 2.1 min.
+#: Where to switch to the next larger unit: 119 s, but 2.1 min.
 _FROM: Final = {3600.0: 2 * 3600.0, 60.0: 120.0}
 
 
 def scale(size: float, unit: Unit) -> tuple[float, str]:
-    """Choose the divisor and the name of the unit in which something of this size is read."""
+    """Return the divisor and the name of the unit that fits a number of this size."""
     scales = _SCALES.get(unit)
     if scales is None:
         return 1.0, unit
@@ -27,7 +27,7 @@ def scale(size: float, unit: Unit) -> tuple[float, str]:
 
 
 def number(value: float | None, unit: Unit = "", *, signed: bool = False) -> str:
-    """Write a number with three digits that count."""
+    """Write a number with three significant digits."""
     if value is None:
         return "-"
     divisor, name = scale(value, unit)
@@ -37,23 +37,23 @@ def number(value: float | None, unit: Unit = "", *, signed: bool = False) -> str
 
 
 def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False) -> str:
-    """Write an estimate with its interval: as many digits as the interval leaves."""
+    """Write an estimate with its interval, with as many digits as the interval's width supports."""
     if estimate is None:
         return "-"
     if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return number(estimate.value, unit, signed=signed)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
-    if unit == "share" and not signed and value <= 100:  # there are none beyond
+    if unit == "share" and not signed and value <= 100:  # shares are within 0 and 100%
         low, high = max(low, 0.0), min(high, 100.0)
     places = min(_places((high - low) / 6, 1), _places(value, 4))
-    places = max(places, min(0, _places(value, 3)))  # three of a large number, however wide the interval
+    places = max(places, min(0, _places(value, 3)))  # at least three digits of a large number
     shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
     return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()
 
 
 def _places(value: float, digits: int) -> int:
-    """Return the decimal places that leave a value so many digits; below 0 for tens and hundreds."""
+    """Return the decimal places that give a value `digits` significant digits; negative for large values."""
     return digits - 1 - math.floor(math.log10(abs(value))) if value else 0
 
 

@@ -1,8 +1,8 @@
-"""mlx-lm used as a program would use it that has the model to itself: no network, no log, no snapshots.
+"""mlx-lm in a program of its own: no network, no log, no snapshots.
 
-`python -m bench.in_process MODEL` holds new sessions for each line of its standard input, and writes a line
-with their turns. The input is `[prompts, max_tokens]` in JSON, where each list of prompts is a turn, with one
-for each session; sessions keep their caches from turn to turn. An empty line of turns says first: ready.
+`python -m bench.in_process MODEL` runs new sessions for each line of its standard input, and prints a line
+with their turns. The input is `[prompts, max_tokens]` in JSON: a list for each turn, with a prompt for each
+session. Sessions keep their caches from turn to turn. The first line of output, `[]`, means ready.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Engine:
         ]
 
     def _alone(self, prompt: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Answer in one session, by what is quickest for one."""
+        """Answer in one session, by mlx-lm's fastest way for a single one."""
         cache = self._caches.setdefault(0, make_prompt_cache(self._model))
         steps = generate_step(mx.array(prompt), self._model, max_tokens=max_tokens, prompt_cache=cache)
         for token, _ in steps:
@@ -94,9 +94,9 @@ class Engine:
 
 
 def main() -> None:
-    """Answer until the input ends. A fault ends it, with its traceback's last line for the bench to tell."""
+    """Answer until the input ends. After a fault the bench reports the traceback's last line."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the replies
+    os.dup2(2, 1)  # libraries may print, but not between the replies
     engine = Engine(sys.argv[1])
     print("[]", file=replies, flush=True)
     for line in sys.stdin:

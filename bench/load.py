@@ -1,8 +1,8 @@
 """`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness, level by level.
 
 A level begins sessions, drives them in one of several ways, and closes them. In a closed loop a block is two
-waves, each of as many turns as are served at a time. In an open one, and of a crowd's turns, it is a stretch
-of the level. Beside a long prompt it is a round.
+waves, each of as many turns as are served at a time. In an open loop, and for a crowd's turns, a block is a
+stretch of the level; for a long prompt it is a round.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 METRICS: Final = ("--metrics-interval-s", "0.25s")
 STRETCHES: Final = 10
-#: In a block: a wave shares its passes with the next one, so that one alone is not independent of it.
+#: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.
 WAVES: Final = 2
-#: Sessions that are begun at a time where nothing else is said, and closed after any level.
+#: By default, how many sessions are begun at a time; how many are closed at a time.
 AT_ONCE: Final = 8
 CLOSE_TIMEOUT_S: Final = 5.0
-#: An opening is there for its prompt; its answer is as short as templates allow.
+#: An opening only needs its prompt, so its answer is as short as templates allow.
 OPENING_TOKENS: Final = 4
-#: Chunks closer than this came in one packet: their reader cannot see a gap between them.
+#: Chunks closer than this arrived in one packet: no reader sees a gap between them.
 ONE_ARRIVAL_S: Final = 0.0005
-#: Answers whose lengths lie within this share of the median's were equal work.
+#: Sessions whose token counts are within this share of the median had equal work.
 EQUAL: Final = 0.1
-#: Answers that run beside a long prompt. It consists of ids that every vocabulary has.
+#: How many answers run beside a long prompt, and the range of its ids, which every vocabulary has.
 ANSWERS, IDS = 4, (32, 240)
-#: A long prompt that takes less is over within a few passes, whatever the worker does.
+#: A shorter prefill is over within a few steps, so its stalls say nothing.
 MIN_PROMPT_S: Final = 2.0
-#: Sessions of a crowd that are begun at a time, and the exponent of Zipf's law by which they are asked.
+#: How many sessions of a crowd are begun at a time, and the exponent of Zipf's law for its turns.
 CROWD_AT_ONCE, SKEW = 64, 1.1
-#: One of a crowd is rewound to its beginning after so many turns: popular ones must not outgrow the memory.
+#: A session of a crowd is rewound after this many turns, so that popular sessions stay small.
 KEPT_TURNS: Final = 4
 MIN_MEMORY_BYTES: Final = 2**20
 
@@ -106,18 +106,18 @@ class Plan:
 
     @property
     def closed(self) -> tuple[int, ...]:
-        """The levels of the closed loops."""
+        """The levels of the closed loops, in sessions at a time."""
         others = self.rate or self.recorded or self.crowd
         return self.concurrency or (() if others else (1, 2, 4, 8, 16))
 
 
 def _user(of: Callable[[Turn], Any]) -> Callable[[Turn], Any]:
-    """Leave out the openings, which are no part of the load, and the answers beside a long prompt."""
+    """Restrict a measure to the load: no openings, no answers beside a long prompt."""
     return lambda turn: None if turn.case in {OPENING, ANSWER} else of(turn)
 
 
 def _late(turn: Turn) -> float:
-    """How long after it was due a turn was sent: a late start is part of what its user waits."""
+    """Return how late a turn was sent, which is part of its user's wait."""
     return turn.fact("late_s") or 0.0
 
 
@@ -155,7 +155,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Make what all turns of a level are together, and what a long prompt does to answers."""
+    """Yield the samples that take all turns of a level, and those of answers beside a long prompt."""
     levels: defaultdict[tuple[str, float | None], list[Turn]] = defaultdict(list)
     waves: defaultdict[tuple[float, int], list[Turn]] = defaultdict(list)
     for turn in turns:
@@ -173,12 +173,12 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def _generated(turns: Sequence[Turn]) -> list[float]:
-    """Return the tokens generated a second, in equal parts of the time when the load was full.
+    """Return the tokens generated per second, for equal parts of the time at full load.
 
-    An answer's tokens are spread evenly from its first chunk to its end.
+    An answer's tokens count as spread evenly from its first chunk to its end.
     """
     ends = {turn.fact("number"): turn.at_s + turn.total_s for turn in turns}  # of each session's last turn
-    # A closed loop is full until somebody finds no session left, an open one until the last turn is sent.
+    # A closed loop is at full load while no client is idle, an open one until the last turn is sent.
     at_once = min(int(turns[0].x or 0), len(ends))
     end_s = sorted(ends.values())[-at_once] if at_once else max(turn.at_s for turn in turns)
     begin_s = min(turn.at_s for turn in turns)
@@ -194,7 +194,7 @@ def _generated(turns: Sequence[Turn]) -> list[float]:
 
 
 def _served(turns: Sequence[Turn]) -> list[float]:
-    """Return the tokens a second of sessions with equal work; one with a failed turn had as much to do."""
+    """Return the tokens per second of sessions with equal work; sessions with a failed turn count too."""
     tokens: defaultdict[object, int] = defaultdict(int)
     seconds: defaultdict[object, float] = defaultdict(float)
     for turn in turns:
@@ -207,7 +207,7 @@ def _served(turns: Sequence[Turn]) -> list[float]:
 
 
 def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
-    """Sort the gaps of answers: alone, once all had begun and none was prefilled, and beside the prompt."""
+    """Yield the gaps of answers: alone (all begun, nothing prefilled), and beside the long prompt."""
     longest: defaultdict[int, float] = defaultdict(float)
     for turn in answers:
         alone_s, sent_s, over_s = (turn.fact(name) or 0.0 for name in ("alone_s", "sent_s", "over_s"))
@@ -222,7 +222,7 @@ def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the worker against what it is promised to do under load."""
+    """Check the promises of a worker under load."""
     plan = found.plan
     one = [turn for turn in found.turns if turn.x == 1 and turn.case in {"", OPENING}]
     crowd = [turn for turn in found.turns if turn.case in {BEGINNING, *FOUND_IN}]
@@ -254,7 +254,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _forgotten(turn: Turn) -> bool:
-    """Say whether a turn does not go on where its session's last answer had stopped."""
+    """Whether a turn does not continue where its session's last answer ended."""
     held, told = turn.fact("held"), turn.fact("told")
     if held is None:
         return False
@@ -287,7 +287,7 @@ async def measure(run: Run[Plan]) -> None:
         if plan.crowd is not None:
             most_bytes = await _most_bytes(run, client)
     if plan.crowd is not None:
-        # Memory that is ready before it is needed would hide what sessions take.
+        # Preallocated memory would hide what sessions take.
         memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
         async with run.target(*METRICS, *memory) as client, run.watching(client, note):
             await _crowd(run, client, plan.crowd, sizes)
@@ -295,7 +295,7 @@ async def measure(run: Run[Plan]) -> None:
 
 @dataclass(slots=True)
 class _Talk:
-    """A session, what it says next, and where it stands; None where nobody knows."""
+    """A session, its next texts, and its position `held`; None if that is unknown."""
 
     run: Run[Plan]
     session: Session
@@ -308,7 +308,7 @@ class _Talk:
     async def say(
         self, max_tokens: int, utterances: int = 1, *, begun: asyncio.Event | None = None, **facts: Any
     ) -> Turn:
-        """Send a turn. A session's first words carry its name: KV is found by content, and none is shared."""
+        """Send a turn. The first text contains the session's name, so that sessions share no KV."""
         name = () if self.held else (f"[{self.session.key.session}]",)
         text = "\n\n".join((*name, *islice(self.texts, utterances)))
         messages = [{"role": "user", "content": text}]
@@ -324,7 +324,7 @@ class _Talk:
 async def _level(
     run: Run[Plan], client: Client, utterances: Sequence[int], at_once: int = AT_ONCE, **opening: Any
 ) -> AsyncGenerator[list[_Talk]]:
-    """Begin sessions, each with so many utterances of a conversation of its own; close them afterwards."""
+    """Begin sessions, each with its number of utterances from its own conversation; close them afterwards."""
     chats, name = run.corpus.conversations, uuid4().hex[:8]
 
     def talk(number: int) -> _Talk:
@@ -343,7 +343,7 @@ async def _level(
             await talk.session.close(timeout_s=CLOSE_TIMEOUT_S)
 
     talks = [talk(number) for number in range(len(utterances))]
-    limit_s: float | None = CLOSE_TIMEOUT_S  # who interrupts a run does not wait for all of a crowd
+    limit_s: float | None = CLOSE_TIMEOUT_S  # after an interrupt, do not wait for a whole crowd
     try:
         await _each(talks, begin, at_once)
         yield talks
@@ -365,7 +365,7 @@ async def _each(talks: Iterable[_Talk], act: Callable[[_Talk], Awaitable[None]],
 
 
 async def _closed(run: Run[Plan], client: Client, at_once: int) -> None:
-    """Serve so many sessions at a time, each turn once the last one is answered."""
+    """Run a closed loop: `at_once` sessions at a time, each turn after the answer to the last one."""
     plan, sent = run.plan, counted()
 
     async def converse(talk: _Talk) -> None:
@@ -380,7 +380,7 @@ async def _closed(run: Run[Plan], client: Client, at_once: int) -> None:
 
 
 async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequence[float]]) -> None:
-    """Send each session's turns when they are due, in seconds from the level's start."""
+    """Run an open loop: send each session's turns when they are due, in seconds from the level's start."""
     plan = run.plan
 
     async def keep_time(talk: _Talk) -> None:
@@ -390,7 +390,7 @@ async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequen
             run.keep(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
             run.progress(len(run.turns), None, case)
 
-    # Recorded times belong to what was said at them, from the first word on.
+    # Recorded times belong to their utterances, so nothing is said before.
     most = 0 if case == RECORDED else plan.history
     histories = [number % (most + 1) for number in range(len(dues))]
     async with _level(run, client, histories, case=OPENING) as talks:
@@ -399,7 +399,7 @@ async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequen
 
 
 def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
-    """Draw when each session's turns are due: a Poisson process, each turn one of a session drawn evenly."""
+    """Draw when each session's turns are due: a Poisson process, with a uniformly drawn session per turn."""
     plan, draw = run.plan, np.random.default_rng(run.plan.seed)
     times = np.sort(draw.uniform(0, plan.duration, draw.poisson(rate * plan.duration)))
     owners = draw.integers(plan.sessions, size=times.size)
@@ -407,7 +407,7 @@ def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
 
 
 def _recorded(run: Run[Plan], pace: float) -> list[list[float]]:
-    """Take the times at which people wrote; when each begins is drawn from the median length of all."""
+    """Return recorded times of turns; each session's start is drawn from the median length of all chats."""
     plan, draw = run.plan, np.random.default_rng(run.plan.seed)
     chats = islice(cycle(run.corpus.conversations), plan.sessions)
     times = [[said.at_s for said in chat.utterances if said.at_s is not None] for chat in chats]
@@ -419,14 +419,14 @@ def _recorded(run: Run[Plan], pace: float) -> list[list[float]]:
 
 
 async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
-    """Prefill a long prompt beside answers, all of which begin before it."""
+    """Prefill a long prompt beside answers that have all begun before."""
     plan, begun = run.plan, [asyncio.Event() for _ in range(ANSWERS)]
     answers: list[Turn] = []
     times: list[float] = []
 
     async def answer(talk: _Talk) -> None:
         answers.append(await talk.say(plan.answer_tokens, begun=begun[talk.number]))
-        begun[talk.number].set()  # also where it failed
+        begun[talk.number].set()  # after a failure too
 
     async def prefill(session: Session) -> None:
         await asyncio.gather(*(event.wait() for event in begun))
@@ -447,7 +447,7 @@ async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
 
 
 async def _most_bytes(run: Run[Plan], client: Client) -> int:
-    """Let one of a crowd have its full length, and return the bytes of its KV."""
+    """Grow one session of the crowd to its full length; return the bytes of its KV."""
     plan = run.plan
     run.progress(len(run.turns), None, "sizing the crowd's sessions")
     async with _level(run, client, [0]) as (talk,):
@@ -458,11 +458,11 @@ async def _most_bytes(run: Run[Plan], client: Client) -> int:
 
 
 async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tuple[int, int]]) -> None:
-    """Begin all sessions, many at a time; then ask them one by one, in a random order."""
+    """Begin all sessions, many at a time; then send turns one by one, in random order."""
     plan, before = run.plan, len(sizes)
     asked = order(size, plan.crowd_turns or 2 * size, plan.seed)
     async with _level(run, client, [plan.history] * size, CROWD_AT_ONCE, case=BEGINNING) as talks:
-        # The process fills its caches with the first sessions.
+        # The first sessions fill the process's own caches.
         late = [(begun, size_bytes) for begun, size_bytes in sizes[before:] if begun > size / 4]
         points = [(STRETCHES * begun // (size + 1), begun, size_bytes) for begun, size_bytes in late]
         for block, slope in enumerate(stats.slopes(points)):
@@ -472,15 +472,15 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
         for i, number in enumerate(asked):
             run.progress(i, len(asked), f"turn {i + 1:,} of a crowd's {len(asked):,}")
             run.keep(replace(await _ask(run, talks[number]), block=STRETCHES * i // len(asked)))
-        if run.where.nats is None:  # another one has more to do
+        if run.where.nats is None:  # a worker of somebody else may do more work
             metrics = await run.wait_for_snapshots(talks[0].session)
             run.facts[ACCOUNT] = (size + len(asked), metrics.prefilled_tokens, metrics.generated_tokens)
 
 
 async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
-    """Ask one of the crowd, after looking where it is."""
+    """Send a turn to a session of the crowd, after asking where its KV is."""
     told, resident = None, False
-    with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
+    with contextlib.suppress(TurnkeepError):  # the following turn reports it
         if talk.turns == KEPT_TURNS:
             rewound = await talk.session.rewind(talk.beginning, timeout_s=run.plan.turn_timeout)
             talk.held, talk.turns = rewound.position, 0
@@ -492,7 +492,7 @@ async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
 
 
 def order(sessions: int, turns: int, seed: int) -> list[int]:
-    """Draw which session each turn is of: every session once, the others by Zipf's law, in random order."""
+    """Draw the session of each turn: every session once, more turns by Zipf's law, in random order."""
     draw = np.random.default_rng(seed)
     shares = 1.0 / np.arange(1, sessions + 1) ** SKEW
     popular = draw.choice(draw.permutation(sessions), max(turns - sessions, 0), p=shares / shares.sum())

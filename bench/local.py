@@ -1,4 +1,4 @@
-"""Processes of one's own for a demo or a bench: `turnkeep serve`, started and ended at will, and others."""
+"""Processes that a demo or a bench starts and ends: `turnkeep serve`, and others."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ STOP_TIMEOUT_S: Final = 30.0
 
 
 class Process:
-    """A program that is started, and ends with its children; `name` is what faults call it."""
+    """A child process, ended together with its own children; `name` is for messages."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, log: IO[bytes] | None = None, preload: str | None = None
     ) -> None:
-        """`log` takes its output, `preload` are libraries that it gets."""
+        """Send output to `log`, and preload the libraries `preload`."""
         self.name = name
         self._command, self._log = command, log
         self._environment = os.environ | ({"LD_PRELOAD": preload} if preload else {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._family: list[psutil.Process] = []  # a NATS server outlives a worker that was killed
+        self._family: list[psutil.Process] = []  # a killed worker's NATS server keeps running
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 while it does not run."""
+        """The process id; 0 while the process does not run."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended by itself; None while it runs."""
+        """The exit code if the process ended by itself; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self, *options: str) -> None:
-        """Start it, with more options for this time.
+        """Start the process, with additional options.
 
-        In a session of its own: a Ctrl-C at the terminal would reach it too, and `stop` would then be the
-        second signal, which ends a worker at once and leaves its NATS server behind.
+        It gets a session of its own: a Ctrl-C at the terminal would reach it too, and the signal of `stop`
+        would be the second one, which ends a worker at once and leaves its NATS server running.
         """
         self._process = subprocess.Popen(
             [*self._command, *options],
@@ -66,17 +66,17 @@ class Process:
         )
 
     def kill(self) -> None:
-        """`kill -9`. Its children go on."""
+        """Kill the process with SIGKILL. Its children keep running."""
         if self._process is not None:
             process, self._process = self._process, None
             process.kill()
             process.wait()
 
     def stop(self) -> None:
-        """Stop it as Ctrl-C does; a worker takes its NATS server down with it. What is left is killed."""
+        """Stop the process as Ctrl-C does, which stops a worker's NATS server too; kill what is left."""
         if self._process is not None:
             self.find_children()
-            # It ends because it is told to: to whoever asks in another thread it has no exit code any more.
+            # Cleared first: to other threads this is no end by itself, so `exit_code` is None.
             process, self._process = self._process, None
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +89,7 @@ class Process:
         self._family = []
 
     def check_alive(self) -> None:
-        """Raise `BenchError` where it has ended by itself, with the last line of its log."""
+        """Raise `BenchError`, with the last line of the log, if the process has ended by itself."""
         if self.exit_code is not None:
             said = []
             if self._log is not None:
@@ -98,7 +98,7 @@ class Process:
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
     def find_children(self) -> None:
-        """Look for its children."""
+        """Find the children of the process, for `stop`."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 found = psutil.Process(self._process.pid).children(recursive=True)
@@ -109,7 +109,7 @@ class LocalWorker(Process):
     """`turnkeep serve` on a data directory and a free port of 127.0.0.1."""
 
     def __init__(self, data_dir: Path, *options: str, program: Sequence[str] = ("worker",)) -> None:
-        """`program` is the module that is run as `turnkeep`, and what it takes before `serve`."""
+        """Prepare a worker; `program` is the module to run, with its arguments before `serve`."""
         port = free_port()
         self.url = f"nats://127.0.0.1:{port}"
         self.data_dir = data_dir
@@ -119,7 +119,7 @@ class LocalWorker(Process):
         super().__init__("the bench's worker", command)
 
     async def ready(self, tenant: str) -> Client:
-        """Wait until it answers and return a connection; raises `NoWorkerError` if it never does."""
+        """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.exit_code is not None:
@@ -135,9 +135,9 @@ class LocalWorker(Process):
 
     @property
     def model_folder(self) -> Path:
-        """The MLX folder of its model: the one it was given, or what it made of a GGUF file.
+        """The MLX folder of the worker's model: the given one, one from the hub, or a converted GGUF file.
 
-        Known once it is ready: what it fetched from the hub lies in the hub's cache. Raises `BenchError`.
+        Known once the worker is ready. Raises `BenchError`.
         """
         named = dict(zip(self._options, self._options[1:], strict=False)).get("--model")
         given = named or os.environ.get("TURNKEEP_MODEL")
@@ -152,7 +152,7 @@ class LocalWorker(Process):
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU time that a process and its children have used so far; 0 where it has died."""
+    """Return the CPU seconds that a process and its children have used; 0 if the process is gone."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         family = (process, *process.children(recursive=True))
@@ -161,7 +161,7 @@ def cpu_s(pid: int) -> float:
 
 
 def free_port() -> int:
-    """Find a port of 127.0.0.1 that nobody listens on."""
+    """Return a free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -169,12 +169,12 @@ def free_port() -> int:
 
 
 def _of_hub(name: str) -> Path:
-    """Find what the worker has fetched, without asking the hub."""
+    """Return the folder that the worker downloaded, without asking the hub."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:  # noqa: BLE001  # whatever the library raises
+    except Exception as error:  # noqa: BLE001  # the library raises many kinds
         raise BenchError(f"the folder of the model {name} is not known: {error}") from None
 
 
@@ -182,7 +182,7 @@ async def _answers(client: Client) -> bool:
     try:
         await client.session("any").info()
     except RequestFailedError:
-        return True  # it knows that there is no such session
+        return True  # the worker says that there is no such session
     except NoWorkerError:
         return False
     return True

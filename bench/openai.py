@@ -1,6 +1,6 @@
-"""Any OpenAI-compatible server, asked for one streamed chat completion; and `mlx_lm.server` as a process.
+"""A client for streamed chat completions of OpenAI-compatible servers; and `mlx_lm.server` as a process.
 
-Whatever a server does wrong in an answer is a turn with the class of the error; nothing is raised.
+A bad answer becomes a turn with the class of its error; nothing is raised.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 OWN: Final = "mlx_lm.server"
-#: What that calls the model that it was started with, and a name that most servers ignore.
+#: The name of `mlx_lm.server` for its model; most other servers ignore the name.
 MODEL: Final = "default_model"
 CONNECT_TIMEOUT_S: Final = 10.0
-#: Of a refusal's body this much is shown.
+#: The most characters that are shown of an error message.
 MAX_SHOWN: Final = 300
-#: Where a delta has text: a model that thinks aloud has said its first token then.
+#: The fields of a delta with text; the tokens of a model's reasoning count too.
 SAID: Final = ("content", "reasoning", "reasoning_content")
 
 
@@ -54,21 +54,21 @@ class _Event(Struct):
 
 
 class _BadAnswerError(Exception):
-    """What came is no answer: the class it is counted under, and why."""
+    """The reply is not a valid answer; the arguments are the error's class and its message."""
 
 
 class Server:
-    """A connection to one server; `model` is what requests name."""
+    """A connection to one server; requests name `model`."""
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
         self.name, self.url, self.model = name, url, model
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        # No proxy, no `.netrc`: what the environment says is for other hosts.
+        # The environment's proxy and `.netrc` are for other hosts.
         self._http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
 
     async def __aenter__(self) -> Self:
-        """Where the user has named no model, take the first one that the server lists."""
+        """If the user has named no model, use the first one that the server lists."""
         if self.model is None:
             with contextlib.suppress(httpx2.HTTPError, msgspec.DecodeError, LookupError, TypeError):
                 reply = await self._http.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S)
@@ -81,9 +81,9 @@ class Server:
     async def ask(
         self, messages: list[dict[str, str]], *, max_tokens: int, timeout_s: float, began_s: float = 0.0
     ) -> Turn:
-        """Ask for the next answer, greedily, as a stream. An error is an outcome.
+        """Ask for the next answer, greedily, as a stream. An error is returned in the turn, not raised.
 
-        A server that counts no tokens has its deltas counted.
+        If the server does not count tokens, the deltas are counted.
         """
         usage: _Usage | None = None
         first_s = error = message = None
@@ -143,7 +143,7 @@ class Server:
 
 
 def parse(spec: str) -> Server:
-    """Read `NAME=URL` or `NAME=URL#MODEL`; the URL with or without `/v1`. Raises `BenchError`."""
+    """Parse `NAME=URL` or `NAME=URL#MODEL`, the URL with or without `/v1`. Raises `BenchError`."""
     name, _, url = spec.partition("=")
     try:
         parts = urlsplit(url)
@@ -157,21 +157,21 @@ def parse(spec: str) -> Server:
 
 
 class MlxServer(Process):
-    """`mlx_lm.server` on a free port of 127.0.0.1, with the libraries `preload`."""
+    """`mlx_lm.server` on a free port of 127.0.0.1, with the libraries of `preload`."""
 
     def __init__(self, model: Path, log: IO[bytes], preload: str | None) -> None:
-        """Raise `BenchError` where it is not installed."""
+        """Prepare the server. Raises `BenchError` if it is not installed."""
         if importlib.util.find_spec("mlx_lm") is None:
             raise BenchError(f"{OWN} is not installed: pip install mlx-lm, or name a running peer by --peer")
         self._port = free_port()
-        #: By which `parse` finds it.
+        #: The server as an argument of `parse`.
         self.address = f"{OWN}=http://127.0.0.1:{self._port}#{MODEL}"
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "WARNING"]
         command += ["--host", "127.0.0.1", "--port", f"{self._port}"]
         super().__init__(f"the peer {OWN}", command, log=log, preload=preload)
 
     async def ready(self) -> None:
-        """Wait until its port answers. Raises `BenchError`."""
+        """Wait until the port answers. Raises `BenchError`."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self.check_alive()

@@ -1,7 +1,7 @@
 """`turnkeep bench overhead`: what a worker costs beside the model in process, and what snapshots cost.
 
-Every side has a process of its own, and all take turns: one answers while the others wait, in another order
-each time. The same prompts go to each, in sessions of several turns; a round is what pairs the sides.
+Every side is a process, and the sides take turns in a random order: one answers while the others are idle.
+All get the same prompts, in sessions of several turns. The sides are paired by round.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 IN_PROCESS, WORKER = "in process", "worker"
 OFF, ON, SLOW, FAILING = "snapshots off", "snapshots on", "slow disk", "failing disk"
 CASES = (IN_PROCESS, WORKER, OFF, ON, SLOW, FAILING)
-#: What is promised of the decoding speed without snapshots.
+#: The least share of the decoding speed without snapshots that must be left.
 KEPT: Final = (("with snapshots on", (ON,), 0.98), ("on a bad disk", (SLOW, FAILING), 0.95))
-#: Of an answer in process, so much is to be said through a worker too: a near tie turns now and then.
+#: The share of equal tokens that is required: rounding sometimes decides a near tie otherwise.
 AGREEING: Final = 0.9
-#: CPUs that all waiting sides together may use without being a burden to the one that is measured.
+#: The most CPUs that all idle sides together may use.
 IDLE_CPUS: Final = 0.05
-#: The steps that a block's copying and writing can hold up, and how many on each side of them it cannot.
+#: How many steps the copying and writing of a block can delay, and how many steps on each side it cannot.
 WINDOW: Final = 4
 NEIGHBOURS: Final = 12
-#: What the slow disk takes for every file.
+#: How long the slow disk syncs every file.
 SYNC_S: Final = 5.0
-#: What a worker serves at a time by default, and more where a larger batch is measured.
+#: The least `--max-batch` of the workers; a larger measured batch raises it.
 MIN_BATCH: Final = 16
-#: From one side to the next: acknowledgements and closed connections, which follow an answer, are over then.
+#: The pause between sides, for the acknowledgements and closed connections behind an answer.
 PAUSE_S: Final = 0.1
 #: Ids that are neither special nor beyond the smallest vocabulary.
 FIRST_ID: Final = 32
@@ -97,7 +97,7 @@ PROMPTS = Measure("prompts", "tokens/s", "higher")
 BESIDE = Measure("added by a block", "s", log=False)
 MEASURES = (RATE, FIRST, DECODING, PROMPTS, BESIDE)
 IDLE = Measure("CPUs of the sides that wait", "share", log=False)
-#: Whether a side is what it is called: what became of its snapshots, some every time or none.
+#: Checks that a side is what it is called: name, sides, a fact of turns, and whether it must be above 0.
 STATES = (
     ("with snapshots on, some were written", (WORKER, ON), "written", True),
     ("with snapshots on, none was lost", (WORKER, ON), "lost", False),
@@ -125,7 +125,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the sides against what they are called, and snapshots against what they may cost."""
+    """Check that the sides are what they are called, and what snapshots cost."""
     answered = [turn for turn in found.turns if turn.error is None]
     through = [turn for turn in answered if turn.case != IN_PROCESS]
     other = [turn for turn in through if turn.position != (turn.fact("sent") or 0) + len(turn.tokens)]
@@ -134,7 +134,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     cached = [turn for turn in first if turn.cached_tokens]
     yield count("no session began with what another one had left in a cache", cached, first)
     later = [turn for turn in through if turn.facts["turn"] != 0]
-    # One token of the turn before still waits for its forward pass.
+    # The last token of the turn before has no KV yet.
     much = [turn for turn in later if turn.prefilled_tokens > (turn.own_tokens or 0) + 1]
     yield count("later turns prefilled their own tokens only", much, later)
     for name, sides, fact, some in STATES:
@@ -156,9 +156,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
-    """Return, for each round, the share of the decoding speed that is left where blocks are cut and saved.
+    """Return, for each round, the share of the decoding speed that is left while blocks are cut and saved.
 
-    Made of what the steps beside a block take longer, since whole answers scatter by more than that. All
+    Computed from the delay of the steps beside a block, since whole answers scatter by more than that. All
     sessions together complete a block every `block_tokens` tokens.
     """
     off, on = (found.blocks(BESIDE, case, batch) for case in (OFF, side))
@@ -168,7 +168,7 @@ def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
 
 
 def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
-    """Return the shares of equal tokens, round by round. What follows an answer that differs is left out."""
+    """Return each round's share of equal tokens. A session's answers after a different one do not count."""
     answers = defaultdict[tuple[Place, str], list[Tokens]](list)
     for turn in turns:
         answers[(turn.case, *turn.place), turn.session].append(turn.tokens)
@@ -186,7 +186,7 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Make what takes all sessions of a side at a time: their speed, and the mean of what blocks add."""
+    """Yield the samples of all sessions of a side together: their speeds, and the mean delay by a block."""
     at_once = defaultdict[tuple[Place, object], list[Turn]](list)
     added = defaultdict[Place, list[float]](list)
     for turn in turns:
@@ -209,8 +209,8 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def steps(turn: Turn) -> list[float]:
-    """Return the times from token to token; those that came in one chunk came at once."""
-    gaps_s = (0.0, *turn.gaps_s)  # to the first chunk there is none
+    """Return the times between tokens; tokens of one chunk arrived at once."""
+    gaps_s = (0.0, *turn.gaps_s)  # the first chunk has no gap before it
     found: list[float] = []
     for gap_s, number in zip(gaps_s, turn.counts or (1,) * len(gaps_s), strict=True):
         found += (gap_s, *(number - 1) * (0.0,)) if number else ()
@@ -220,7 +220,7 @@ def steps(turn: Turn) -> list[float]:
 def decoding(turns: Sequence[Turn]) -> float | None:
     """Return the tokens per second of answers, from when all have begun to the last token.
 
-    None where most of them came before: what is left is too short to tell.
+    None if most tokens came before: the rest is too short to tell.
     """
     begins = [turn.at_s + (turn.first_s or 0.0) for turn in turns]
     pairs = zip(turns, begins, strict=True)
@@ -230,11 +230,11 @@ def decoding(turns: Sequence[Turn]) -> float | None:
 
 
 def beside_blocks(turn: Turn, block_tokens: int) -> list[float]:
-    """Tell what `WINDOW` steps took above the median of their neighbours, for each block that was completed.
+    """Return, for each completed block, how much longer than their neighbours `WINDOW` steps took.
 
-    A block is full with the KV of the token that was drawn last, so the steps behind that token are those
-    that its copying and writing can hold up; as many neighbours as there are, on both sides, say what steps
-    take at that moment. This tells a cost of milliseconds where whole answers scatter by seconds.
+    The last sampled token completes a block, so copying and writing the block can delay the steps behind that
+    token. The median of the neighbours on both sides is what a step takes at that time. This shows a cost of
+    milliseconds although whole answers scatter by seconds.
     """
     steps_s, found = steps(turn), []
     first = block_tokens - ((turn.position or 0) - len(turn.tokens)) % block_tokens
@@ -247,7 +247,7 @@ def beside_blocks(turn: Turn, block_tokens: int) -> list[float]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Start all sides, and go through the rounds; the one before the first has one turn, and is not kept."""
+    """Start all sides and run the rounds; a warm-up round of one turn comes first, and is not kept."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
     async with contextlib.AsyncExitStack() as stack:
         sides, folder = await _start(run, stack)
@@ -271,7 +271,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list[list[Turn]]) -> None:
-    """Keep what one side has answered. Raises `BenchError` where a turn failed."""
+    """Keep the answers of one side. Raises `BenchError` if a turn failed."""
     sent = [0] * len(prompts[0])
     for number, (asked, turns) in enumerate(zip(prompts, answers, strict=True)):
         for i, (prompt, turn) in enumerate(zip(asked, turns, strict=True)):
@@ -281,13 +281,13 @@ def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list
             position = sent[i] + len(turn.tokens) if case == IN_PROCESS else turn.position
             whose |= {"own_tokens": len(prompt), "position": position}
             run.keep(replace(turn, **whose, facts=turn.facts | facts))
-            if turn.error is not None:  # the sides no longer have the same history
+            if turn.error is not None:  # the sides' histories now differ
                 raise BenchError(f"a turn failed: {turn.message}")
             sent[i] += len(turn.tokens)
 
 
 class Side(NamedTuple):
-    """One side; `answer` holds sessions of several turns, all prompts of a turn at once."""
+    """One side; `answer` runs sessions of several turns, all prompts of a turn at once."""
 
     case: str
     pid: int
@@ -295,7 +295,7 @@ class Side(NamedTuple):
 
 
 def _in_process(run: Run[Plan], program: Program) -> Side:
-    """Let mlx-lm answer by itself; times are that program's own."""
+    """Make the side of mlx-lm alone; the program measures its own times."""
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         at_s = run.elapsed_s
@@ -309,9 +309,9 @@ def _in_process(run: Run[Plan], program: Program) -> Side:
 
 
 def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
-    """Let a worker answer over NATS, as it does any client.
+    """Make the side of a worker, which answers over NATS as for any client.
 
-    Sessions have a new tenant each time: what another one left in the cache is of no use to it.
+    Each run of sessions has a new tenant, which finds nothing in the cache.
     """
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
@@ -324,7 +324,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
         answers = []
         async with run.connect(worker, f"bench-{uuid4().hex[:12]}") as client:
             idle, *sessions = (client.session(f"s{i}") for i in range(-1, len(prompts[0])))
-            await idle.open(timeout_s=timeout_s)  # it is only asked how the worker is
+            await idle.open(timeout_s=timeout_s)  # only for its `info`
             before = await counters(idle)
             for asked in prompts:
                 pairs = zip(sessions, asked, strict=True)
@@ -334,7 +334,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
                 sooner, later = (one.failed + sum(one.dropped.values()) for one in (before, after))
                 facts = {"written": after.durable - before.durable, "lost": later - sooner}
                 answers.append([replace(turn, facts=facts | {"waiting": after.in_flight}) for turn in turns])
-            # Also gives up what waits for the disk: the next side has the machine to itself.
+            # Drops what waits for the disk too: the next side has the machine to itself.
             await asyncio.gather(*(one.close(forget=True, timeout_s=timeout_s) for one in (idle, *sessions)))
         return answers
 
@@ -342,7 +342,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
 
 
 async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list[Side], Path]:
-    """Start all sides; returns the folder of their model too."""
+    """Start all sides; return them, and the folder of their model."""
     plan, sides = run.plan, dict[str, Side]()
     common = ("--max-batch", f"{max(MIN_BATCH, *plan.batch)}", "--block-tokens", f"{plan.block_tokens}")
 
@@ -354,7 +354,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 
     first = await start(WORKER)
     folder, mine = first.model_folder, blas.mapped(first.pid)
-    # Guesses make a lone answer's speed jump with its text.
+    # With speculation the speed of a lone answer depends on its text.
     same = ("--model", str(folder), "--max-draft", "0")
     await together(
         start(OFF, *same, "--snapshots", "off"),
@@ -376,7 +376,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 
 
 def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Tokens:
-    """Take a prompt that begins as no other of the same tenant does: a corpus repeats itself."""
+    """Return a prompt that begins like no other of its tenant, since a corpus repeats itself."""
     most = plan.prompt_tokens
     return (FIRST_ID + number, *texts.next_tokens(order.randint(most // 2, most) - 1))
 

@@ -22,7 +22,7 @@ TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
 def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> str | None:
-    """Return the page as HTML; None, after a warning, where matplotlib is not installed."""
+    """Return the page as HTML; None, after a warning, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         warn("no page is made of the report: matplotlib is not installed (pip install 'turnkeep[bench]')")
         return None

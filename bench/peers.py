@@ -1,7 +1,7 @@
 """`turnkeep bench peers`: the same conversations with a worker and with OpenAI-compatible servers.
 
-The sides take turns with every measurement, each going first as often as the others, and all but one are idle
-at any time. A chat, a round of streams and a restart is each a block, which pairs the sides.
+The sides take turns with every measurement, each goes first equally often, and all but one are idle at any
+time. The sides are paired by block: a chat, a round of streams, or a restart.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 TURNKEEP: Final = "turnkeep"
 CHAT, CONCURRENT, RESTART = PARTS = ("chat", "concurrent", "restart")
 FILL, WARM, STOP, KILL = "fill", "warm", "stop", "kill"
-#: A restarted side is asked little, so that a conversation keeps about the length that it is named after.
+#: Turns around a restart are short, so that a conversation keeps about its nominal length.
 RESTART_TURN_TOKENS: Final = 30
 RESTART_ANSWER_TOKENS: Final = 16
-#: Contexts of more than this share apart are not the same conversation.
+#: Contexts that differ by more than this share are not the same conversation.
 CONTEXT_BOUND: Final = 0.01
-#: A side whose processes use more of a CPU while another one is measured is not idle.
+#: An idle side may use this share of a CPU while another one is measured.
 IDLE_BOUND: Final = 0.10
 
 WHO = f"Compare with: {OWN}, started for it, or a running server, NAME=URL or NAME=URL#MODEL."
@@ -113,7 +113,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the run against what its ratios rest on."""
+    """Check what the ratios rely on."""
     chat = [turn for turn in found.turns if turn.facts.get("part") == CHAT and turn.prompt_tokens]
     pairs = list(Findings(found.bench, found.plan, chat).pairs(TURNKEEP))
     apart: defaultdict[str, dict[int, float]] = defaultdict(dict)
@@ -134,7 +134,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Make a round's tokens a second of its streams."""
+    """Yield each round's tokens per second, of all its streams."""
     rounds: defaultdict[tuple[str, float | None, int], list[Turn]] = defaultdict(list)
     for turn in turns:
         if turn.facts.get("part") == CONCURRENT:
@@ -155,7 +155,7 @@ def notes(plan: Plan) -> Iterator[str]:
 class Peer:
     """One side: an OpenAI-compatible server, the bench's own `process` or one that was running.
 
-    It keeps no chat: the whole of it, so far, goes along with every turn.
+    The server keeps no chat: every turn sends the whole chat so far.
     """
 
     def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
@@ -165,11 +165,11 @@ class Peer:
         self._run, self._server = run, server
 
     def chat(self) -> Any:
-        """Begin a chat, to be handed to the other methods."""
+        """Begin a chat, an argument of the other methods."""
         return []
 
     async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
-        """Say something and time the answer. An error is an outcome, and leaves the chat as it was."""
+        """Send a message and time the answer. An error is returned, and leaves the chat unchanged."""
         run, messages = self._run, [*chat, {"role": "user", "content": text}]
         with run.timing():
             turn = await self._server.ask(
@@ -180,17 +180,17 @@ class Peer:
         return turn
 
     async def wait_until_idle(self, chat: Any) -> None:
-        """Wait until nothing is left to do behind an answer."""
+        """Wait until the side has finished all work behind an answer."""
 
     async def restart(self, *, kill: bool) -> None:
-        """End its process and start it again."""
+        """End the process and start it again."""
         if isinstance(self.process, MlxServer):
             await asyncio.to_thread(self.process.kill if kill else self.process.stop)
             self.process.start()
             await self.process.ready()
 
     async def warm_up(self) -> None:
-        """Hold a short chat, so that the model is loaded. Raises `BenchError` where there is no answer."""
+        """Run a short chat, which loads the model. Raises `BenchError` if there is no answer."""
         chat = self.chat()
         turn = await self.ask(chat, "Hello!", 2)
         if turn.error is not None:
@@ -218,11 +218,11 @@ class Turnkeep(Peer):
 
     async def wait_until_idle(self, chat: Any) -> None:
         """Wait until every snapshot is on the disk."""
-        with contextlib.suppress(TurnkeepError):  # where its first turn failed there is no session
+        with contextlib.suppress(TurnkeepError):  # no session if its first turn failed
             await self._run.wait_for_snapshots(chat)
 
     async def restart(self, *, kill: bool) -> None:
-        """End and start the worker; the connection comes back by itself."""
+        """Restart the worker; the client reconnects by itself."""
         await self._run.restart(self._worker, kill=kill)
 
 
@@ -232,7 +232,7 @@ async def measure(run: Run[Plan]) -> None:
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
     if len(set(names)) < len(names):
         raise BenchError(f"every side needs a name of its own, these are {', '.join(names)}")
-    # Weights as they are: what the peer does with the same folder. A GGUF file is converted.
+    # The weights as they are, like the peer with the same folder; only a GGUF file is converted.
     keep = ("--dtype", "keep") if model and not model.endswith(".gguf") else ()
     async with AsyncExitStack() as stack:
         worker, client = await stack.enter_async_context(run.worker(*keep))
@@ -241,7 +241,7 @@ async def measure(run: Run[Plan]) -> None:
             process = None
             if peer == OWN:
                 log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-                # The same arithmetic: what the worker has not loaded the peer does not get either.
+                # The same BLAS as the worker, for the same arithmetic.
                 process = MlxServer(worker.model_folder, log, blas.preload_of(blas.mapped(worker.pid)))
                 stack.enter_context(run.owning(process))
                 await process.ready()
@@ -256,7 +256,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _shuffled(run: Run[Plan]) -> Iterator[str]:
-    """Yield texts that begin each in its own way: a server may remember how a conversation began."""
+    """Yield texts with distinct beginnings, since a server may cache prefixes."""
     texts = [said.text for one in run.corpus.conversations for said in one.utterances]
     order = random.Random(run.plan.seed)  # noqa: S311  # an order, no secret
     for number in itertools.count(1):
@@ -264,13 +264,13 @@ def _shuffled(run: Run[Plan]) -> Iterator[str]:
 
 
 class _Parts:
-    """The three parts, on the sides that there are."""
+    """The three parts, on all sides."""
 
     def __init__(self, run: Run[Plan], sides: Sequence[Peer], texts: Texts) -> None:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
 
     async def chats(self) -> None:
-        """Hold chats turn by turn."""
+        """Run chats turn by turn."""
         plan = self._plan
         for block in range(plan.chats):
             chats = {side: side.chat() for side in self._sides}
@@ -280,7 +280,7 @@ class _Parts:
                     await self._ask(CHAT, x, block, side, [(chats[side], text)], plan.max_tokens)
 
     async def concurrent(self) -> None:
-        """Hold several chats at once."""
+        """Run several chats at once."""
         plan = self._plan
         for streams in plan.concurrency:
             chats = {side: [side.chat() for _ in range(streams)] for side in self._sides}
@@ -311,9 +311,9 @@ class _Parts:
     async def _ask(
         self, part: str, x: int, block: int, side: Peer, asked: Sequence[tuple[Any, str]], most: int
     ) -> bool:
-        """Time turns that one side has at once, with an eye on the processes that should be idle.
+        """Time concurrent turns of one side, and the CPU use of the others; return whether all were answered.
 
-        Then let the side come to rest. Returns whether all were answered.
+        Waits until the side is idle.
         """
         others = [other.process.pid for other in self._sides if other is not side and other.process]
         began_s, used_s = time.monotonic(), sum(map(cpu_s, others))

@@ -1,5 +1,5 @@
 """A plan is one annotated dataclass: its fields are the options of the command, the settings in the report,
-and, by `smoke`, the short form. Nothing about a setting is written anywhere else.
+and, by `smoke`, the short form. A setting is defined nowhere else.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Plan:
@@ -34,12 +34,11 @@ _UNSET: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field of a plan is an option. `smoke` is its value in the short form; None is a value too.
+    """The option of a plan's field. `smoke` is the value in the short form, which may be None.
 
-    Two runs that are compared must share it, unless it is `free`: those are in no report, since an address
-    may hold a password.
-    `type` is click's where the annotation does not say enough: by it whole numbers are above 0, others too, a
-    tuple is several numbers joined by commas, or an option that may be given often, and a bool a flag.
+    Runs that are compared must share the value, unless it is `free`: free values are in no report, since an
+    address may contain a password. `type` is a click type, where the annotation is not enough: numbers are
+    above 0, a tuple of numbers is joined by commas, a tuple of strings is a repeatable option, a bool a flag.
     """
 
     help: str
@@ -49,7 +48,7 @@ class Option:
     free: bool = False
 
 
-#: Fields that several benches have.
+#: Fields that several benches share.
 Corpus = Annotated[
     str,
     Option("What is said.", smoke="built-in", type=click.Choice(tuple(CORPORA))),
@@ -60,10 +59,10 @@ TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Which worker is measured, and where the report goes: what every bench can be told.
+    """Which worker is measured, and where the report goes: the options of every bench.
 
-    It is the worker at `nats`, or one made for it; `program` is the module that is run as that one, and what
-    it takes before `serve`.
+    The worker is the one at `nats`, or the bench's own; `program` is the module of that one, with its
+    arguments before `serve`.
     """
 
     out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None
@@ -81,12 +80,12 @@ class Where:
     program: tuple[str, ...] = ("worker",)
 
 
-#: What tells of a worker that runs already.
+#: The options for a worker that runs already.
 REMOTE: Final = ("nats", "prefix", "tenant")
 
 
 class Numbers(click.ParamType[Any]):
-    """Several numbers above 0, joined by commas; each once, from the least to the largest."""
+    """Numbers above 0, joined by commas; returns them sorted, without duplicates."""
 
     name = "N,..."
 
@@ -94,7 +93,7 @@ class Numbers(click.ParamType[Any]):
         self._kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read them."""
+        """Parse the numbers."""
         if isinstance(value, tuple):
             return value
         try:
@@ -108,7 +107,7 @@ class Numbers(click.ParamType[Any]):
 
 
 def options(plan: type[Any]) -> list[click.Option]:
-    """Make the options of a plan."""
+    """Return the options of a plan."""
     found = []
     for name, hint, option, default in _fields(plan):
         kind = _bare(hint)
@@ -133,7 +132,7 @@ def options(plan: type[Any]) -> list[click.Option]:
 
 
 def make(plan: type[Any], given: Mapping[str, Any], *, named: set[str], smoke: bool) -> Any:
-    """Make a plan of the options' values; `named` are those that the command line names."""
+    """Make a plan from the options' values; `named` are the options on the command line."""
     values = dict(given)
     if smoke:
         for name, _, option, _ in _fields(plan):
@@ -149,7 +148,7 @@ def smoke(plan: type[Any], **changes: Any) -> Any:
 
 
 def settings(plan: Any) -> dict[str, Setting]:
-    """Return a plan as a report holds it."""
+    """Return a plan's settings for a report."""
     free = {name for name, _, option, _ in _fields(type(plan)) if option.free}
     values = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in free}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -166,7 +165,7 @@ def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:
 
 
 def _bare(kind: Any) -> Any:
-    """Take `int` from `int | None`."""
+    """Return `int` for `int | None`."""
     some = [one for one in get_args(kind) if one is not type(None)]
     return some[0] if some and get_origin(kind) is not tuple else kind
 

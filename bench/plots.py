@@ -1,7 +1,7 @@
-"""Five kinds of plot, made of a bench's findings, as SVG that takes its colours from the page.
+"""Five kinds of plot of a bench's findings, as SVG that takes its colours from the page.
 
-Matplotlib draws with stand-in colours, which become the page's own variables: so a plot is right in light and
-in dark, and small enough to be read on a telephone.
+Matplotlib draws with placeholder colours, which are replaced by the page's variables, so that a plot fits
+light and dark mode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .samples import Findings, Sample
     from .spec import Measure, Plot, Unit
 
-#: A colour that is drawn, and the variable of the page that it becomes.
+#: Placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {
     "#010101": "var(--ink)",
     "#020202": "var(--faint)",
@@ -28,11 +28,11 @@ _COLOURS: Final = {
     **{f"#0{i}0{i}0{i}": f"var(--line{i - 4})" for i in range(4, 10)},
 }
 _LINES: Final = tuple(f"#0{i}0{i}0{i}" for i in range(4, 10))
-#: More shapes than this make a page slow: points are left out evenly.
+#: The most shapes of a plot, since more make a page slow; points are left out evenly.
 MAX_SHAPES: Final = 1500
-#: So many levels have each a tick of its own.
+#: Up to this many levels each level has a tick.
 MAX_TICKS: Final = 5
-#: Letters of an axis's name that fit beside it.
+#: How many characters of an axis's name fit.
 MAX_LABEL: Final = 34
 _STYLE: Final[Any] = {
     "svg.fonttype": "path",  # the same letters in every browser
@@ -52,7 +52,7 @@ _STYLE: Final[Any] = {
 
 
 def draw(plot: Plot, findings: Findings[Any]) -> str | None:
-    """Draw one plot as an SVG element; None where there is nothing to show."""
+    """Draw one plot as an SVG element; None if there is nothing to show."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -88,7 +88,7 @@ def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    """Show single values: as points, or over time as lines."""
+    """Draw single values as points, or as lines over time."""
     over_time = plot.kind == "over time"
     groups = _groups(plot, findings, all_levels=True)
     divisor, name = _scale(plot.measures, findings)
@@ -109,7 +109,7 @@ def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    """Show typical values with their intervals; without an interval a point stands alone."""
+    """Draw typical values with their intervals, if they have one."""
     measure = plot.measures[0]
     divisor, name = _scale([measure], findings)
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
@@ -140,7 +140,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    """Stack the typical values of all measures, a bar for each level and case."""
+    """Draw a bar for each level and case, stacked from the typical values of all measures."""
     measures = [measure for measure in plot.measures if findings.of(measure)]
     divisor, name = _scale(measures, findings)
     places = findings.places(measures[0])
@@ -168,9 +168,9 @@ _KINDS: Final[dict[str, Callable[[Any, Plot, Findings[Any]], None]]] = {
 def _groups(
     plot: Plot, findings: Findings[Any], *, all_levels: bool = False
 ) -> list[tuple[str | None, str, list[Sample]]]:
-    """Split samples into lines: for each measure and case, and for each level where that is no axis.
+    """Split samples into lines: one for each measure, case, and (unless `all_levels`) level.
 
-    Where that makes more lines than colours, only the last level is shown.
+    If there are more lines than colours, only the last level is shown.
     """
     found = []
     for measure in plot.measures:
@@ -188,7 +188,7 @@ def _groups(
 
 
 def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float, str]:
-    """Choose the unit by what is large, but not the largest of all."""
+    """Choose the unit that fits the third quartile."""
     unit: Unit = measures[0].unit
     sizes = sorted(abs(sample.value) for measure in measures for sample in findings.of(measure))
     return scale(sizes[int(0.75 * (len(sizes) - 1))], unit)
@@ -211,7 +211,7 @@ def _vertical(axes: Any, plot: Plot) -> None:
 
 
 def _numbers(axis: Any, *, log: bool, whole: bool = False) -> None:
-    """Write plain numbers on an axis; a logarithmic one that is short has 1, 2 and 5 of each power."""
+    """Write plain numbers on an axis; a short logarithmic one has ticks at 1, 2 and 5 of each power."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     if log:

@@ -1,6 +1,6 @@
-"""`turnkeep bench pressure`: a random load around the memory limit, held to it by what MLX measures.
+"""`turnkeep bench pressure`: a random load around the memory limit, checked against what MLX measures.
 
-Prompts are random token ids: only so does the bench know, to the token, what a request is going to hold.
+Prompts are random token ids, so that the bench knows the exact size of every request.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from .run import Run
     from .samples import Findings
 
-#: By the share of the limit that a session comes to hold. The last are held again, by themselves.
+#: Cases by the share of the limit that a session will use. The last case repeats sessions alone.
 SHORT, LONG, ALONE, NEVER, AGAIN = CASES = ("short", "long", "fits alone", "never fits", "held again")
 LONG_FROM, ALONE_FROM, MOST = 0.2, 0.8, 1.4
 WEIGHTS: Final = (60, 22, 10, 8)
-#: Of the turns that fit alone, and of those that never fit, so many are at the limit to the token.
+#: The share of turns that fit alone, or never fit, which are at the limit to the token.
 EDGE: Final = 0.25
 GENERATES, CANCELLED = 0.7, 0.12
 SHORT_ANSWER: Final = 32
 #: Ids that are neither special nor beyond the smallest vocabulary.
 FIRST_ID, LAST_ID = 32, 240
-#: Above this share of the limit a session is more often rewound or closed than asked again.
+#: Above this share of the limit a session may be rewound or closed.
 FULL: Final = 0.6
 REFUSED: Final = "memory_exceeded"
-#: A load that never comes so close to its limit proves nothing.
+#: A load that stays below this share of its limit proves nothing.
 NEAR: Final = 0.75
-#: What a process may grow by besides what MLX has allocated: freed buffers that are kept for reuse, snapshots
-#: that are being written, Python's own.
+#: How much a process may grow beyond what MLX allocates: buffers kept for reuse, snapshots being written,
+#: Python's own memory.
 BESIDE_BYTES: Final = 192 * 2**20
-#: So often all answers are waited for, which makes a block.
+#: The number of blocks; each ends when all answers have arrived.
 STRETCHES: Final = 10
 
 Tokens = tuple[int, ...]
@@ -98,7 +98,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the worker against what it is promised to do around its memory limit."""
+    """Check the promises of a worker around its memory limit."""
     limits = ("device_memory", "max_memory", "without sessions")
     device, kv, idle = (found.facts.get(name, 0) for name in limits)
     active, held, process = found.of(DEVICE, ALLOCATED), found.of(KV), found.of(PROCESS)
@@ -143,19 +143,19 @@ def _most(readings: Sequence[Sample]) -> float:
 
 
 def planned(turn: Turn) -> bool:
-    """Say whether a refusal has a check of its own, or is the end of a request that was cancelled."""
+    """Whether a failed turn is intended: a refusal with a check of its own, or a cancelled request."""
     return turn.error == REFUSED or (turn.error == "expired" and bool(turn.facts["cancelled"]))
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Find out what sessions take, set the limits, load the worker, and hold some sessions again."""
+    """Measure the size of sessions, set the limits, load the worker, and repeat some sessions alone."""
     plan = run.plan
     options = ["--metrics-interval-s", "0.1s", "--max-batch", f"{plan.rows}"]
-    options += ["--spare-memory", "0"]  # it would hide what the process grows by
+    options += ["--spare-memory", "0"]  # it would hide the growth of the process
     async with run.worker(*options, "--max-context", f"{plan.room}") as (_, client):
         await _size(run, client)
-    # Of which the worker has to leave for KV what the room takes, to the byte: some requests need just that.
-    # The context must not be what refuses a request.
+    # `device_memory` leaves exactly `room` tokens for KV, which some requests need in full. `max_context` is
+    # larger, so that only memory refuses requests.
     options += ["--device-memory", f"{run.facts['device_memory']}", "--max-context", f"{2 * plan.room}"]
     async with run.worker(*options) as (worker, client):
         load = _Load(run, client)
@@ -165,17 +165,17 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
-            async with run.connect(worker, "alone") as other:  # finds nothing that was cached for the first
+            async with run.connect(worker, "alone") as other:  # finds nothing in the cache
                 await load.again(other)
 
 
 async def _size(run: Run[Plan], client: Client) -> None:
-    """Find out what the room takes, and what a worker keeps free beside KV: its weights and largest step."""
+    """Measure the KV of `room` tokens, and what a worker reserves beside KV: weights and largest step."""
     timeout_s, probe, last = run.plan.turn_timeout, client.session("probe"), client.session("last")
     full = await probe.append(tokens=(FIRST_ID,) * run.plan.room, timeout_s=timeout_s)
-    kv = full.kv_live_bytes + full.kv_live_bytes // full.tokens  # the last token waits for its pass
+    kv = full.kv_live_bytes + full.kv_live_bytes // full.tokens  # the last token has no KV yet
     await probe.close(timeout_s=timeout_s)
-    # What is allocated is told after a step: this one's session is next to nothing.
+    # Metrics are updated after a step, here that of a tiny session.
     await last.append(tokens=(FIRST_ID, FIRST_ID), timeout_s=timeout_s)
     worker = await run.wait_for_snapshots(last)
     beside_kv = worker.device_memory_bytes - worker.max_memory_bytes
@@ -185,7 +185,7 @@ async def _size(run: Run[Plan], client: Client) -> None:
 
 @dataclass(slots=True)
 class _Member:
-    """A session: its position, by its last result, and what changed it, to get there again."""
+    """A session: its position by its last result, and its requests, to repeat them."""
 
     name: str
     held: int = 0
@@ -193,7 +193,7 @@ class _Member:
 
 
 class _Load:
-    """All sessions, which many clients ask in turn."""
+    """The sessions of the load, shared by many clients."""
 
     def __init__(self, run: Run[Plan], client: Client) -> None:
         self.block = 0
@@ -203,7 +203,7 @@ class _Load:
         self._dice = [random.Random(f"{run.plan.seed}-{i}") for i in range(run.plan.clients)]  # noqa: S311
 
     def watch(self, at_s: float, metrics: Metrics) -> None:
-        """Keep what the worker publishes of its memory."""
+        """Keep the memory readings of a metrics message."""
         sizes = [(PROCESS, "", metrics.process_bytes)]
         if metrics.mlx_active_bytes:  # 0 before the first step
             sizes += [(DEVICE, ALLOCATED, metrics.mlx_active_bytes), (DEVICE, PEAK, metrics.mlx_peak_bytes)]
@@ -212,12 +212,12 @@ class _Load:
             self._run.sample(measure, case, at_s, self.block, size_bytes)
 
     async def stretch(self, seconds: float) -> None:
-        """Send requests for so long, and wait for the answers to the last of them."""
+        """Send requests for `seconds`, and wait for all answers."""
         end_s = self._run.elapsed_s + seconds
         await together(*(self._ask(dice, end_s) for dice in self._dice))
 
     async def read_log(self) -> None:
-        """Count in the log what every request got."""
+        """Count the results of every request in the log."""
         for block, member in enumerate(self._members):
             log = await self._client.log(member.name)
             results = Counter(decode_result(entry.body).seq for entry in log if entry.kind == "out")
@@ -225,7 +225,7 @@ class _Load:
                 self._run.sample(RESULTS, "", None, block, results[seq])
 
     async def again(self, client: Client) -> None:
-        """Hold some of the sessions again, one after another, and compare their answers."""
+        """Repeat some of the sessions, one after another, and compare their answers."""
         answered = [member for member in self._members if any(answer for *_, answer in member.done)]
         step = max(1, len(answered) // self._plan.sample)
         for block, member in enumerate(answered[::step][: self._plan.sample]):
@@ -236,7 +236,7 @@ class _Load:
                     facts = turn.facts | {"same": "yes" if turn.tokens == answer else "no"}
                     self._run.keep(replace(turn, case=AGAIN, block=block, facts=facts))
                     if turn.tokens != answer:
-                        break  # what follows has another context
+                        break  # later answers have another context
             await session.close(timeout_s=self._plan.turn_timeout)
 
     async def _ask(self, dice: random.Random, end_s: float) -> None:
@@ -255,7 +255,7 @@ class _Load:
                 self._run.keep(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
             if turn.error is None:
                 member.held = turn.position or 0
-                if turn.finish_reason == "cancelled":  # asked for again by its length
+                if turn.finish_reason == "cancelled":  # a repetition asks for its length
                     request = request | {"max_tokens": len(turn.tokens)}
                 if turn.tokens or verb in {"append", "rewind"}:
                     member.done.append((verb, request, turn.tokens))
@@ -265,13 +265,13 @@ class _Load:
     async def _send(
         self, session: Session, verb: str, request: dict[str, Any], cancel_after_s: float | None = None
     ) -> Turn:
-        """Send a request; what went wrong is an outcome."""
+        """Send a request. A fault is returned in the turn, not raised."""
         run, name, at_s = self._run, uuid4().hex, self._run.elapsed_s
 
         async def cancel() -> None:
             if cancel_after_s is not None:
                 await asyncio.sleep(cancel_after_s)
-                with contextlib.suppress(TurnkeepError):  # it was answered meanwhile
+                with contextlib.suppress(TurnkeepError):  # answered meanwhile
                     await session.cancel(name)
 
         async with in_background(cancel()):
@@ -289,16 +289,16 @@ class _Load:
 
 
 def kind_of(size: int, room: int) -> str:
-    """Say what a request is that brings its session to `size` tokens, where `room` are the limit."""
+    """Return the case of a request that grows its session to `size` tokens, with a limit of `room`."""
     if size > room:
         return NEVER
     return ALONE if size > ALONE_FROM * room else LONG if size > LONG_FROM * room else SHORT
 
 
 def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any], float | None]:
-    """Draw the next request of a session that holds so many tokens, and when it is cancelled.
+    """Draw the next request of a session of `held` tokens: verb, arguments, seconds until it is cancelled.
 
-    An answer gets as many tokens as there is room for; what it has to hold is the prompt, and one of it.
+    A request is refused only if the prompt and one token of the answer do not fit.
     """
     if held > FULL * room and dice.random() < 0.5:
         if dice.random() < 0.5:
@@ -318,7 +318,7 @@ def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any]
     if dice.random() < GENERATES:
         answer = dice.randint(1, min(SHORT_ANSWER, added - 1))
         if added > SHORT_ANSWER and dice.random() < 0.15:
-            # A long answer instead of a long prompt: it takes its room as it grows.
+            # A long answer instead of a long prompt: it grows into its memory.
             answer = added - dice.randint(1, SHORT_ANSWER)
             cancel_after_s = dice.uniform(0.2, 3)
     request = {"tokens": tuple(dice.randint(FIRST_ID, LAST_ID) for _ in range(added - answer))}

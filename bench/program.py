@@ -1,4 +1,4 @@
-"""A measuring program, run as a process and heard by its lines: a bench imports neither a worker nor MLX."""
+"""A measuring program, run as a process that speaks in lines: a bench imports neither worker nor MLX."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .faults import BenchError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-#: The longest line that a program may print.
+#: The longest line of a program's output.
 _LINE_BYTES: Final = 64 << 20
 
 
 class Program:
-    """A running program. One line at a time is told and heard."""
+    """A running program, which reads and prints lines."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         if process.stdin is None or process.stdout is None:
-            raise AssertionError("it was started with pipes")
+            raise AssertionError("the process has no pipes")
         self.pid = process.pid
         self._process, self._errors = process, errors
         self._input, self._output = process.stdin, process.stdout
 
     async def send(self, line: bytes) -> None:
-        """Write a line to its standard input."""
-        with contextlib.suppress(ConnectionError):  # it has died, as `receive` will tell
+        """Write a line to the program's standard input."""
+        with contextlib.suppress(ConnectionError):  # the program has died, which `receive` reports
             self._input.write(line + b"\n")
             await self._input.drain()
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
-        """Return the next line that it prints; none once it has ended well.
+        """Return the next line of output; empty once the program has ended without error.
 
-        Raises `BenchError`, with the last line of its errors where it has failed.
+        Raises `BenchError` after `timeout_s`, or with the program's last line of errors if it has failed.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -54,7 +54,7 @@ class Program:
 
 @asynccontextmanager
 async def running(module: str, *arguments: object, preload: str | None = None) -> AsyncGenerator[Program]:
-    """Run `python -m module`, with libraries to preload, and kill it at the end whatever happens."""
+    """Run `python -m module`, with libraries to preload; always kill the process at the end."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *map(str, arguments)),
@@ -63,7 +63,7 @@ async def running(module: str, *arguments: object, preload: str | None = None) -
             stderr=errors,
             env=os.environ | ({"LD_PRELOAD": preload} if preload else {}),
             limit=_LINE_BYTES,
-            start_new_session=True,  # a Ctrl-C at the terminal is for the bench alone, which then ends it
+            start_new_session=True,  # a Ctrl-C must reach the bench alone, which ends the program
         )
         try:
             yield Program(process, errors)
@@ -74,7 +74,7 @@ async def running(module: str, *arguments: object, preload: str | None = None) -
 
 
 async def lines(module: str, *arguments: object) -> AsyncGenerator[bytes]:
-    """Run `python -m module` and yield the lines that it prints. Raises `BenchError` where it fails."""
+    """Run `python -m module` and yield its lines of output. Raises `BenchError` if it fails."""
     async with running(module, *arguments) as program:
         while line := await program.receive():
             yield line

@@ -1,6 +1,6 @@
-"""What a session is promised to cost however long it lasts: no time for its tokens, no memory beside its KV.
+"""Promises about long sessions: held tokens cost almost no time, and no memory beside their KV.
 
-Pure. A turn's fact `held` is the position at which its session stood before it; None where nobody knows.
+Pure. A turn's fact `held` is its session's position before the turn; None if unknown.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from .samples import Sample, Turn
 
-#: Attention to tokens that a session holds costs a few percent of their prefill; prefilling them anew, all.
+#: The most that a held token may cost, as a share of its prefill; attention to it costs a few percent.
 BELIEVED: Final = 0.25
 GROWTH_PER_HOUR: Final = 8 * 2**20
-#: A process fills its caches first: a short run shows nothing else, and of a long one its first quarter.
+#: At first a process fills its own caches, so short runs, and the first quarter of a run, show no growth.
 MIN_GROWTH_S: Final = 600.0
 WARM_UP: Final = 0.25
 STRETCHES: Final = 10
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
-    """Check that tokens reported as cached cost next to no time until the first chunk, by the client's clock.
+    """Check that tokens reported as cached hardly delay the first chunk, by the client's clock.
 
-    `runs` are named sets of turns that are judged apart.
+    `runs` are named sets of turns, each with a verdict of its own.
     """
     name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
     return bounded(
@@ -37,10 +37,10 @@ def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
 
 
 def _costs(turns: Sequence[Turn]) -> list[float]:
-    """Return, for each block, what a token costs that a session holds, of the time of a prefilled one.
+    """Return, for each block, the cost of a held token as a share of a prefilled token's.
 
-    That time is told by turns that found next to nothing in any cache. What a turn waits beyond its own
-    prefill grows with its session, by a slope within each block.
+    The time of a prefilled token is taken from turns that found almost nothing in a cache. The cost is the
+    slope, within a block, of the wait beyond a turn's own prefill against the session's length.
     """
     answered = [turn for turn in turns if turn.error is None]
     cold = [
@@ -55,7 +55,7 @@ def _costs(turns: Sequence[Turn]) -> list[float]:
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
-    """Hold a process's growth, its KV left out, against its bound; a reading's `x` is when it was taken."""
+    """Check that a process without its KV hardly grows; a reading's `x` is its time."""
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)

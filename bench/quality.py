@@ -1,8 +1,7 @@
 """`turnkeep bench quality`: what KV in fewer bits costs and saves, beside full precision.
 
-The worker's own program `worker.quality` runs the model, as a worker does, and prints a line for each window
-of the text and each answer. A window is a block: perplexity's geometric mean over windows is that over all
-tokens.
+The program `worker.quality` runs the model as a worker does, and prints a line for each window of the text
+and each answer. A window is a block: the geometric mean of perplexity over windows is that over all tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 FULL, EIGHT, FOUR = CASES = ("full precision", "8 bits", "4 bits")
 BITS: Final = {None: FULL, 8: EIGHT, 4: FOUR}
-#: The most of full precision's perplexity that is taken for its own: the packaged model has 1.0007 and 1.11.
+#: The most perplexity, relative to full precision; the packaged model has 1.0007 and 1.11.
 PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
-#: Of an answer's tokens, up to the first that differs: the packaged model has 0.87 with 8 bits.
+#: The least share of an answer's tokens before the first difference; the packaged model has 0.87 (8 bits).
 EQUAL_BOUND: Final = 0.5
 
 
@@ -76,7 +75,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the precisions against what they should save, and may cost."""
+    """Check what the precisions save, and what they cost."""
     some = [case for case in CASES if found.of(DISK, case)]
     sizes = {case: [found.of(one, case)[0].value for one in (MEMORY, DISK)] for case in some}
     pairs = list(pairwise(some))
@@ -91,7 +90,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Say what was compared with what."""
+    """Say how the precisions were compared."""
     yield (
         f"Perplexity is taken over the second half of windows of {plan.window:,} tokens. Likeliest tokens are"
         " compared where all precisions have the same text before them; answers go their own way."
@@ -99,10 +98,10 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 class Line(msgspec.Struct):
-    """What the program says: of a precision (`kept`), of a `window`, of an `answer`.
+    """A line of the program's output, by `kind`: a precision (`kept`), a `window`, an `answer`.
 
-    `loss` is the sum of -log p of `tokens`; at `same` of them the likeliest one is full precision's too, and
-    so many tokens of an answer, from its first on, are those of full precision.
+    `loss` is the sum of -log p of `tokens` tokens. `same` counts a window's likeliest tokens that are those
+    of full precision, or an answer's tokens before the first difference.
     """
 
     kind: str
@@ -155,7 +154,7 @@ def _keep(run: Run[Plan], line: Line, block: int) -> None:
 
 
 def _text(run: Run[Plan]) -> str:
-    """Return the text of a file, or all that the users of a corpus say."""
+    """Return the text of the plan's file, or all utterances of the corpus."""
     path = run.plan.text
     if path is None:
         return "\n\n".join(said.text for one in run.corpus.conversations for said in one.utterances)

@@ -1,4 +1,4 @@
-"""What a log tells of its sessions: what to play again, and how an answer stands to its record. Pure."""
+"""Recorded sessions from a log: what to replay, and how a replayed answer compares. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How an answer stands to the record's.
+#: Whether a replayed answer can be compared with the recorded one.
 COMPARABLE, AFTER, OTHER = "comparable", "after a difference", "other context"
 
 
@@ -51,30 +51,30 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sessions by name, each with what can be played again. `left_out` counts the rest, by the reason."""
+    """Sessions by name, with their replayable exchanges. `left_out` counts the others by reason."""
 
     sessions: dict[str, list[Exchange]]
     left_out: dict[str, int]
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """All requests to be played."""
+        """The exchanges of all sessions."""
         return [exchange for exchanges in self.sessions.values() for exchange in exchanges]
 
     @property
     def begin(self) -> datetime:
-        """When the first of them was sent."""
+        """When the first request was sent."""
         return min(exchange.asked.stored for exchange in self.exchanges)
 
     @property
     def digest(self) -> str:
-        """Name what was asked, in every session: replays of other requests are not comparable."""
+        """The digest of all requests: only replays of the same requests can be compared."""
         asked = (b"\n".join(_asked(one.request) for one in some) for some in self.sessions.values())
         return blake2b(b"\n\n".join(sorted(asked)), digest_size=8).hexdigest()
 
 
 def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
-    """Join the requests of a log with their results."""
+    """Yield the requests of a log with their results."""
     results: dict[int | None, tuple[Result, Entry]] = {}
     for entry in entries:
         if entry.kind == "out" and (result := _decoded(decode_result, entry.body)) is not None:
@@ -88,12 +88,12 @@ def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
 
 
 def models(exchanges: Iterable[Exchange]) -> tuple[str, ...]:
-    """Name the models that have answered."""
+    """Return the models that have answered."""
     return tuple(sorted({exchange.answered.model for exchange in exchanges if exchange.answered.model}))
 
 
 def fold(entries: Sequence[Entry]) -> Record:
-    """Take what can be played again: what changed nothing is left out."""
+    """Return the replayable record of a log, without exchanges that changed nothing."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
     joined = list(pair_up(entries))
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
@@ -112,10 +112,10 @@ def fold(entries: Sequence[Entry]) -> Record:
 def standings(
     recorded: Sequence[Exchange], replayed: Mapping[str, Exchange]
 ) -> Iterator[tuple[str | None, int | None]]:
-    """Yield, for each request of a session, how its answer stands to the record's, and its first difference.
+    """Yield, for each request of a session, whether its answer is comparable, and its first difference.
 
-    `replayed` are by the ids of their requests; what is no answer has no standing. What differs or has failed
-    leaves another context behind: from there on answers may differ for that reason alone.
+    `replayed` is by request id. Exchanges that are no answers yield None. After an answer that differs or
+    failed, later answers have another context and are not comparable.
     """
     apart = False
     for one in recorded:
@@ -126,7 +126,7 @@ def standings(
         elif isinstance(one.result, Generated) and isinstance(other.result, Generated):
             index = first_difference(one.result.tokens, other.result.tokens)
             longer = one.result.usage.prompt_tokens != other.result.usage.prompt_tokens
-            # The same number of tokens, and other ones: the prompt was tokenised otherwise.
+            # Equally many, but other tokens: the prompt was tokenised differently.
             otherwise = index is None and one.answered.history != other.answered.history
             standing = AFTER if apart else OTHER if longer or otherwise else COMPARABLE
             index = index if standing == COMPARABLE else None
@@ -135,7 +135,7 @@ def standings(
 
 
 def first_difference(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int | None:
-    """Return the index of the first token that differs, None where there is none."""
+    """Return the index of the first token that differs; None if all are equal."""
     if recorded == replayed:
         return None
     pairs = enumerate(zip(recorded, replayed, strict=False))
@@ -143,7 +143,7 @@ def first_difference(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> in
 
 
 def _playable(one: Exchange) -> Request:
-    """Make the request say what its place in the log said for it, and drop its guard."""
+    """Return the request with its derived seed and its actual length, without position and deadline."""
     request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):
@@ -151,13 +151,13 @@ def _playable(one: Exchange) -> Request:
     if isinstance(request, Generate) and isinstance(result, Generated):
         if request.seed is None and request.temperature > 0:
             changes["seed"] = derived_seed(entry.key, entry.seq)
-        if result.finish_reason in ("cancelled", "expired"):  # it ended where somebody happened to stop it
+        if result.finish_reason in ("cancelled", "expired"):  # stopped from outside
             changes["max_tokens"] = len(result.tokens)
     return structs.replace(request, **changes)
 
 
 def _asked(request: Request) -> bytes:
-    """Return what a request wants, without what was drawn for it."""
+    """Return a request encoded without its random parts."""
     drawn = {"id": "x"} | ({"seed": None} if isinstance(request, Generate) else {})
     return encode(structs.replace(request, **drawn))
 

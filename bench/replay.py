@@ -1,8 +1,8 @@
-"""`turnkeep bench replay`: recorded sessions, played again in their order and at their pace.
+"""`turnkeep bench replay`: recorded sessions, replayed in their order and at their pace.
 
-A request whose sender could have read the answer before it waits for that answer here too, and for the pause
-that the sender made; one that was sent without waiting is sent without waiting. So a slower worker gets the
-same conversation later, and not a heap of requests. A session is a block, and its record the other side.
+A request that was sent after the previous answer waits for that answer here too, then for the sender's pause;
+other requests are sent without waiting. So a slower worker gets the same conversation later, not a burst of
+requests. A session is a block; its record is the other side.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from .run import Run
     from .samples import Findings
 
-#: Names that begin so are replays: they are not taken for recorded sessions.
+#: The prefix of replayed sessions' names, which are not replayed again.
 PREFIX: Final = "replay-"
-#: In a record of the bench's own, between an answer and the next question, so that there is a pace to keep.
+#: The pause after an answer, in a record that the bench makes itself.
 PAUSE_S: Final = 0.2
 TEMPERATURE: Final = 0.8
 LATE_BOUND_S: Final = 0.05
@@ -101,7 +101,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold a replay against its record, where the same model gave both."""
+    """Compare a replay with its record, if one model made both."""
     recorded, replayed = (found.facts.get(f"{case} by") for case in CASES)
     name = "the same model gives the same tokens"
     answers = [turn for turn in found.turns if turn.case == REPLAYED and turn.facts.get("standing")]
@@ -125,7 +125,7 @@ def _told(turn: Turn) -> str:
 
 
 def notes(_: Plan) -> Iterator[str]:
-    """Say what a ratio is of."""
+    """Say what a ratio compares."""
     yield (
         "The record was made at another time than the replay: a ratio tells of both machines, and of whatever"
         " else they had to do, and its interval only of how sessions differ, not of the hour. First token,"
@@ -134,7 +134,7 @@ def notes(_: Plan) -> Iterator[str]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Read the record, or make one, and play it."""
+    """Read or make the record, and replay it."""
     plan = run.plan
     if run.where.nats is not None and plan.serve:
         raise BenchError("--serve is for the bench's own worker, not for the one at --nats")
@@ -173,9 +173,9 @@ def _wanted(plan: Plan, session: str) -> bool:
 
 
 async def _make(run: Run[Plan]) -> Record:
-    """Record a few conversations that run at once; every second one samples, with the seed of the log.
+    """Record a few concurrent conversations; every second one samples, with seeds derived from the log.
 
-    The worker that is recorded runs with default settings; the one that replays gets the options under test.
+    The recorded worker has default settings; the replaying one gets the options under test.
     """
     plan, texts = run.plan, run.corpus.texts()
     said = [[next(texts) for _ in range(plan.record_turns)] for _ in range(plan.record_sessions)]
@@ -200,7 +200,7 @@ async def _make(run: Run[Plan]) -> Record:
 
 
 async def _replay(run: Run[Plan], client: Client, record: Record) -> None:
-    """Play all sessions, and see what the log has of them."""
+    """Replay all sessions, and read their answers from the log."""
     session = client.session(f"{PREFIX}{uuid4().hex[:12]}")
     await session.open(timeout_s=run.plan.turn_timeout)
     await run.wait_for_snapshots(session)
@@ -217,7 +217,7 @@ async def _replay(run: Run[Plan], client: Client, record: Record) -> None:
         submit = partial(client.submit, key, timeout_s=run.plan.turn_timeout)
         try:
             await _play(run, submit, record, exchanges, began_s, sent)
-        finally:  # what a session that was cut short has is worth keeping
+        finally:  # keep the answers of an interrupted session too
             with contextlib.suppress(TurnkeepError):
                 answers += pair_up(await client.log(key.session))
             done.extend(answers)
@@ -243,9 +243,9 @@ async def _play(
     began_s: float,
     sent: dict[str, _Sent],
 ) -> None:
-    """Send the requests of one session, and wait for their answers; `sent` are those that went off."""
+    """Send the requests of one session, and wait for their answers; fills `sent`."""
     waiting: list[tuple[_Sent, Call]] = []
-    then, then_s = record.begin, 0.0  # what a request is spaced from, in the record and here
+    then, then_s = record.begin, 0.0  # the event before a request, in the record and here
 
     async def answers() -> None:
         while waiting:
@@ -257,7 +257,7 @@ async def _play(
 
     with ExitStack() as flights:
         for i, exchange in enumerate(exchanges):
-            if i and exchange.asked.seq > exchanges[i - 1].answered.seq:  # its sender may have read that
+            if i and exchange.asked.seq > exchanges[i - 1].answered.seq:  # it may have been read
                 await answers()
                 flights.close()
                 run.progress(len(run.turns), 2 * len(record.exchanges), f"replaying, request {i + 1}")
@@ -280,7 +280,7 @@ async def _play(
 def _compared(
     session: str, exchanges: Sequence[Exchange], sent: dict[str, _Sent], answers: dict[str, Exchange]
 ) -> Iterator[Turn]:
-    """Tell of all that were answered, or failed, held against the record."""
+    """Yield a turn for each request that was answered or failed, compared with the record."""
     pairs = zip(exchanges, standings(exchanges, answers), strict=True)
     for x, (exchange, (standing, index)) in enumerate(pairs, 1):
         one, answer = sent.get(exchange.request.id), answers.get(exchange.request.id)
@@ -291,7 +291,7 @@ def _compared(
         elif answer is not None:
             turn = _turn(answer, session, one.at_s)
         else:
-            continue  # the run ended before its answer came
+            continue  # the run ended before the answer
         facts: dict[str, Any] = {"late_s": one.late_s, "standing": standing, "first_difference": index}
         if standing == COMPARABLE and isinstance(exchange.result, Generated):
             facts["equal"] = 1.0 if index is None else index / len(exchange.result.tokens)
@@ -299,7 +299,7 @@ def _compared(
 
 
 def _turn(one: Exchange, session: str, at_s: float) -> Turn:
-    """Take what is compared: of a generate the worker's own account, of all the log's."""
+    """Return an exchange as a turn: times by the log, and a generate's by the worker."""
     result = one.result
     turn = Turn(session=session, at_s=at_s, total_s=one.took_s, facts={"turnaround_s": one.took_s})
     if isinstance(result, Failed):

@@ -1,6 +1,6 @@
-"""The report of every bench, and how it reaches the disk: whole or not at all, and early enough.
+"""The report of a bench, and its file, which is replaced atomically.
 
-It holds what was measured, raw; tables and plots are made from it.
+A report holds raw measurements; tables and plots are made from it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .samples import Findings, Sample, Turn
 if TYPE_CHECKING:
     from .spec import AnyBench
 
-#: Grows with every change that an older reader would misunderstand.
+#: Increases with every change that an older reader would misread.
 VERSION: Final = 3
-#: More work than this for each CPU before the run began, and its figures are those of a busy machine.
+#: A load per CPU above this before a run means a busy machine.
 BUSY: Final = 0.5
 
 Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One run. `complete` is false while it goes on and where it was cut short; `ending` says how it ended.
+    """One run. `complete` is false during a run and after an interruption; `ending` says how the run ended.
 
-    `facts` is what the bench found out about its setting, `samples` what does not follow from the turns.
-    `worker` is the worker's own account after the first turns.
+    `facts` describe the bench's setting; `samples` are values that do not follow from the turns. `worker` are
+    the worker's metrics after the first turns.
     """
 
     schema: str
@@ -61,16 +61,16 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def bench(self) -> str:
-        """Name its bench."""
+        """The name of the bench."""
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
 
     def findings(self, bench: AnyBench) -> Findings[Any]:
-        """Look its turns and samples up."""
+        """Return the findings of the report, for lookups."""
         plan = msgspec.convert(self.plan, bench.plan, dec_hook=lambda kind, value: kind(value))
         return Findings(bench, plan, self.turns, self.samples, self.facts)
 
     def warnings(self) -> list[str]:
-        """Say what a reader must know before any figure."""
+        """Return what a reader must know before any figure."""
         found = [] if self.complete else [f"this report is not complete: {self.ending}"]
         found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Verdict.FAILS]
         load, cpus = self.environment.load_average, self.environment.cpus
@@ -82,15 +82,12 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def schema_of(bench: str) -> str:
-    """Name the schema of a bench's reports."""
+    """Return the schema of a bench's reports."""
     return f"turnkeep.bench.{bench}/{VERSION}"
 
 
 class ReportFile:
-    """Writes one run's report into a folder, whose file's name holds the time: none overwrites another's.
-
-    Without a folder nothing is written.
-    """
+    """The file of one run's report, named by bench and time. Without a folder nothing is written."""
 
     def __init__(self, folder: Path | None, bench: str, every_s: float) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -100,11 +97,11 @@ class ReportFile:
 
     @property
     def due(self) -> bool:
-        """Say whether it is time for a checkpoint."""
+        """Whether a checkpoint is due."""
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
     def save(self, report: Report, page: str | None = None) -> None:
-        """Write what there is, and the page beside it. Raises `ReportError`."""
+        """Write the report, and the page beside it. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
             write(self.path, encode(report))
@@ -118,7 +115,7 @@ def encode(report: Report) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file durably: afterwards it is the old one or the new one. Raises `ReportError`."""
+    """Replace a file atomically and durably. Raises `ReportError`."""
     draft = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +141,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> Report:
-    """Read a report. Raises `ReportError` where it is none, or one of another schema version."""
+    """Read a report. Raises `ReportError` if the file is no report, or of another schema version."""
     try:
         found = msgspec.json.decode(path.read_bytes())
     except OSError as error:

@@ -1,8 +1,8 @@
 """`turnkeep bench restart`: the first token of the next turn, after all that a session can live through.
 
-Sessions of one length get the same tokens, each case under a tenant of its own: across tenants nothing is
-shared, so that none finds what another has left. A round gives every case a turn, lets happen what the case
-says, and measures the next turn; so the round pairs them.
+Sessions of one length get the same tokens. Each case has a tenant of its own, so that no case finds another
+one's KV. A round gives every case a turn, then the event of the case (a restart, say), then measures the next
+turn. The cases are paired by round.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from .samples import Findings, Turn
 
 BLOCK_TOKENS: Final = 128
-#: Of a cold turn's prefill in a restored one: who prefills all takes 1, who restores next to nothing.
+#: The most that a restored turn may take of a cold turn's prefill; restoring takes almost nothing.
 BELIEVED: Final = 0.5
-#: A prefill that takes less drowns in what every turn takes.
+#: A shorter prefill cannot be told from the overhead of a turn.
 MIN_PREFILL_S: Final = 0.05
 MIN_MEMORY_BYTES: Final = 2**20
 PAUSE_S: Final = 0.02
@@ -92,7 +92,7 @@ PLOTS = (
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Say where snapshots were read from."""
+    """Say where the snapshots were read from."""
     if plan.from_disk:
         yield "Snapshots were read from the disk: the page cache had none of them."
     else:
@@ -100,22 +100,22 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold a restart against what it is promised to cost."""
+    """Check the promised cost of a restart."""
     turns, pairs = [turn for turn in found.turns if turn.error is None], list(found.pairs(WARM))
     lived = [turn for turn in turns if turn.case in LIVED]
     wrong = [turn for turn in lived if turn.facts["resident"] != ("yes" if turn.case == WARM else "no")]
     yield count("sessions were in memory, and spilled ones were not", wrong, lived)
     longer = [turn for turn, warm in pairs if turn.prompt_tokens != warm.prompt_tokens]
     yield count("every case had the same length", longer, pairs)
-    # The answer before left one token to run. A kill may lose what was on its way to the disk.
+    # The last token of the answer before has no KV yet. A kill may lose snapshots in flight.
     kept = [turn for turn in turns if turn.case != COLD]
     spare = {case: BLOCK_TOKENS if case in RESTARTED else 0 for case in CASES}
     much = [turn for turn in kept if turn.prefilled_tokens > found.plan.turn_tokens + 1 + spare[turn.case]]
     yield count("only a turn's own tokens are prefilled, after a restart at most a block more", much, kept)
     cold = [turn for turn in turns if turn.case == COLD]
     yield count("cold sessions found nothing in any cache", [t for t in cold if t.cached_tokens], cold)
-    # What was restored in full computes on the same numbers, bit by bit. Other chunks of prefill round
-    # otherwise, which can turn a near tie.
+    # A full restore has the same bits. A prefill in other pieces rounds differently, which can decide a near
+    # tie otherwise.
     same = [(t, warm) for t, warm in pairs if t.case != COLD and t.prefilled_tokens == warm.prefilled_tokens]
     other = [turn for turn, warm in same if turn.tokens != warm.tokens]
     yield count("what was restored in full answers as if nothing had happened", other, same)
@@ -132,9 +132,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _waits(found: Findings[Plan], case: str) -> list[float]:
-    """Return what a case waited longer than one in memory, of what a cold one did, round by round.
+    """Return a case's extra wait over `WARM` as a share of a cold turn's, for each round.
 
-    At the longest length, where the two are farthest apart, less what it prefilled by its own account.
+    Taken at the longest length, where the effect is largest, less the share of tokens that were prefilled.
     """
     length = max(found.plan.tokens)
     warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))
@@ -147,7 +147,7 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Begin a session of each length for each lasting case, and go through the rounds."""
+    """Begin a session of each length for each case but the cold one, then run the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
     if plan.from_disk and not hasattr(os, "posix_fadvise"):
         raise BenchError("this system cannot drop a file from its page cache; leave out --from-disk")
@@ -157,7 +157,7 @@ async def measure(run: Run[Plan]) -> None:
         texts = Texts(worker.model_folder, run.corpus.texts())
         lives = _Lives(run, worker, memory, context)
         await lives.restart()
-        lengths = sorted(plan.tokens, reverse=True)  # what does not fit is told first
+        lengths = sorted(plan.tokens, reverse=True)  # the longest first: it fails at once if it does not fit
         for length in lengths:
             run.progress(0, None, f"beginning with {length:,} tokens")
             await lives.begin(length, texts.next_tokens(length))
@@ -166,7 +166,7 @@ async def measure(run: Run[Plan]) -> None:
             for length in order.sample(lengths, len(lengths)):
                 lead, own = texts.next_tokens(plan.turn_tokens), texts.next_tokens(plan.turn_tokens)
                 cases = [*order.sample(CASES[:-1], 4), COLD]
-                # A cold session gets what the one in memory has had: anywhere behind that.
+                # The cold turn repeats the context of the one in memory, so it comes after that one.
                 cases.insert(order.randint(cases.index(WARM) + 1, 4), cases.pop())
                 for case in cases:
                     where = f"round {block + 1} of {plan.rounds}, {length:,}, {case}"
@@ -176,20 +176,20 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Lives:
-    """The sessions of all lengths and cases, on a worker that has room for one at a time."""
+    """The sessions of all lengths and cases, on a worker with memory for one at a time."""
 
     def __init__(self, run: Run[Plan], worker: LocalWorker, memory: int, context: int) -> None:
         self._run, self._worker, self._memory, self._context = run, worker, memory, context
-        self._sent: dict[int, Tokens] = {}  # what the session in memory was sent and has answered
-        self._contexts: dict[int, Tokens] = {}  # what its last turn was an answer to
+        self._sent: dict[int, Tokens] = {}  # the tokens of the session in memory
+        self._contexts: dict[int, Tokens] = {}  # its context at the last turn
 
     async def restart(self, *, kill: bool = False) -> tuple[float, float]:
-        """End and start the worker; returns the seconds of both."""
+        """End and start the worker; return the seconds of both."""
         limits = ("--max-memory", f"{self._memory}", "--max-context", f"{self._context}")
         return await self._run.restart(self._worker, *limits, kill=kill)
 
     async def begin(self, length: int, tokens: Tokens) -> None:
-        """Prefill a session for every case that lasts."""
+        """Prefill a session for every case but the cold one."""
         self._sent[length] = tokens
         for case in CASES[:-1]:
             async with self._session(case, length) as session:
@@ -197,9 +197,9 @@ class _Lives:
                 await self._run.wait_for_snapshots(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
-        """Give the session a turn, let happen what the case says, and measure the next turn.
+        """Run a turn, then the case's event, then measure the next turn.
 
-        That one goes over a connection that is open, to a worker that is ready and has nothing else to do.
+        The measured turn uses an open connection, and the worker is ready and idle.
         """
         facts: dict[str, float | str | None] = {}
         if case in RESTARTED:
@@ -226,19 +226,19 @@ class _Lives:
 
     @asynccontextmanager
     async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
-        """Connect for the session of a case; a cold one is new each time."""
+        """Connect, and yield the session of a case; a cold session is new each time."""
         tenant = f"cold-{uuid4().hex[:12]}" if case == COLD else case.replace(" ", "-")
         async with self._run.connect(self._worker, tenant) as client:
             yield client.session(f"s{length}")
 
     async def _ask(self, session: Session, tokens: Tokens) -> Turn:
         turn = await self._run.ask(session, tokens=tokens, max_tokens=self._run.plan.max_tokens)
-        if turn.error is not None:  # the cases would no longer have the same history
+        if turn.error is not None:  # the cases' histories would differ
             raise BenchError(f"a turn of {len(tokens):,} tokens failed: {turn.message}")
         return turn
 
     async def _push_out(self) -> None:
-        """Send a prompt as long as the memory has room for: all others have to leave it. Then cancel."""
+        """Spill all idle sessions by a prompt that fills the memory, then cancel the prompt."""
         async with self._run.connect(self._worker, f"push-{uuid4().hex[:12]}") as client:
             session, timeout_s = client.session("push"), self._run.plan.turn_timeout
             await session.append(tokens=(0,), timeout_s=timeout_s)
@@ -247,7 +247,7 @@ class _Lives:
             over = asyncio.ensure_future(generation)
             while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
                 await asyncio.sleep(PAUSE_S)
-            with contextlib.suppress(TurnkeepError):  # it was over already
+            with contextlib.suppress(TurnkeepError):  # already over
                 await generation.cancel()
             await over
             await self._run.wait_for_snapshots(session)
@@ -255,14 +255,14 @@ class _Lives:
 
 
 def _drop_from_page_cache(data_dir: Path) -> None:
-    """Make the system read all snapshots from the disk the next time."""
+    """Drop all snapshots from the page cache, so that they are read from the disk."""
     for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
-    """Choose the worker's memory so that one session can fill it: its bytes, and its tokens."""
+    """Choose a memory limit that one session can fill; return its bytes and tokens."""
     session = client.session("probe")
     probe = await session.append(tokens=(0,) * 64, timeout_s=plan.turn_timeout)
     await session.close(timeout_s=plan.turn_timeout)

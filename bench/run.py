@@ -1,7 +1,7 @@
-"""One run of a bench, whichever it is: its workers, its clock, and its report until that is on disk.
+"""One run of any bench: its workers, its clock, and its report.
 
-A bench measures and keeps raw values; nothing is made of them, and nothing written, while a turn is in
-flight. What happens when a run is cut short is here.
+A bench keeps raw values; nothing is computed or written while a turn is in flight. This module also handles
+interrupted runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SETTLE_PAUSE_S: Final = 0.02
 
 
 class Run(Generic[P]):
-    """What a measuring coroutine is given. It keeps what was measured so far."""
+    """The interface of a measuring coroutine; keeps what was measured so far."""
 
     def __init__(self, bench: Bench[P], plan: P, where: Where) -> None:
         self.plan = plan
@@ -82,9 +82,9 @@ class Run(Generic[P]):
 
     @property
     def corpus(self) -> Corpus:
-        """What is said: the corpus that the plan names. Raises `BenchError` where it is not installed."""
+        """The corpus that the plan names. Raises `BenchError` if it is not installed."""
         if self._corpus is None:
-            self._corpus = load(self.plan.corpus)  # type: ignore[attr-defined]  # else nobody may ask
+            self._corpus = load(self.plan.corpus)  # type: ignore[attr-defined]  # only for plans with a corpus
         return self._corpus
 
     @property
@@ -93,9 +93,9 @@ class Run(Generic[P]):
         return time.monotonic() - self.began_s
 
     async def ask(self, session: Session, **request: Any) -> Turn:
-        """Send one generate, and time it. The turn is not kept: `keep` does that.
+        """Send one generate and time it, for at most the plan's `turn_timeout`; `keep` keeps the turn.
 
-        It may take as long as the plan's `turn_timeout` says. A fault is an outcome, not an exception.
+        A fault is returned in the turn, not raised.
         """
         _end_where_cancelled()
         timeout_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
@@ -104,7 +104,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """Say that something is in flight: the loop's lag counts, and no report is written meanwhile."""
+        """Mark something as in flight: the loop's lag counts, and no report is written."""
         self._in_flight += 1
         try:
             yield
@@ -112,35 +112,35 @@ class Run(Generic[P]):
             self._in_flight -= 1
 
     def keep(self, *turns: Turn) -> None:
-        """Keep turns that were measured."""
+        """Keep measured turns."""
         self.turns += turns
 
     def sample(self, measure: Measure, case: str, x: float | None, block: int, value: float) -> None:
-        """Keep a value that follows from no turn."""
+        """Keep a value that does not follow from turns."""
         self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:
-        """Say something that does not stop the run."""
+        """Print a warning; the run continues."""
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
 
     def progress(self, done: float, total: float | None, what: str) -> None:
-        """Move the progress bar; where nothing is in flight, write a checkpoint that is due."""
+        """Move the progress bar; write a due checkpoint unless something is in flight."""
         _end_where_cancelled()
         self._bars.update(self._bar, completed=done, total=total, description=what)
         if not self._in_flight and self.report_file.due:
             try:
                 self.report_file.save(self.report("running", ()))
-            except ReportError as error:  # a disk that is full now may have room later
+            except ReportError as error:  # a full disk may have room later
                 self.warn(f"checkpoint left out: {error}")
 
     @asynccontextmanager
     async def worker(
         self, *options: str, program: Sequence[str] = ()
     ) -> AsyncGenerator[tuple[LocalWorker, Client]]:
-        """Run a worker of the bench's own on an empty data directory, with more `serve` options.
+        """Run the bench's own worker on an empty data directory, with additional `serve` options.
 
-        Yields it, once it answers, with a connection. The bench may kill, stop and start it; afterwards it is
-        stopped, and its directory is gone.
+        Yields the worker, once it answers, and a connection. The bench may kill, stop and start the worker,
+        which is stopped at the end; its directory is removed.
         """
         with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
             model = () if self.where.model is None else ("--model", self.where.model)
@@ -152,7 +152,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def owning(self, process: Process) -> Iterator[None]:
-        """Start a process and stop it afterwards; where it ends by itself the run is over (`BenchError`)."""
+        """Start a process and stop it afterwards; if it ends by itself, the run ends (`BenchError`)."""
         self._processes.append(process)
         process.start()
         try:
@@ -163,7 +163,7 @@ class Run(Generic[P]):
 
     @asynccontextmanager
     async def target(self, *options: str) -> AsyncGenerator[Client]:
-        """Connect to the worker that is measured: one of the bench's own where the user named no other."""
+        """Connect to the measured worker: the one that the user named, or the bench's own."""
         if self.where.nats is None:
             async with self.worker(*options) as (_, client):
                 yield client
@@ -171,32 +171,32 @@ class Run(Generic[P]):
         where = self.where
         client = await connect(self.where.nats, prefix=where.prefix, tenant=where.tenant)
         async with closing(client):
-            with contextlib.suppress(RequestFailedError):  # it knows that there is no such session
+            with contextlib.suppress(RequestFailedError):  # there is no such session
                 await client.session("any").info()
             yield client
 
     @asynccontextmanager
     async def connect(self, worker: LocalWorker, tenant: str) -> AsyncGenerator[Client]:
-        """Connect to a worker of one's own under a tenant: across tenants no KV is shared."""
+        """Connect to an own worker as a tenant; tenants share no KV."""
         async with closing(await connect(worker.url, tenant=tenant)) as client:
             yield client
 
     @asynccontextmanager
     async def watching(self, client: Client, note: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
-        """Call `note` with each metrics message, and its time of arrival, while the block runs."""
+        """Call `note` with each metrics message and its arrival time while the block runs."""
 
         async def listen() -> None:
             name = None
             async for metrics in client.metrics():
                 name, self.metrics = name or metrics.worker, self.metrics or metrics
-                if metrics.worker == name:  # there may be others on the same NATS
+                if metrics.worker == name:  # not another worker on the same NATS
                     note(self.elapsed_s, metrics)
 
         async with in_background(listen()):
             yield
 
     async def restart(self, worker: LocalWorker, *options: str, kill: bool = False) -> tuple[float, float]:
-        """Stop or kill a worker and start it again; returns the seconds of both, until it is ready."""
+        """Stop or kill a worker and start it again; return the seconds to its end, and until it is ready."""
         began_s = time.monotonic()
         await asyncio.to_thread(worker.kill if kill else worker.stop)
         ended_s = time.monotonic()
@@ -205,7 +205,7 @@ class Run(Generic[P]):
         return ended_s - began_s, time.monotonic() - ended_s
 
     async def wait_for_snapshots(self, session: Session) -> Metrics:
-        """Wait until the worker has all snapshots on disk, and return its account. Raises `BenchError`."""
+        """Wait until the worker has written all snapshots; return its metrics. Raises `BenchError`."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 metrics = (await session.info()).worker
@@ -218,7 +218,7 @@ class Run(Generic[P]):
         return metrics
 
     async def measure(self) -> None:
-        """Run the bench's coroutine. Raises `BenchError` where a worker ends by itself."""
+        """Run the bench's coroutine. Raises `BenchError` if a worker ends by itself."""
         try:
             with self._bars:
                 async with in_background(self._pulse()):
@@ -228,7 +228,7 @@ class Run(Generic[P]):
             raise
 
     def report(self, ending: str, found: Sequence[checks.Check]) -> Report:
-        """Put together what there is."""
+        """Return the report of what was measured so far."""
         own = self.where.nats is None
         return Report(
             schema=schema_of(self._bench.name),
@@ -249,12 +249,12 @@ class Run(Generic[P]):
         )
 
     def judge(self) -> list[checks.Check]:
-        """Hold what was found against the bench's promises, and against those of every bench."""
+        """Run the shared checks and the bench's own."""
         findings = Findings(self._bench, self.plan, self.turns, self._samples, self.facts)
         return [*checks.common(findings, self.lags_s), *self._bench.checks(findings)]
 
     async def _pulse(self) -> None:
-        """Take the loop's own lag while turns are in flight, and notice a worker's death."""
+        """Measure the loop's own lag while turns are in flight, and notice dead processes."""
         while True:
             due_s = time.monotonic() + PULSE_S
             in_flight = self._in_flight
@@ -269,13 +269,13 @@ class Run(Generic[P]):
 
 
 async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
-    """Measure, and return the report, which is on disk by then.
+    """Run a bench, save its report, and return it.
 
-    When cancelled, or after a fault, what was measured so far is kept, marked as not complete. Raises
-    `ReportError`, and whatever the bench raises.
+    After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
+    and whatever the bench raises.
     """
     run = Run(bench, plan, where)
-    run.report_file.save(run.report("running", ()))  # a folder that cannot take it is told before the run
+    run.report_file.save(run.report("running", ()))  # fails before the run if the folder is not writable
     ending = "interrupted"
     try:
         await run.measure()
@@ -284,15 +284,15 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         ending = f"fault: {error}"
         raise
     finally:
-        with contextlib.suppress(ReportError):  # raised below, when the figures have been printed
-            run.report_file.save(run.report(ending, ()))  # whatever becomes of what is made of it
+        with contextlib.suppress(ReportError):  # raised again below, once the figures are printed
+            run.report_file.save(run.report(ending, ()))  # saved first: the checks may raise
         report = run.report(ending, run.judge())
         _publish(bench, report, run)
     return report
 
 
 def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
-    """Print what there is, and write it; of a run that has measured nothing nothing stays."""
+    """Print and save the report; remove its file if nothing was measured."""
     path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:
         if path is not None:
@@ -307,7 +307,7 @@ def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
 
 @asynccontextmanager
 async def closing(client: Client) -> AsyncGenerator[Client]:
-    """Close a connection afterwards, also one whose server is gone."""
+    """Close a connection at the end, even if its server is gone."""
     try:
         yield client
     finally:
@@ -316,19 +316,16 @@ async def closing(client: Client) -> AsyncGenerator[Client]:
 
 
 def _end_where_cancelled() -> None:
-    """Raise a `CancelledError` again that a library swallowed.
-
-    In Python 3.11 `wait_for` does where the result comes at the same moment.
-    """
+    """Raise `CancelledError` again if a library swallowed it, as `wait_for` of Python 3.11 may."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once it is cleaned up.
+    """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
 
-    What then goes wrong in cleaning up is no news, except that the report could not be written.
+    Faults during that cleanup are ignored, except a report that cannot be written.
     """
     told: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What was measured: turns, samples that follow from them, and how both are looked up. Pure."""
+"""What was measured: turns and samples, with their lookup. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ P = TypeVar("P")
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generate. Times are the client's, in seconds; the counts are the worker's account.
 
-    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and resampling. `at_s`
-    counts from the run's begin. `first_s`, `total_s` and `gaps_s` (between chunks) count from sending it.
-    `counts` are the tokens of each chunk; empty where each has one.
-    Exactly one of `error` and `position` is set. `joined`: its chunks are its result. `facts` are whatever
-    else one bench wants to know of its turns.
+    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and statistics. `at_s`
+    counts from the start of the run, `first_s` and `total_s` from sending the request; `gaps_s` are the times
+    between chunks. `counts` are the tokens of each chunk; empty if each has one. Exactly one of `error` and
+    `position` is set. `joined`: the chunks add up to the result. `facts` are specific to a bench.
     """
 
     case: str = ""
@@ -56,7 +55,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[float | None, int]:
-        """What the same turn of another case has too."""
+        """What identifies the same turn in all cases: level and block."""
         return self.x, self.block
 
     @property
@@ -67,7 +66,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (self.total_s - self.first_s) / (len(self.tokens) - 1)
 
     def fact(self, name: str) -> float | None:
-        """Return a fact that is a number; None where it is not known."""
+        """Return a fact that is a number; None if there is none."""
         value = self.facts.get(name)
         return value if isinstance(value, int | float) else None
 
@@ -83,7 +82,7 @@ class Sample(Struct, frozen=True, array_like=True):
 
 
 class Findings(Generic[P]):
-    """All that a run has found, looked up by measure, case and level."""
+    """The measurements of a run, looked up by measure, case and level."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Findings(Generic[P]):
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
-        """Return the samples of a measure, of one case and one level where they are given."""
+        """Return the samples of a measure, or those of one case and one level."""
         key = (measure.name, case, level)
         if key not in self._looked_up:
             some = self._samples[measure.name] if case is None else self.of(measure)
@@ -131,23 +130,23 @@ class Findings(Generic[P]):
         return self._looked_up[key]
 
     def cases(self, measure: Measure) -> list[str]:
-        """List the cases that have samples, in the bench's order."""
+        """Return the cases that have samples, in the bench's order."""
         found = dict.fromkeys(sample.case for sample in self._samples[measure.name])
         return sorted(found, key=lambda case: (*self.bench.cases, case).index(case))
 
     def level_name(self, measure: Measure) -> str:
-        """Name what a measure's levels are; empty where `x` is but an axis."""
+        """Return the name of a measure's levels; empty if `x` is only an axis."""
         return self.bench.levels if measure.levels is None else measure.levels
 
     def places(self, measure: Measure) -> list[tuple[float | None, str]]:
-        """List the levels and cases that have rows of their own; a level of None is none, or all."""
+        """Return the levels and cases that have table rows; a level of None means all or none."""
         levelled = bool(self.level_name(measure))
         found = {(sample.x if levelled else None, sample.case) for sample in self._samples[measure.name]}
         order = self.cases(measure)
         return sorted(found, key=lambda one: (one[0] is None, one[0] or 0.0, order.index(one[1])))
 
     def blocks(self, measure: Measure, case: str, level: float | None = None) -> Blocks:
-        """Return the block's numbers."""
+        """Return each block's median."""
         return stats.by_block((sample.block, sample.value) for sample in self.of(measure, case, level))
 
     def estimate(self, measure: Measure, case: str, level: float | None = None) -> Estimate | None:
@@ -155,15 +154,15 @@ class Findings(Generic[P]):
         return stats.mean(self.blocks(measure, case, level).values(), log=measure.log)
 
     def ratios(self, measure: Measure, case: str, base: str, level: float | None = None) -> list[float]:
-        """Divide, block by block."""
+        """Return the ratios of a case to the case `base`, block by block."""
         return stats.ratios(self.blocks(measure, base, level), self.blocks(measure, case, level))
 
     def differences(self, measure: Measure, case: str, base: str, level: float | None = None) -> list[float]:
-        """Subtract, block by block."""
+        """Return the differences of a case from the case `base`, block by block."""
         return stats.differences(self.blocks(measure, base, level), self.blocks(measure, case, level))
 
     def pairs(self, base: str) -> Iterator[tuple[Turn, Turn]]:
-        """Join the turns of all other cases with that of the case `base` in the same place."""
+        """Yield the turns of all other cases, each with the turn of the case `base` at the same place."""
         bases = {turn.place: turn for turn in self.turns if turn.case == base and turn.error is None}
         for turn in self.turns:
             if turn.case != base and turn.error is None and turn.place in bases:

@@ -1,6 +1,6 @@
 """`turnkeep bench session`: one session over many turns, and what each turn costs as the session grows.
 
-A block is a stretch of the run. A session that is full begins anew, and says so.
+A block is a stretch of the run. A full session is rewound to its beginning, which the report says.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TURNS: Final = 50
 STRETCHES: Final = 10
-#: In a stretch; a shorter one is hardly independent of its neighbours.
+#: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.
 MIN_TURNS: Final = 5
-#: A turn at the end may take so much longer than one at the beginning.
+#: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 2.0
 
@@ -67,12 +67,12 @@ class Plan:
         return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
 
     def over(self, turns: int, elapsed_s: float) -> bool:
-        """Say whether the run is at its end."""
+        """Whether the run is over."""
         ended = self.duration is not None and elapsed_s >= self.duration
         return ended or (self.limit is not None and turns >= self.limit)
 
     def stretch(self, turn: int, elapsed_s: float) -> int:
-        """Say in which block a turn is, counted from 0."""
+        """Return the block of a turn, counted from 0."""
         if self.limit is None:
             return int(STRETCHES * elapsed_s / (self.duration or 1.0))
         return turn // max(MIN_TURNS, math.ceil(self.limit / STRETCHES))
@@ -104,12 +104,12 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Make the bytes written for a generated token, block by block: what a turn leaves is written later."""
+    """Yield the bytes written per generated token, by block, since snapshots are written behind turns."""
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     known = [turn for turn in turns if turn.fact("written_bytes") is not None]
     for before, turn in pairwise(known):
         more = (turn.fact("written_bytes") or 0.0) - (before.fact("written_bytes") or 0.0)
-        if more >= 0:  # else the worker was started anew in between
+        if more >= 0:  # negative after a restart of the worker
             size, tokens, _ = sums[turn.block]
             sums[turn.block] = [size + more, tokens + len(turn.tokens), turn.at_s]
     for block, (size, tokens, at_s) in sums.items():
@@ -118,9 +118,9 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Hold the session against what it is promised to cost."""
+    """Check the promised cost of a session."""
     answered = [turn for turn in found.turns if turn.error is None]
-    several = answered if len(answered) > 1 else []  # one turn agrees with any formula
+    several = answered if len(answered) > 1 else []  # one turn fits any formula
     name = "KV is not empty and follows its formula at every turn"
     yield count(name, breaking_the_formula(several), several)
     much = [turn for turn in answered if turn.prefilled_tokens > _own_tokens(turn)]
@@ -135,9 +135,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def breaking_the_formula(turns: Sequence[Turn]) -> list[Turn]:
-    """List the turns whose KV is not so many bytes a token as that of most.
+    """Return the turns whose KV has not the same bytes per token as that of most.
 
-    After a turn all of its tokens have KV, or all but the last one, which waits for its forward pass.
+    After a turn all tokens of the session have KV, or all but the last.
     """
     sizes = [
         {turn.kv_live_bytes / tokens for tokens in (position, position - 1) if tokens > 0}
@@ -150,19 +150,19 @@ def breaking_the_formula(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _own_tokens(turn: Turn) -> float:
-    """Return what a turn adds, what the template rewrote, and the token that the turn before left waiting."""
+    """Return the most a turn may prefill: new and rewritten tokens, and the last one of the turn before."""
     held = turn.fact("held")
     kept = held if turn.rewritten_from is None else turn.rewritten_from
     return math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0)
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Hold the conversation to its end."""
+    """Run the conversation."""
     plan, texts = run.plan, run.corpus.texts()
     async with run.target() as client:
         session = client.session(f"bench-{uuid4().hex[:12]}")
         began_s, anew = run.elapsed_s, 0
-        held: int | None = 0  # after a fault nobody knows
+        held: int | None = 0  # None after a fault
         try:
             while not plan.over(len(run.turns), elapsed_s := run.elapsed_s - began_s):
                 number, due_s, text = len(run.turns), began_s + elapsed_s + plan.every, next(texts)
@@ -170,7 +170,7 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done, total, f"turn {number + 1}")
                 turn = await _ask(run, session, text, held)
                 if turn.error in FULL and held != 0:
-                    with contextlib.suppress(TurnkeepError):  # the turn that follows will tell
+                    with contextlib.suppress(TurnkeepError):  # the following turn reports it
                         await session.rewind(0, timeout_s=plan.turn_timeout)
                     anew += 1
                     run.facts["began anew"] = f"{anew:,} times, last at {held} tokens: {turn.error}"
@@ -188,7 +188,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
-    """Send one turn to a session that holds so many tokens, and see what the worker then takes."""
+    """Send one turn to a session of `held` tokens, then read the worker's memory and writes."""
     messages = [{"role": "user", "content": text}]
     turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)
     facts: dict[str, float | str | None] = {"held": held}

@@ -1,4 +1,4 @@
-"""What a bench is: data, and one measuring coroutine. Tables, ratios, plots and pages follow from it."""
+"""The parts of a bench: data, and one measuring coroutine. Tables, ratios, plots and pages follow."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Kind = Literal["cdf", "over time", "by x", "bars", "points"]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One quantity. `of` takes it from a turn: a number, several, or None. Else the bench gives samples.
+    """One quantity. `of` returns its values for a turn: a number, several, or None; else there are samples.
 
-    `log`: it is above 0, and its typical value a geometric mean. Shares, and what may be 0, are not. `at` is
-    the place of its values on an axis, where that is not the turn's `x`; `levels` is its name, where `x` is
-    one of a few levels and these are not the bench's. Without a `table` it is only drawn.
+    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
+    be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of
+    a few levels that are not the bench's. Without `table` the measure is only drawn.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """What is set against what, block by block: the measure in every other case against the case `base`."""
+    """A comparison by block: a measure in every other case against the case `base`."""
 
     measure: Measure
     base: str
@@ -48,7 +48,7 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure; `caption` says how to read it, and `x` names an axis that has no levels.
+    """One figure; `caption` says how to read it, `x` names an axis without levels.
 
     `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
     `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
@@ -66,11 +66,10 @@ class Plot:
 class Bench(Generic[P]):
     """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
 
-    `cases` are in the order of tables and legends; one that is not named comes behind them. `levels` names
-    `x` where it is one of a few levels, which have rows of their own (lengths, batch sizes); else `x` is only
-    an axis. `remote`: it can measure a worker that runs already. `planned`: a turn that the bench meant to
-    fail. `same` are facts that two runs must share to be compared. `follows` makes the samples that take
-    several turns (tokens a second, of all together).
+    `cases` is the order of tables and legends; other cases come last. `levels` names `x` if it is one of a
+    few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis. `remote`:
+    the bench can measure a running worker. `planned` says whether a failed turn is intended. `same` are facts
+    that two runs must share to be compared. `follows` makes the samples of several turns together (tokens/s).
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""The statistics of the reports. A block gives one number, and everything follows from those numbers.
+"""The statistics of the reports. A block gives one number; everything follows from these numbers.
 
-A block is what may be taken for independent of the others: a round, a session, a stretch of a long run. What
-happens within one is not (turns share a machine's mood, rows share a pass), so it is reduced to its median
-first. An interval is Student's t over the blocks' numbers, of their logarithms where they are times, sizes or
-ratios; sides that took turns are paired by dividing, block by block. `tests/bench/test_bench_coverage.py`
-holds the coverage to that of a known truth, where a percentile bootstrap has 0.83 at five blocks.
+A block is independent of the others: a round, a session, a stretch of a long run. Values within a block are
+not (turns share the machine's state, rows share a step), so a block is reduced to its median. An interval is
+Student's t over the blocks' numbers, or over their logarithms for times, sizes and ratios. Sides that took
+turns are paired by block. `tests/bench/test_bench_coverage.py` checks the coverage on a known truth, where a
+percentile bootstrap has 0.83 at five blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-#: With fewer, an interval says more about its own assumptions than about what was measured.
+#: With fewer blocks, an interval depends more on its assumptions than on the data.
 MIN_BLOCKS: Final = 5
-#: A tail is told where so many values lie beyond it.
+#: A quantile is reported if this many values are beyond it.
 BEYOND: Final = 5
 CONFIDENCE: Final = 0.95
 
@@ -31,7 +31,7 @@ Blocks = dict[int, float]
 
 
 class Estimate(Struct, frozen=True):
-    """A mean over blocks with its interval, which is None where there are too few of them."""
+    """A mean over blocks with its interval; None if there are too few blocks."""
 
     value: float
     low: float | None
@@ -40,9 +40,9 @@ class Estimate(Struct, frozen=True):
 
 
 def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CONFIDENCE) -> Estimate | None:
-    """Estimate the mean of the blocks' numbers; the geometric one where `log` is set.
+    """Estimate the mean of the blocks' numbers; with `log` the geometric mean.
 
-    None without numbers, or where a logarithm is wanted of what is not above 0.
+    None without numbers, or with `log` if a number is not above 0.
     """
     found = list(numbers)
     if not found or (log and min(found) <= 0):
@@ -65,7 +65,7 @@ def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Divide `other` by `base`, block by block: what both of a block share (the machine's mood) cancels."""
+    """Divide `other` by `base`, block by block: what a block's sides share (the machine's state) cancels."""
     return [other[block] / base[block] for block in base if block in other and base[block] > 0]
 
 
@@ -77,7 +77,7 @@ def differences(base: Mapping[int, float], other: Mapping[int, float]) -> list[f
 def slopes(points: Iterable[tuple[int, float, float]]) -> list[float]:
     """Fit a line to the points `(block, x, y)` of each block, and return the slopes.
 
-    A block whose points have one x only has none.
+    A block with only one x has no slope.
     """
     found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for block, x, y in points:
@@ -89,8 +89,7 @@ def slopes(points: Iterable[tuple[int, float, float]]) -> list[float]:
 def trend(points: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate | None:
     """Fit one line to the blocks of a long run, each a point `(x, y)`: least squares, Student's t.
 
-    A block has to be longer than what its values remember of each other. None below three points, or with
-    one x only.
+    Blocks must be long enough to be independent. None with fewer than three points, or only one x.
     """
     n = len(points)
     xs, ys = np.asarray(points, dtype=float).reshape(-1, 2).T
@@ -106,7 +105,7 @@ def trend(points: Sequence[tuple[float, float]], *, confidence: float = CONFIDEN
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return a quantile of all values; None where fewer than five lie beyond it."""
+    """Return a quantile of all values; None if fewer than `BEYOND` are beyond it."""
     if len(values) * min(share, 1 - share) < BEYOND - 1e-9:
         return None
     return float(np.quantile(values, share))
@@ -114,7 +113,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 @lru_cache(maxsize=1024)
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return t for a two-sided interval with so many degrees of freedom (1 or more).
+    """Return t for a two-sided interval with `degrees` degrees of freedom (1 or more).
 
     Inverts the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4, by bisection; beyond 200 degrees
     their expansion 26.7.5 is exact to seven digits.
@@ -142,7 +141,7 @@ def _within(t: float, degrees: int) -> float:
 
 
 def transformed(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
-    """Take an estimate through a function that grows."""
+    """Apply an increasing function to an estimate and its interval."""
     if estimate is None:
         return None
     low, high = (None if bound is None else to(bound) for bound in (estimate.low, estimate.high))

@@ -1,4 +1,4 @@
-"""The tables of every bench, for a page or a terminal: made of its findings alone."""
+"""The tables of a bench's findings, for a page or a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRINTED_WIDTH: Final = 132
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. The first column is text, the others are right-aligned where `numbers` is set."""
+    """A table. The first column is text; with `numbers` the others are right-aligned."""
 
     title: str
     head: Sequence[str]
@@ -31,7 +31,7 @@ class Table:
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
-    """Make one table of the measures that have one row each, and one for each of the others."""
+    """Return one table of all measures with a single row, and one table for each other measure."""
     shown = [measure for measure in findings.bench.measures if measure.table and findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
@@ -39,7 +39,7 @@ def tables(findings: Findings[Any]) -> list[Table]:
 
 
 def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Table:
-    """Show measures, a row for each level and case: how typical, how far out, and set against what."""
+    """Return a table of measures, a row for each level and case: estimate, quantiles, comparisons."""
     sets = [against for against in findings.bench.against if [against.measure] == [*measures]]
     places = [(measure, level, case) for measure in measures for level, case in findings.places(measure)]
     rows = []
@@ -71,7 +71,7 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> T
 
 
 def about(report: Report) -> Table:
-    """List where and how a report was made."""
+    """Return a table of where and how a report was made."""
     machine, worker, source = report.environment, report.worker, report.source
     rows = [
         ("measured", report.target),
@@ -91,7 +91,7 @@ def about(report: Report) -> Table:
 
 
 def machine(report: Report) -> str:
-    """Say in one line what it ran on and what else that had to do."""
+    """Return one line about the machine and its load."""
     found = report.environment
     loads = (found.load_average, report.load_after)
     before, after = ("?" if load is None else f"{load[0]:.1f}" for load in loads)
@@ -100,7 +100,7 @@ def machine(report: Report) -> str:
 
 
 def printing() -> Console:
-    """Make the console of what a bench has to tell; what is no terminal is wide enough for a table."""
+    """Return a console for a bench's output; without a terminal it is wide enough for tables."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -110,7 +110,7 @@ def printing() -> Console:
 
 
 def print_report(bench: AnyBench, report: Report) -> None:
-    """Print what a terminal wants to know of a report."""
+    """Print a report's tables and checks."""
     console = printing()
     for rows in tables(report.findings(bench)):
         print_table(rows, console)
@@ -133,7 +133,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def label(name: str, level: float | None, case: str) -> str:
-    """Name a row."""
+    """Return the name of a row."""
     if level is None:
         return case or "all"
     at = f"{level:,g} {name}"

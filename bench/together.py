@@ -1,6 +1,6 @@
-"""Several things at once within a bench; a fault in one ends the others and is raised as it is.
+"""Concurrent coroutines in a bench; a fault in one cancels the others and is raised as it is.
 
-A task group alone would raise it in a group, which no command tells in one line.
+A task group alone would raise an exception group, which commands do not print in one line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all of it to its end."""
+    """Run all coroutines to their end."""
     try:
         async with asyncio.TaskGroup() as group:
             for one in work:
@@ -25,7 +25,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> None:
 
 @asynccontextmanager
 async def in_background(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
-    """Run it while the block runs; it is cancelled at the block's end."""
+    """Run coroutines while the block runs; cancel them at the block's end."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

@@ -1,4 +1,4 @@
-"""A corpus as token ids, by the tokenizer of the model that is measured."""
+"""A corpus as token ids, by the tokenizer of the measured model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """Real texts one after the other, cut to so many tokens as are wanted."""
+    """Real texts, cut to any number of tokens."""
 
     def __init__(self, model: Path, texts: Iterator[str]) -> None:
-        """Read the tokenizer in the model's folder. Raises `BenchError` where there is none."""
+        """Read the tokenizer in the model's folder. Raises `BenchError` if there is none."""
         file = model / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # noqa: BLE001  # what the library raises is a plain Exception
+        except Exception as error:  # noqa: BLE001  # the library raises plain Exception
             raise BenchError(f"{file} cannot be read: {error}") from None
         self._texts = texts
 
     def next_tokens(self, number: int) -> tuple[int, ...]:
-        """Return exactly so many tokens: texts one after the other, the last one cut."""
+        """Return exactly `number` tokens: the next texts, the last one cut."""
         found: list[int] = []
         while len(found) < number:
             found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
         return tuple(found[:number])
 
     def next_text(self, number: int) -> str:
-        """Return the text of so many tokens, as they were cut."""
+        """Return the text of the next `number` tokens."""
         return str(self._tokenizer.decode(self.next_tokens(number)))
