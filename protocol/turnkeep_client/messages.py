@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
 from .errors import RETRYABLE, ErrorCode, InvalidMessageError
@@ -78,14 +78,39 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             raise ValueError("needs content; only an assistant message with tool_calls may have none")
 
 
-class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which positions keep their KV, and at what precision. Version 1 has one policy, `full`: all positions.
+#: What a `sink_window` keeps where the `open` does not say it.
+DEFAULT_SINK: Final = 4
+DEFAULT_WINDOW: Final = 1024
 
-    With `kv_bits`, a worker whose KV has another precision refuses the session.
+_MOST_TOKENS: Final = 2**31 - 1
+# The bounds are checked after decoding, so that a refusal can give their reason.
+_Span = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": _MOST_TOKENS})]
+
+
+class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+
+    `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
+    (1024): so many does each token see, the session may go on without end, and its KV stays as large. With
+    `kv_bits`, a worker whose KV has another precision refuses the session.
     """
 
-    policy: Literal["full"] = "full"
+    policy: Literal["full", "sink_window"] | None = None
+    sink: _Span | None = None
+    window: _Span | None = None
     kv_bits: Literal[4, 8] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("sink", "window") if getattr(self, name) is not None]
+        if given and self.policy != "sink_window":
+            raise ValueError(f"takes {' and '.join(given)} with the policy sink_window only")
+        if self.sink is not None and not 1 <= self.sink <= _MOST_TOKENS:
+            raise ValueError(
+                f"needs a sink of 1 to {_MOST_TOKENS} tokens, not {self.sink}: attention rests on the first"
+                " tokens, and without them in sight answers fall apart"
+            )
+        if self.window is not None and not 1 <= self.window <= _MOST_TOKENS:
+            raise ValueError(f"needs a window of 1 to {_MOST_TOKENS} tokens, not {self.window}")
 
 
 class _Request(
@@ -178,11 +203,29 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
     repeat_of: int | None = None
 
 
-class Opened(_Result, frozen=True, tag="opened"):
-    """Answer to `open`."""
+class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The cache policy of a session: it keeps the first `sink` tokens and the last `window`."""
+
+    policy: str
+    sink: int | None = None
+    window: int | None = None
 
 
-class Rewound(_Result, frozen=True, tag="rewound"):
+class _Bounded(_Result, frozen=True, kw_only=True):
+    """Has `cache` and `visible_from` where the session's policy is not `full`.
+
+    From the position `visible_from` on the model sees all tokens; of those before it, only the sinks.
+    """
+
+    cache: SessionCache | None = None
+    visible_from: int | None = None
+
+
+class Opened(_Bounded, frozen=True, tag="opened"):
+    """Answer to `open`. `cache` is the session's policy, left out where that is `full`."""
+
+
+class Rewound(_Bounded, frozen=True, tag="rewound"):
     """Answer to `rewind`."""
 
 
@@ -200,7 +243,7 @@ class Closed(_Result, frozen=True, tag="closed"):
     settled: bool = True
 
 
-class Appended(_Result, frozen=True, tag="appended"):
+class Appended(_Bounded, frozen=True, tag="appended"):
     """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`, all of the session's but the last.
 
     The following generate runs the last token, whose logits give the answer's first one. An empty append has
@@ -237,7 +280,7 @@ class Seconds(Struct, frozen=True, kw_only=True):
     total: float
 
 
-class Generated(_Result, frozen=True, tag="generated"):
+class Generated(_Bounded, frozen=True, tag="generated"):
     """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added."""
 
     text: str
@@ -433,6 +476,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     ignored: dict[str, int] = {}
     running: int
     sessions: int
+    sessions_by_policy: dict[str, int] = {}
     resident_sessions: int
     prefilled_tokens: int
     cached_tokens: int
@@ -464,7 +508,11 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`. `waiting` names those of the `num_waiting` waiting requests that were asked for."""
+    """Answer to `info`. `waiting` names those of the `num_waiting` waiting requests that were asked for.
+
+    Where `policy` is not `full`, `cache` has its numbers: `visible_tokens` keep their KV, `capacity_tokens`
+    at the most, and from the position `visible_from` on the model sees all tokens.
+    """
 
     tenant: str
     session: str
@@ -478,6 +526,10 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     resident: bool
     kv_live_bytes: int
     policy: str
+    cache: SessionCache | UnsetType = UNSET
+    capacity_tokens: int | UnsetType = UNSET
+    visible_tokens: int | UnsetType = UNSET
+    visible_from: int | UnsetType = UNSET
     model: str
     worker: Metrics
 

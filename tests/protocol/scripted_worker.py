@@ -249,19 +249,20 @@ def metrics(worker: str) -> Metrics:
     )
 
 
-def session_info() -> SessionInfo:
-    return SessionInfo(
-        tenant="default",
-        session="s1",
-        position=9,
-        state="running",
-        active="g1",
-        waiting=("g2",),
-        requests=4,
-        progress=Progress(cached_tokens=4, context_tokens=9, generated_tokens=2),
-        resident=True,
-        kv_live_bytes=1024,
-        policy="full",
-        model="tiny",
-        worker=metrics("w1"),
-    )
+def session_info(**changes: object) -> SessionInfo:
+    fields: dict[str, object] = {
+        "tenant": "default",
+        "session": "s1",
+        "position": 9,
+        "state": "running",
+        "active": "g1",
+        "waiting": ("g2",),
+        "requests": 4,
+        "progress": Progress(cached_tokens=4, context_tokens=9, generated_tokens=2),
+        "resident": True,
+        "kv_live_bytes": 1024,
+        "policy": "full",
+        "model": "tiny",
+        "worker": metrics("w1"),
+    }
+    return SessionInfo(**(fields | changes))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from scripted_worker import generated, metrics, plain_result, session_info
 from turnkeep_client import asyncapi
 from turnkeep_client.messages import (
     Append,
+    CachePolicy,
     Cancelled,
     CancelRequest,
     Chunk,
@@ -29,9 +30,11 @@ from turnkeep_client.messages import (
     InfoRequest,
     Message,
     Open,
+    Opened,
     Pinned,
     PinRequest,
     Rewind,
+    SessionCache,
     ToolCall,
     Unpinned,
     UnpinRequest,
@@ -44,9 +47,11 @@ if TYPE_CHECKING:
 WRITTEN = Path(__file__).parents[2] / "docs" / "asyncapi.yaml"
 
 CALL = ToolCall(id="c1", function=Function(name="f", arguments="{}"))
+SINK_WINDOW = SessionCache(policy="sink_window", sink=4, window=1024)
 CALLING = Message(role="assistant", tool_calls=(CALL,))
 REQUESTS = [
     Open(id="r1"),
+    Open(id="r1", cache=CachePolicy(policy="sink_window", sink=4, window=1024, kv_bits=8)),
     Append(
         id="r2", messages=(Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(CALL,)))
     ),
@@ -58,7 +63,9 @@ REQUESTS = [
 EXAMPLES = [
     *REQUESTS,
     *(plain_result(n, request) for n, request in enumerate(REQUESTS, 1)),
-    generated(9, REQUESTS[3], rewritten_from=2, repeat_of=4),
+    generated(9, REQUESTS[4], rewritten_from=2, repeat_of=4),
+    generated(9, REQUESTS[4], cache=SINK_WINDOW, visible_from=3),
+    Opened(id="r1", seq=1, position=0, cache=SINK_WINDOW, visible_from=0),
     Failed(id=None, code="invalid_request", message="not a request", retryable=False, seq=3),
     Chunk(i=0, tokens=(1, 2), text="Hi", seq=4),
     DeadLetter(
@@ -74,6 +81,9 @@ EXAMPLES = [
     Close(id="r7", forget=True),
     Closed(id="r7", seq=7, position=9, forgotten=3, settled=False),
     session_info(),
+    session_info(
+        policy="sink_window", cache=SINK_WINDOW, capacity_tokens=1028, visible_tokens=9, visible_from=0
+    ),
     metrics("w1"),
 ]
 

@@ -60,7 +60,10 @@ NO_REQUEST = [
     (b'{"type":"append","id":"a","text":"a","expect_position":-1}', "expect_position must be `int` >= 0"),
     (b'{"type":"rewind","id":"a"}', "rewind needs the field 'position'"),
     (b'{"type":"rewind","id":"a","position":-1}', "position must be `int` >= 0"),
-    (b'{"type":"open","id":"a","cache":{"policy":"none"}}', "cache.policy must be full, not 'none'"),
+    (
+        b'{"type":"open","id":"a","cache":{"policy":"none"}}',
+        "cache.policy must be full or sink_window, not 'none'",
+    ),
 ]
 BAD_IDS = ["", "a" * 65, "a.b", "*", ">", "a/b", "../a", "a b", "a\n", "-a", "_a", "ü", "a\x00", "$SYS"]
 BAD_NUMBERS = [
