@@ -53,8 +53,8 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
         (
             b'{"policy":"sink_window","sink":0}',
             (
-                "cache needs a sink of 1 to 2147483647 tokens, not 0: attention rests on the first tokens, and"
-                " without them in sight answers fall apart"
+                "cache needs a sink of 1 to 2147483647 tokens, not 0: attention rests on the first tokens,"
+                " and without them in sight answers fall apart"
             ),
         ),
         (b'{"policy":"sink_window","sink":-4}', "cache needs a sink of 1 to 2147483647 tokens, not -4: "),
@@ -85,8 +85,8 @@ def test_sessions_with_all_of_their_kv_look_as_ever() -> None:
     assert encode(Open(id="a")) == b'{"type":"open","id":"a"}'
     assert encode(Opened(id="a", seq=1, position=0)) == b'{"type":"opened","id":"a","seq":1,"position":0}'
     assert encode(generated(4, Generate(id="g"))) == (
-        b'{"type":"generated","text":"Hello, w\xc3\xb6rld!","tokens":[11,12,13,14,15,16],"finish_reason":"stop",'
-        b'"usage":{"prompt_tokens":3,"cached_tokens":1,"prefilled_tokens":2,"completion_tokens":6},'
+        b'{"type":"generated","text":"Hello, w\xc3\xb6rld!","tokens":[11,12,13,14,15,16],'
+        b'"finish_reason":"stop","usage":{"prompt_tokens":3,"cached_tokens":1,"prefilled_tokens":2,"completion_tokens":6},'
         b'"seconds":{"queued":0.0,"prefill":0.1,"first_token":0.2,"total":0.5},"kv_live_bytes":1024,'
         b'"id":"g","seq":4,"position":9}'
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cache.names.blocks import as_tokens
+from cache.names.policy import FULL
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from cache.kv.size import KvSize
     from cache.names.blocks import Tokens
+    from cache.names.policy import Policy
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
@@ -181,21 +183,27 @@ class Engine:
         """Turns that wait for device memory."""
         return self._admission.num_waiting
 
-    def size_bytes(self, num_tokens: int) -> int:
-        """Count the device memory that the KV of `num_tokens` takes."""
-        return self._kv.held(num_tokens)
+    def refusal(self, policy: Policy) -> str | None:
+        """Return why this worker cannot serve a session under a policy; None if it can."""
+        return None if policy == FULL else "this version has no cache policy but full yet"
 
-    def live_bytes(self, key: SessionKey, tokens: Tokens) -> int:
+    def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
+        """Count the device memory that the KV of `num_tokens` takes."""
+        return self._kv.held(policy.num_visible(num_tokens))
+
+    def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
-        return self.size_bytes(num_common(self._residency.tokens(key), tokens))
+        return self.size_bytes(num_common(self._residency.tokens(key), tokens), policy)
 
     def progress(self, key: SessionKey) -> TurnProgress | None:
         """Return the progress of a session's turn; None if it runs none."""
         return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
 
-    def most_tokens(self, most: int) -> int:
+    def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return how many tokens, up to `most`, a session may have for its KV to fit."""
-        return self._kv.most_tokens(self.ledger.max_bytes, most)
+        num_visible = policy.num_visible(most)
+        num_fitting = self._kv.most_tokens(self.ledger.max_bytes, num_visible)
+        return most if num_fitting == num_visible else num_fitting
 
     async def run(
         self,
@@ -203,6 +211,7 @@ class Engine:
         context: Tokens,
         cancelled: Callable[[], bool],
         *,
+        policy: Policy = FULL,
         priority: int = 0,
         answer: Answer | None = None,
         sampling: Sampling | None = None,
@@ -216,6 +225,8 @@ class Engine:
         turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
         Raises `DeviceFaultError`, `NoMemoryError`, and `StoppingError` if the worker stops before the end.
         """
+        if (refusal := self.refusal(policy)) is not None:
+            raise ValueError(refusal)
         claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
         run = _Run(claim, len(context) + max_new, cancelled, progress, Holding(key))
         self._runs[run.claim] = run
