@@ -1,1 +1,1 @@
-"""One step of the device: answers and prompts in one pass."""
+"""One step of the device: a token of each running answer, and pieces of prompts."""

@@ -1,6 +1,6 @@
-"""The running answers, and steps over them: what `SharedPass`, `MergedRows` and `OneByOne` have in common.
+"""The running answers and the steps over them: the interface of `SharedPass`, `MergedRows` and `OneByOne`.
 
-The runner sees `Batch` alone; which of the three a model gets, `choosing` finds out. Device thread only.
+The runner sees `Batch` alone; `choosing` finds out which of the three a model gets. Device thread only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Row:
     """One running answer.
 
-    `known` are all tokens of its session; the first `num_cached` have KV, the last one has none yet. The KV
-    is in `caches`, or, where that is None, in a pool's slot or merged. `drawn` are the tokens of the last
-    step, `num_drawn` counts the answer's, and `num_left` how many more it may have. A repetition penalty
-    applies to those that are in `seen`.
+    `known` are all tokens of the session; the first `num_cached` have KV, the last one has none yet. The KV
+    is in `caches`, or, if that is None, in a pool's slot or in merged caches. `drawn` are the last step's
+    tokens; `num_drawn` counts the answer's tokens, `num_left` how many more it may get. The repetition
+    penalty applies to the tokens in `seen`.
     """
 
     caches: list[Any] | None
@@ -49,11 +49,11 @@ class Row:
     slot: int = 0
 
     def draw(self, num_ahead: int = 0) -> Draw:
-        """Say how the next token is drawn, or the one that is `num_ahead` tokens behind it."""
+        """Say how the token `num_ahead` positions after the next one is drawn."""
         return self.sampling, self.num_drawn + num_ahead, self.seen
 
     def append(self, tokens: list[int]) -> None:
-        """Add what a step has drawn to the answer."""
+        """Add the tokens that a step has drawn to the answer."""
         self.drawn = tokens
         self.known.extend(tokens)
         self.num_drawn += len(tokens)
@@ -64,9 +64,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
-    """Tokens of a prompt, to be added to a session's caches, which hold `start` tokens before it.
+    """Tokens of a prompt to run into a session's caches, which hold `start` tokens before.
 
-    With `row` set they end the prompt, and the row's first token is drawn from the logits of the last one.
+    With `row` set the piece ends the prompt, and the last token's logits draw the row's first token.
     """
 
     caches: list[Any]
@@ -76,7 +76,7 @@ class PrefillPiece:
 
     @property
     def states(self) -> list[Any]:
-        """What its caches hold, to be evaluated beside the tokens, which do not depend on it."""
+        """The arrays of the caches, to be evaluated with the drawn tokens, which may not depend on them."""
         return [cache.state for cache in self.caches]
 
 
@@ -85,45 +85,45 @@ class Batch(ABC):
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
-        #: Tokens that were speculated, and those of them that would have been drawn.
+        #: Draft tokens since the start, and those of them that were accepted.
         self.num_drafted = self.num_accepted = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The running answers, in the order in which they began."""
+        """The running answers, in the order of their first tokens."""
         return tuple(self._rows)
 
     @property
     def num_cached(self) -> int:
-        """Tokens that the rows hold, all together."""
+        """Tokens with KV in all rows together."""
         return sum(row.num_cached for row in self._rows)
 
     @property
     def growing(self) -> list[int]:
-        """Lengths of the rows for which the next step allocates, since their caches are full."""
-        # A step may be in flight and another one begin before anybody asks again: room for two tokens.
+        """Lengths of the rows whose caches are full, so that the next step allocates for them."""
+        # One step may be in flight and another be launched before the next check: room for two tokens.
         return [row.num_cached for row in self._rows if row.caches and layers.grows(row.caches[0], 2)]
 
     @property
     def removal_bytes(self) -> int:
-        """The most that is allocated when a row is removed."""
+        """The most bytes that removing a row allocates."""
         return 0
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, so that it can take no pieces."""
+        """Whether the next step is in flight already, and cannot take pieces."""
         return False
 
     def caches(self, row: Row) -> list[Any]:
-        """Show a row's KV, to be read before the next step."""
+        """Return a row's KV as caches that are valid until the next step, and must not be written."""
         return row.caches or []
 
     @abstractmethod
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Draw the next tokens of every row, and the first of the rows that begin here; they run from now on.
+        """Run every row and piece, and draw the rows' next tokens; rows of `pieces` get their first and join.
 
-        A row gets one token, or more where it speculated: see `Row.drawn`. The KV of every row and piece has
-        what was run. `run_ahead` lets a batch that can launch the step after this one while the caller
+        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all that
+        was run. `run_ahead` lets a batch that can launch the step after this one while the caller
         reads what this one drew: see `is_ahead`.
         """
 
@@ -133,15 +133,15 @@ class Batch(ABC):
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Bring every row back to before a step that failed; False where that is not possible."""
+        """Undo a failed step for every row; False if that is not possible."""
         return not self._rows
 
     def clear(self) -> None:
-        """Forget every row and its KV, after a failed step left the caches in an unknown state."""
+        """Drop every row and its KV, after a failed step left the caches in an unknown state."""
         self._rows = []
 
     def _draw(self, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: mx.array) -> None:
-        """Sample the step's tokens: `logits` are those of `rows`, then of prompts that a piece completes."""
+        """Draw the step's tokens: `logits` are those of `rows`, then of prompts that a piece completes."""
         beginning = [piece.row for piece in pieces if piece.row is not None]
         every = [*rows, *beginning]
         choice = draw_all(logits, [row.draw() for row in every]) if every else None

@@ -1,7 +1,7 @@
-"""In which way a model's rows are run, found out once, at load. Device thread only.
+"""Chooses how a model's rows are run, once, at load. Device thread only.
 
-What a model's classes do not say is tried: a few tokens are run both ways, and the logits compared. What has
-passed is remembered by `trials`.
+What a model's classes do not tell is tried: a few tokens are run both ways, and their logits compared.
+`trials` remembers what has passed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How far the logits may lie apart, as a share of the largest: they differ by rounding alone, but by a mask
-#: or a position that is wrong they differ by much.
+#: Tolerance, as a share of the largest logit: rounding stays below, a wrong mask or position far above.
 _TOLERANCE: Final = {mx.float32: 1e-3}
 _COARSE: Final = 0.05
 
@@ -44,9 +43,9 @@ def batch_for(
     max_draft: int = 0,
     trials: Trials | None = None,
 ) -> Batch:
-    """Choose how a model's rows are run; logs what is slower than it could be.
+    """Return an empty batch that runs the model's rows in the best way; logs if that is a slow one.
 
-    `room` says whether so many bytes more may be allocated; `max_draft` bounds what a row speculates.
+    `room` says whether so many bytes more may be allocated; `max_draft` bounds a row's draft, in tokens.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -66,7 +65,7 @@ def batch_for(
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
-    """Return an empty batch whose steps give what the model itself gives; None where there is none."""
+    """Return empty merged caches whose steps give the model's own logits; None if no way passes."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
     if missing is None:
@@ -83,10 +82,10 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
 
 
 def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
-    """Say whether a trial gives the logits that the model gives, but for rounding."""
+    """Say whether a trial gives the model's own logits, except for rounding."""
     try:
         worst = deviation()
-    except Exception as error:  # noqa: BLE001  # whatever a model raises when it is handed something new
+    except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
         log.info("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
         return False
     if worst >= _tolerance(model):
@@ -96,9 +95,9 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
 
 
 def _deviation_shared(model: Any, forward: Forward) -> float:
-    """Say how far the logits of a shared pass lie from those of the rows alone, as a share of the largest.
+    """Compare the logits of a shared pass with those of the rows alone; see `_deviation`.
 
-    Two prompts, of 21 tokens in two pieces, and of 3, and a token behind each.
+    Two prompts, one of 21 tokens in two pieces, one of 3, and a token after each.
     """
     alone = _prefilled(model, 16, 5), _prefilled(model, 3)
     one, other = make_prompt_cache(model), make_prompt_cache(model)
@@ -109,13 +108,13 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
-    """Say how far the logits of merged rows lie from those of the rows alone, as a share of the largest.
+    """Compare the logits of merged rows with those of the rows alone; see `_deviation`.
 
-    Sessions of three lengths: the second one leaves after two steps, and goes on alone, the third one joins
-    after one step. Then a step is taken back.
+    Sessions of three lengths: the third one joins after one step, the second one leaves after two steps and
+    continues alone. Then a step is rolled back.
     """
     lengths, tokens = (7, 3, 5), (2, 3, 4, 5)
-    first = (0, 0, 1)  # of the tokens that each gets
+    first = (0, 0, 1)  # index of each row's first token in `tokens`
     expected = [_alone(model, _prefilled(model, n), tokens[i:]) for n, i in zip(lengths, first, strict=True)]
     found: list[list[mx.array]] = [[], [], []]
 
@@ -142,9 +141,9 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
 
 
 def _tolerance(model: Any) -> float:
-    """Say how far logits of the same tokens may lie apart, as a share of the largest.
+    """Return how far logits of the same tokens may differ, as a share of the largest.
 
-    Where KV is quantised, what rounding makes of a key may be enough for it to get another code.
+    With quantised KV, rounding may give a key another code.
     """
     if any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model))):
         return _COARSE
@@ -160,7 +159,7 @@ def _deviation(found: mx.array, expected: mx.array) -> float:
 
 
 def _prefilled(model: Any, *lengths: int) -> list[Any]:
-    """Make caches that hold pieces of so many tokens."""
+    """Make caches, and prefill pieces of these lengths."""
     caches: list[Any] = make_prompt_cache(model)
     for length in lengths:
         model(mx.array([_ids(length)]), cache=caches)
@@ -168,7 +167,7 @@ def _prefilled(model: Any, *lengths: int) -> list[Any]:
 
 
 def _alone(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
-    """Run tokens one by one: their logits, (tokens, vocabulary)."""
+    """Run tokens one by one; returns their logits, (tokens, vocabulary)."""
     return mx.concatenate([model(mx.array([[token]]), cache=caches)[:, -1] for token in tokens])
 
 

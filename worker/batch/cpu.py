@@ -2,11 +2,11 @@
 
 MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. Over
 a prompt at a long context that is most of a forward pass: softmax in attention, SiLU in the layers between.
-Matrix products stay with MLX, whose BLAS they are. An operation that numpy takes part in is evaluated at
-once, which costs some ten microseconds, so small ones stay with MLX too.
+Matrix products stay with MLX, which uses BLAS. An operation that numpy takes part in is evaluated at once,
+which costs some ten microseconds, so small operations stay with MLX too.
 
-MLX's products with quantised matrices are slower here than to dequantise and multiply: for one token as long,
-for a prompt of 128 a seventeenth of the speed. So attention to quantised KV dequantises a layer of it first.
+On a CPU MLX's products with quantised matrices are no faster for one token than to dequantise and multiply,
+and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-#: Scores from which on numpy gains more than evaluating at once costs; and the same for SiLU.
+#: Scores, and gates of SiLU, from which on numpy gains more than evaluating at once costs.
 _LEAST_SCORES: Final = 8192
 _LEAST_GATES: Final = 4096
-#: Elements up to which numpy takes all heads at once: they stay in the processor's cache.
+#: Elements up to which numpy computes all heads at once: they fit in the processor's cache.
 _CACHED: Final = 1 << 17
 
 
 def faster_attention(queries: Any, keys: Any) -> bool:
-    """Say whether `attention` is the faster way for these, shaped as there; quantised keys are a tuple."""
+    """Say whether `attention` is faster than MLX for these shapes; quantised keys are a tuple."""
     if not isinstance(keys, mx.array):
         return False
     num_scores: int = queries.size // queries.shape[3] * keys.shape[2]
@@ -37,7 +37,7 @@ def faster_weighted(scores: mx.array) -> bool:
 
 
 def should_dequantise(keys: Any) -> bool:
-    """Say whether attention is to dequantise these: they are quantised, and this is a CPU."""
+    """Say whether attention should dequantise these keys: they are quantised, and this is a CPU."""
     return not isinstance(keys, mx.array) and _on_cpu()
 
 
@@ -48,7 +48,7 @@ def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
 
 
 def faster_swiglu(gate: mx.array) -> bool:
-    """Say whether `swiglu` is the faster way for so many elements."""
+    """Say whether `swiglu` is faster than MLX for so many elements."""
     return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and _on_cpu()
 
 
@@ -104,13 +104,13 @@ def _on_cpu() -> bool:
 
 
 def _view(array: mx.array) -> np.ndarray[Any, Any]:
-    """Show an evaluated array's own memory."""
+    """Return an evaluated array's own memory as a numpy array."""
     shown: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
     return np.array(shown, copy=False)
 
 
 def _hide_later(scores: np.ndarray[Any, Any]) -> None:
-    """Hide from each token those that come after it; the tokens are the last ones of the length."""
+    """Mask the tokens after each token; the tokens are the last ones of the context."""
     num_tokens = scores.shape[2]
     if num_tokens > 1:
         later = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)
@@ -127,7 +127,7 @@ def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
 def _exponentiate(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Replace scores by exp(score - largest of its row); return the rows' sums, (rows, heads, tokens, 1).
 
-    Many of them are taken head by head: what is read again lies in the processor's cache then.
+    Many scores are computed head by head, so that each head stays in the processor's cache.
     """
     if scores.size < _CACHED:
         scores -= scores.max(axis=-1, keepdims=True)

@@ -1,13 +1,13 @@
 """One forward pass over tokens of many sessions, each at its own length. Device thread only.
 
-mlx-lm's models take tokens as (rows, length) and pad what is shorter. Here every token is a row of its own,
-of length one: what works token by token (embeddings, projections, norms, experts, rotary positions) runs
-over all of them at once, and attention, the only part that looks at other tokens, is handed to the parts of
-the pass, each with its own KV. So answers that decode and prompts that are read share one pass over the
-weights, nothing is padded, and no cache is merged.
+mlx-lm's models take tokens as (rows, length) and pad shorter rows. Here every token is a row of length one:
+what works token by token (embeddings, projections, norms, experts, rotary positions) runs over all tokens at
+once. Attention, the only operation across tokens, is delegated to the parts of the pass, each with its own
+KV. So answers that decode and prompts that are prefilled share one pass over the weights, nothing is padded,
+and no cache is merged.
 
-The models stay as they are. Their layers' caches are replaced by a view that answers `offset`, `make_mask`
-and `update_and_fetch`, and the function that they call for attention by one that knows the view. Not every
+The models stay as they are. A view with `offset`, `make_mask` and `update_and_fetch` replaces their layers'
+caches, and a function that knows the view replaces the one that they call for attention. Not every
 architecture fits: `choosing` runs a few tokens both ways and compares.
 """
 
@@ -45,7 +45,7 @@ class Part(Protocol):
         """Say from which grid of positions a layer's offsets are counted; 0: from the session's beginning."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Make what `attend` needs to know of who sees whom, before the layer's cache is written."""
+        """Make the mask that `attend` gets, before the layer's cache is written."""
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""
@@ -79,7 +79,7 @@ class OwnPart:
         return cache.make_mask(self._num_tokens, **options)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Hand them to the cache in the shape that it knows."""
+        """Add the tokens to the cache, in the cache's shape."""
         if self._num_tokens > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         cache = self._caches[layer]
@@ -87,7 +87,7 @@ class OwnPart:
         self._fetched = (keys, values) if is_ring else cache.update_and_fetch(keys, values)
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend to all that the cache gave."""
+        """Attend to all keys and values of the cache."""
         if type(self._caches[layer]) is RingCache:
             return self._attend_ring(layer, queries, attention)
         keys, values = self._fetched
@@ -121,14 +121,14 @@ def _of_one_session(array: mx.array) -> mx.array:
 
 
 class _Masks:
-    """What a model gets for a mask: one for each part. It hands it on to the attention unseen."""
+    """One mask for each part, which the model passes on to attention unread."""
 
     def __init__(self, masks: list[Any]) -> None:
         self.of_parts = masks
 
 
 class _LayerView:
-    """What a model's layer gets for its cache during a pass."""
+    """Stands for a layer's cache during a pass."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _LayerView:
         self.offset = offset
 
     def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
-        """`num_tokens` is 1 for each row of the pass; how many there are of a session, its part knows."""
+        """Ignore `num_tokens`, which is 1 for each row of the pass: a part knows its number of tokens."""
         del num_tokens
         return _Masks([part.masks(self._layer, options) for part in self._parts])
 
@@ -189,7 +189,7 @@ class _Offsets:
 
 
 class Forward:
-    """Runs passes over one model, which it prepares for them; the model can still be called as ever."""
+    """Runs passes over one model, which it patches; the model can still be called as before."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -202,10 +202,10 @@ class Forward:
     def __call__(
         self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
     ) -> mx.array:
-        """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts behind them.
+        """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts after them.
 
-        Returns the logits of all these tokens and of the last ones of pieces that a row begins with, of shape
-        (rows, vocabulary). The caches have what was run afterwards.
+        Returns logits, (rows, vocabulary): of all `tokens`, then of the last token of each piece that begins
+        a row. The caches are updated.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -233,16 +233,16 @@ class Forward:
 
 
 def _select_hidden(model: Any) -> list[mx.array] | None:
-    """Patch the model so that its head runs for chosen positions only: for all it is a tenth of a pass.
+    """Patch the model so that its head runs for chosen positions only: the whole head is a tenth of a pass.
 
-    Returns the list that the caller puts the positions into before a pass and clears after it; while it is
-    empty the head runs for all. None if the model is built in another way.
+    Returns a list: the caller adds the positions before a pass and clears the list after it. While the list
+    is empty, the head runs for all positions. Returns None if the model has another structure.
     """
     inner = getattr(model, "model", None)
     if not isinstance(inner, Module):
         return None
     kind = type(inner)
-    if hasattr(kind, "selected"):  # for an earlier `Forward` over the same model
+    if hasattr(kind, "selected"):  # patched by an earlier `Forward`
         earlier: list[mx.array] = kind.selected
         return earlier
     selected: list[mx.array] = []
@@ -257,7 +257,7 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
 
 
 def _patch_functions(model: Any) -> None:
-    """Put functions of ours in the place of those that the model's modules call: see `_PATCHES`."""
+    """Replace the functions that the model's modules call: see `_PATCHES`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
         for name, (theirs, ours) in _PATCHES.items():
@@ -324,11 +324,11 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else _THEIR_SWIGLU(gate, x)
 
 
-#: Taken before they are replaced, which happens in the modules that define them too.
+#: The originals: patching replaces them in the modules that define them, too.
 _THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
-#: Functions of mlx-lm, and what knows a `_LayerView` or is faster on a CPU.
+#: By name: mlx-lm's function, and its replacement, which knows `_LayerView` or is faster on a CPU.
 _PATCHES: Final = {
     "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),

@@ -1,14 +1,14 @@
 """KV of running answers merged into mlx-lm's batch caches: one pass over all rows. Device thread only.
 
 For models that cannot share a pass (`forward`), or whose caches are not all plain: recurrent states, windows,
-hybrids, attention of a model's own making. Rows of different length are padded on the left. A row that joins
-or leaves costs a copy of the whole batch, which `slots` spares to the models that it knows.
+hybrids, custom attention. Rows of different length are padded on the left. A row that joins or leaves costs a
+copy of the whole batch; models of plain KV use `slots` instead.
 
-Only decoding is merged: a row joins with caches that hold its prompt, so that a recurrent state never sees
-padding. Every step leaves behind how to get back if it fails, until `commit` says that it did not: positions,
-and the arrays of recurrent states, which a step replaces and does not change.
+Only decoding is merged: a row joins with caches that hold its prompt, so recurrent states never see padding.
+Each step can be rolled back until `commit`: the positions are remembered, and so are the arrays of recurrent
+states, which a step replaces and never changes in place.
 
-Knows nothing of answers: a row is whatever its owner calls it by.
+Knows nothing of answers: a row is any value that its owner chooses.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeAlias
 
-    #: For each leaf of the batch caches the fields that a step changes, as they were before it.
+    #: For each leaf of the batch caches, the fields that a step changes, with their values before the step.
     Mark: TypeAlias = list[dict[str, Any]]
 
 RowT = TypeVar("RowT")
 
-#: What a step changes beside keys and values, whose old positions it leaves alone.
+#: The fields that a step changes, beside keys and values, to which a step only adds.
 _POSITIONS: Final = ("_idx", "_offset", "offset", "rotated")
-#: Room that mlx-lm adds at a time.
+#: Tokens by which mlx-lm grows a cache.
 _GROWTH: Final = BatchKVCache.step
 
 
 class _Window(BatchRotatingKVCache):
-    """A merged window with room for a step that may have to be taken back: it overwrites nothing in it."""
+    """A merged window with room for one more step, which overwrites nothing and can be rolled back."""
 
     def __init__(self, max_size: int, left_padding: list[int]) -> None:
         super().__init__(max_size + 1, left_padding)
@@ -57,7 +57,7 @@ class _Window(BatchRotatingKVCache):
         return super().make_mask(N, window_size or self.window, return_array)
 
     def extract(self, idx: int) -> Any:
-        """Give a row a ring of the size that it had, in the order of time."""
+        """Copy a row to a window of the original size, in the order of time."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         cache.max_size = self.window
         cache.keys, cache.values = (
@@ -69,16 +69,16 @@ class _Window(BatchRotatingKVCache):
 
 class _Arrays(ArraysCache):
     def extract(self, idx: int) -> Any:
-        """Copy a row: mlx-lm gives views, which keep the whole batch's arrays alive."""
+        """Copy a row: mlx-lm's views would keep the whole batch's arrays alive."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]
         cache.cache = [mx.contiguous(part) for part in cache.cache]
         return cache
 
 
 class _Spread(BatchKVCache):
-    """Masks for attention that has its query heads in an axis of their own (gemma2).
+    """Masks for attention whose query heads have an axis of their own (gemma2).
 
-    mlx-lm's mask of four axes would fail there, or, with as many rows as KV heads, mask the wrong ones.
+    There mlx-lm's mask of four axes would fail, or, with as many rows as KV heads, mask the wrong ones.
     """
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:  # noqa: N803
@@ -91,7 +91,7 @@ _USUAL: Final = {
     RotatingKVCache: _Window,
     ArraysCache: _Arrays,
 }
-#: Batch caches for each class of cache; which of them fits a model, a trial says.
+#: Ways to merge: the batch cache for each class of cache. A trial finds the way that fits a model.
 WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
@@ -102,12 +102,12 @@ class MergedCaches(Generic[RowT]):
         self._model = model
         self._way = way
         self._caches: list[Any] = []
-        self._rows: list[RowT | None] = []  # None: it left, and goes with the next change
-        self._mark: Mark | None = None  # of the step that is not settled
+        self._rows: list[RowT | None] = []  # None: the row has left; `tidy` frees its room
+        self._mark: Mark | None = None  # of the step that is not committed
 
     @property
     def rows(self) -> list[RowT]:
-        """The rows, in the order of a step's logits once `tidy` has been called."""
+        """The rows; after `tidy`, in the order of a step's logits."""
         return [row for row in self._rows if row is not None]
 
     @property
@@ -117,33 +117,33 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def removal_bytes(self) -> int:
-        """What a row takes as it leaves: its copy, and afterwards one layer of the rest at a time."""
+        """The most bytes that removing a row allocates: its copy, then one layer of the rest at a time."""
         largest = max((int(cache.nbytes) for cache in self._caches), default=0)
         return self.nbytes // len(self._rows) + largest if self._rows else 0
 
     @property
     def growing(self) -> list[int]:
-        """Lengths for which the next step allocates, one a row; the first one is for what is copied."""
+        """Lengths for which the next step allocates, one per row; the first one accounts for the copy."""
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
 
     def can_join(self, caches: Sequence[Any]) -> bool:
-        """Say whether a row with these caches can join: of the classes that were tried, and not empty."""
+        """Say whether a row with these caches can join: the classes have passed a trial, none is empty."""
         return all(
             can_merge(leaf) and type(leaf) in self._way and not leaf.empty() for leaf in _leaves(caches)
         )
 
     def joining_bytes(self, newcomers: Sequence[Sequence[Any]]) -> int:
-        """Return the most that is allocated while rows with these caches join, their own KV left out."""
+        """Return the most bytes allocated while rows with these caches join, without the rows' own KV."""
         num_rows = len(self._rows) + len(newcomers)
         merged = _leaves(self._caches) or [None] * len(_leaves(newcomers[0]))
         theirs = zip(*(_leaves(caches) for caches in newcomers), strict=True)
         after = [_row_bytes(leaf, own) * num_rows for leaf, own in zip(merged, theirs, strict=True)]
-        # A layer at a time: as it was, with the newcomers, and later with room to grow.
+        # One layer at a time: as before, with the newcomers, and later with room to grow.
         return max(sum(after) - self.nbytes, 0) + 3 * max(after)
 
     def join(self, rows: Sequence[tuple[RowT, list[Any]]]) -> None:
-        """Copy rows in, with caches that stay as they are. If that fails, all rows that were in are lost."""
+        """Copy rows in; their caches stay unchanged. If that fails, all merged rows are lost."""
         if self._mark is not None:
             raise AssertionError("a step that is not settled has other rows")
         try:
@@ -164,12 +164,12 @@ class MergedCaches(Generic[RowT]):
         return caches
 
     def show(self, row: RowT) -> list[Any]:
-        """Build caches like a row's own, unevaluated."""
+        """Return a row's KV as caches of its own, unevaluated."""
         index = self._rows.index(row)
         return [cache.extract(index) for cache in self._caches]
 
     def tidy(self) -> None:
-        """Give back the room of rows that have left. If that fails, all rows are lost."""
+        """Free the room of rows that have left. If that fails, all rows are lost."""
         if None not in self._rows:
             return
         if self._mark is not None:
@@ -185,29 +185,29 @@ class MergedCaches(Generic[RowT]):
         self._rows = list(self.rows)
 
     def run(self, tokens: mx.array) -> mx.array:
-        """Build a step: the logits, (rows, vocabulary), after one token for each of `rows`."""
+        """Build a step over one token for each of `rows`; returns the logits, (rows, vocabulary)."""
         self._remember()
         last: mx.array = self._model(tokens[:, None], cache=self._caches)[:, -1]
         return last
 
     def part(self, lengths: list[int]) -> MergedPart:
-        """Begin a step as a part of a pass; the rows hold so many tokens each."""
+        """Begin a step as part of a pass; `lengths` are the rows' tokens with KV."""
         self._remember()
         return MergedPart(self._caches, lengths)
 
     def commit(self) -> None:
-        """Take the step for done."""
+        """Make the step final: it can no longer be rolled back."""
         self._mark = None
 
     def roll_back(self) -> None:
-        """Take back a step that is not settled."""
+        """Undo the step that is not committed, if there is one."""
         if self._mark is not None:
             for leaf, fields in zip(_leaves(self._caches), self._mark, strict=True):
                 vars(leaf).update(fields)
         self._mark = None
 
     def clear(self) -> None:
-        """Forget all rows and their KV."""
+        """Drop all rows and their KV."""
         self._caches, self._rows, self._mark = [], [], None
 
     def _remember(self) -> None:
@@ -224,7 +224,7 @@ class MergedCaches(Generic[RowT]):
 
 
 class MergedPart(OwnPart):
-    """One token for each of the merged rows, as a part of a pass: a token is a row of the merged caches."""
+    """One token for each of the merged rows, as part of a pass: each token is a row of the caches."""
 
     def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
         super().__init__(caches, 0, 1)
@@ -236,7 +236,7 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def can_merge(leaf: Any) -> bool:
-    """Say whether a class can be merged. Of a window that keeps its first tokens mlx-lm would lose them."""
+    """Say whether a cache can be merged. mlx-lm would lose the first tokens that a window keeps."""
     return type(leaf) in _USUAL and not getattr(leaf, "keep", 0)
 
 
@@ -249,16 +249,16 @@ def _merge(way: dict[type, type], caches: Sequence[Any]) -> Any:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Take down what the next step changes, in arrays that it does not change in place."""
+    """Return the fields that the next step changes, as arrays that the step does not change in place."""
     if isinstance(leaf, ArraysCache):
         return {"cache": list(leaf.cache)}
     fields = {name: value for name, value in vars(leaf).items() if name in _POSITIONS}
-    # `a -= 1` changes the array that both names have; this one is another, of the same contents.
+    # `a -= 1` changes the array in place, for all its names: keep a copy.
     return {**fields, "left_padding": mx.array(leaf.left_padding)}
 
 
 def _is_full(leaf: Any) -> bool:
-    """Say whether the next step makes room."""
+    """Say whether the next step allocates."""
     if isinstance(leaf, ArraysCache):
         return False
     length = leaf.keys.shape[2]
@@ -266,7 +266,7 @@ def _is_full(leaf: Any) -> bool:
 
 
 def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
-    """Count what a row takes in one leaf of the batch once rows with these caches are in it."""
+    """Count a row's bytes in one leaf of the batch once rows with these caches have joined."""
     if isinstance(own[0], ArraysCache):
         return int(own[0].nbytes)
     lengths = [cache.offset if type(cache) is QuantizedKVCache else cache.size() for cache in own]

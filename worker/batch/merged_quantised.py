@@ -1,7 +1,7 @@
 """Quantised KV in one batch: a token's codes, scales and biases as a row of bytes. Device thread only.
 
-mlx-lm's batch cache moves, pads and cuts keys and values without looking at them, so it does the same with
-these bytes. They are taken apart again for attention, which finds `bits` and `group_size` here.
+mlx-lm's batch cache moves, pads and cuts keys and values without reading them, so bytes work as well.
+Attention gets codes, scales and biases again, and finds `bits` and `group_size` here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MergedQuantised(BatchKVCache):
-    """Rows of one group size and number of bits; `dtype` is that of their scales."""
+    """Rows of one group size and number of bits; `dtype` is the type of the scales."""
 
     group_size: int
     bits: int
@@ -24,7 +24,7 @@ class MergedQuantised(BatchKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[QuantizedKVCache]) -> MergedQuantised:
-        """Copy caches that hold something, padded on the left to the longest."""
+        """Copy caches, none of them empty, padded on the left to the longest."""
         plain = []
         for cache in caches:
             held: Any = (cache.keys, cache.values)
@@ -38,13 +38,13 @@ class MergedQuantised(BatchKVCache):
         return merged
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Quantise and add a token for each row; return all that the rows hold, as attention wants it."""
+        """Quantise and add a token for each row; return all KV as codes, scales and biases."""
         packed = (_packed(self._quantised(part)) for part in (keys, values))
         held = super().update_and_fetch(*packed)  # type: ignore[no-untyped-call]
         return self._unpacked(held[0]), self._unpacked(held[1])
 
     def extract(self, idx: int) -> QuantizedKVCache:
-        """Give a row caches of its own, with the very codes that it had."""
+        """Copy a row to a cache of its own, with the same codes."""
         plain: Any = super().extract(idx)  # type: ignore[no-untyped-call]
         cache = QuantizedKVCache(group_size=self.group_size, bits=self.bits)
         parts = (self._unpacked(plain.keys), self._unpacked(plain.values), plain.offset)
@@ -55,7 +55,7 @@ class MergedQuantised(BatchKVCache):
         return mx.quantize(part, group_size=self.group_size, bits=self.bits)
 
     def _unpacked(self, packed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Take the bytes of `(rows, heads, tokens, bytes)` apart."""
+        """Split `(rows, heads, tokens, bytes)` into codes, scales and biases."""
         of_codes, of_scales = self.group_size * self.bits // 8, self.dtype.size
         num_groups = packed.shape[3] // (of_codes + 2 * of_scales)
         ends = (num_groups * of_codes, num_groups * (of_codes + of_scales))
@@ -64,5 +64,5 @@ class MergedQuantised(BatchKVCache):
 
 
 def _packed(parts: Sequence[mx.array]) -> mx.array:
-    """Put codes, scales and biases of each token and head behind one another, as bytes."""
+    """Concatenate codes, scales and biases of each token and head, as bytes."""
     return mx.concatenate([part.view(mx.uint8) for part in parts], axis=-1)

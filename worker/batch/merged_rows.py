@@ -1,7 +1,7 @@
 """Answers decode together in merged caches; prompts run on their own ones. Device thread only.
 
 For models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
-hybrids, attention of a model's own making. Owns which rows are merged; `merged` has their KV.
+hybrids, custom attention. Owns which rows are merged; `merged` owns their KV.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from .forward import Forward, Part
     from .merged import MergedCaches
 
-#: A row alone is not merged: it needs no copies.
+#: A single row stays on its own caches, which spares the copies.
 _LEAST_ROWS: Final = 2
 
 
 class MergedRows(Batch):
-    """Rows are merged once there are two. One that has no room for that stays on its own caches."""
+    """Rows are merged once there are two. A row for which there is no room stays on its own caches."""
 
     def __init__(
         self, model: Any, merged: MergedCaches[Row], forward: Forward | None, room: Callable[[int], bool]
     ) -> None:
-        """`forward` runs pieces beside the rows in one pass; None where the model cannot share one.
+        """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
 
         `room` says whether so many bytes more may be allocated.
         """
@@ -48,15 +48,15 @@ class MergedRows(Batch):
 
     @property
     def removal_bytes(self) -> int:
-        """The most that is allocated when a row is removed."""
+        """The most bytes that removing a row allocates."""
         return self._merged.removal_bytes
 
     def caches(self, row: Row) -> list[Any]:
-        """Show a row's KV, to be read before the next step."""
+        """Return a row's KV, to be read before the next step."""
         return self._merged.show(row) if row.caches is None else row.caches
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run the merged rows, and what is on its own caches beside them. Nothing begins ahead."""
+        """Run the merged rows, and the other rows and pieces beside them. Never runs ahead."""
         del run_ahead
         self._join()
         merged, own = self._merged.rows, [row for row in self._rows if row.caches is not None]
@@ -64,7 +64,7 @@ class MergedRows(Batch):
             parts: list[Part] = [self._merged.part([row.num_cached for row in merged])] if merged else []
             parts += [OwnPart(row.caches or [], row.num_cached, 1) for row in own]
             logits = self._forward(parts, [row.known[-1] for row in (*merged, *own)], pieces)
-        else:  # called as it is, the model does without the views of a shared pass
+        else:  # without the views of a shared pass
             first = [self._merged.run(mx.array([row.known[-1] for row in merged]))] if merged else []
             logits = run_apart(self._model, own, pieces, first)
         self._draw([*merged, *own], pieces, logits)
@@ -78,17 +78,17 @@ class MergedRows(Batch):
         return row.caches
 
     def roll_back(self) -> bool:
-        """Take back the step in merged caches; False where a row is not in them."""
+        """Undo the step in the merged caches; False if a row is not merged."""
         self._merged.roll_back()
         return set(self._rows) <= set(self._merged.rows)
 
     def clear(self) -> None:
-        """Forget every row and its KV."""
+        """Drop every row and its KV."""
         super().clear()
         self._merged.clear()
 
     def _join(self) -> None:
-        """Merge the rows that are not, all at once or, where that has no room, as many as have."""
+        """Merge the other rows: all at once, or, without room for that, as many as fit."""
         merged = self._merged
         merged.tidy()
         own = [row for row in self._rows if row.caches is not None and merged.can_join(row.caches)]

@@ -1,7 +1,7 @@
 """Answers and prompts one after the other, each in passes of its own. Device thread only.
 
 For models whose rows can neither share a pass (`forward`) nor be merged (`merged`). Every row stays on its
-session's own caches, in which a step that failed cannot be taken back.
+session's own caches, where a failed step cannot be rolled back.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class OneByOne(Batch):
-    """Rows that run alone, in turns."""
+    """Rows that run one after the other."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._model = model
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run each row, then each piece. Nothing begins ahead."""
+        """Run each row, then each piece. Never runs ahead."""
         del run_ahead
         self._draw(self._rows, pieces, run_apart(self._model, self._rows, pieces))
 
@@ -34,13 +34,13 @@ class OneByOne(Batch):
 def run_apart(
     model: Any, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: Sequence[mx.array] = ()
 ) -> mx.array:
-    """Build passes over one row or piece each: `logits`, those of the rows, and of the rows that begin."""
+    """Build a pass over each row and piece; returns `logits`, the rows' and the new rows' first."""
     found = [*logits, *(model(mx.array([[row.known[-1]]]), cache=row.caches)[:, -1] for row in rows)]
     for piece in pieces:
         if piece.row is None:
             model(mx.array([piece.tokens]), cache=piece.caches)
             continue
-        if len(piece.tokens) > 1:  # without logits: those of a whole prompt would be computed for one
+        if len(piece.tokens) > 1:  # else the logits of the whole piece would be computed
             model(mx.array([piece.tokens[:-1]]), cache=piece.caches)
         found.append(model(mx.array([piece.tokens[-1:]]), cache=piece.caches)[:, -1])
     return mx.concatenate(found) if found else mx.array([])

@@ -1,7 +1,7 @@
-"""Choose the next token of each row from its logits.
+"""Chooses the next token of each row from its logits.
 
-Draws are keyed by (seed, index of the token), never by a running generator: the same request draws the
-same numbers whatever else is in the batch, and an interrupted answer goes on as if nothing had happened.
+Draws are keyed by (seed, index of the token), never by a running generator: a request draws the same numbers
+whatever else is in the batch, and an interrupted answer continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from typing import TypeAlias
 
-    #: How a row samples, which of its request's tokens this one is, and the tokens that are penalised.
+    #: How a row samples, the index of the token in the answer, and the tokens that are penalised.
     Draw: TypeAlias = tuple["Sampling", int, Collection[int]]
 
 
-#: Float32 has no number for what a request may name: divided by less, logits of 1e5 overflow, and the least
-#: share that a sum can reach is not 0. Lower temperatures are 0; what else is lower is taken for these.
+#: Bounds for what float32 can compute: divided by less, logits of 1e5 overflow, and a share of 0 keeps no
+#: token. A lower temperature counts as 0; a lower penalty or share counts as the bound.
 _LEAST_TEMPERATURE: Final = 1e-20
 _LEAST_PENALTY: Final = 1e-10
 _LEAST_SHARE: Final = 1e-37
@@ -30,7 +30,7 @@ _LEAST_SHARE: Final = 1e-37
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request samples. `temperature` 0 takes the most likely token; `top_k` 0 and 1.0s are off."""
+    """How one request samples. `temperature` 0 is greedy; `top_k` 0, and 1.0 elsewhere, mean off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -41,25 +41,25 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the choice is the token with the highest logit once the seen ones are penalised."""
+        """Whether the token with the highest logit, after the penalty, is chosen."""
         return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the choice is the likeliest token, whatever came before."""
+        """Whether the token with the highest logit is chosen, without a penalty."""
         return self.is_greedy and self.repetition_penalty == 1.0
 
 
-#: Candidates among which top_p mostly finds its end, where a sort of the whole vocabulary is slow.
+#: Candidates that mostly suffice for top_p, where a sort of the whole vocabulary is slow.
 _CANDIDATES: Final = 1024
 
 
 def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     """Build the choice of one token for each row of `logits`, (rows, vocabulary); device thread only.
 
-    `draws` has each row's sampling, the index of the token, from 0, among the request's, and the distinct
-    tokens that the repetition penalty applies to. Returns integers, (rows,). A row's draw does not depend on
-    the others. Unevaluated, but for rows that `waits_for_logits`.
+    `draws` has each row's sampling, the index of the token in the answer, from 0, and the distinct tokens
+    that the repetition penalty applies to. Returns integers, (rows,). A row's draw does not depend on other
+    rows. The result is unevaluated; for `waits_for_logits` rows the logits are evaluated here.
     """
     likeliest = mx.argmax(logits, axis=-1)
     others = [i for i, (sampling, _, _) in enumerate(draws) if not sampling.takes_likeliest]
@@ -76,9 +76,9 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
-    """Say whether `draw_all` waits for such a row's logits: it does not run ahead, then.
+    """Say whether `draw_all` evaluates such a row's logits, so that the row cannot run ahead.
 
-    On a CPU a sort of 49,152 logits takes 4 ms a row, and finding the first 1,024 of them a seventh of it.
+    On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
     """
     return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
 
@@ -106,7 +106,7 @@ def _penalised(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
 
 def _sampled(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
-    """Draw from what the filters leave, each row with noise of its own (Gumbel-max)."""
+    """Draw from the tokens that the filters keep, each row with its own noise (Gumbel-max)."""
     samplings = [sampling for sampling, _, _ in draws]
     scaled = logits / mx.array([[sampling.temperature] for sampling in samplings])
     keys = mx.array([_key(sampling.seed, index) for sampling, index, _ in draws], mx.uint32)
@@ -121,7 +121,7 @@ def _key(seed: int, index: int) -> tuple[int, int]:
 
 
 def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Set what top_k, top_p and min_p cut off to -inf, in this order, each seeing what the last one left."""
+    """Apply top_k, top_p and min_p in this order, each to what the last one kept; the rest is -inf."""
     vocabulary = scaled.shape[-1]
     few = [i for i, sampling in enumerate(samplings) if 0 < sampling.top_k < vocabulary]
     any_number = [i for i, sampling in enumerate(samplings) if i not in few and sampling.top_p < 1.0]
@@ -131,7 +131,7 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
         if rows:
             mine, own = _rows(scaled, rows), [samplings[i] for i in rows]
             groups.append(mine if rank is None else _nucleus(mine, *rank(mine, own), own))
-    # Put together and taken in order: assigning to rows takes ten times as long on a CPU.
+    # Concatenated and reordered: assigning to rows takes ten times as long on a CPU.
     order = [*few, *any_number, *rest]
     kept = _rows(mx.concatenate(groups), [order.index(i) for i in range(len(order))])
     if any(sampling.min_p > 0.0 for sampling in samplings):
@@ -142,9 +142,9 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
 
 
 def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as the largest top_k asks for; what a row's own leaves out is -inf.
+    """Rank as many logits as the largest top_k needs; beyond a row's own top_k they are -inf.
 
-    Returns them with the logarithm of what they sum up to, (rows, 1).
+    Returns the ranked logits, and the logarithm of the sum of their exponentials, (rows, 1).
     """
     ranked = _ranked(scaled, max(64, 1 << (max(s.top_k for s in samplings) - 1).bit_length()))
     within = mx.arange(ranked.shape[-1]) < mx.array([[s.top_k] for s in samplings])
@@ -153,7 +153,7 @@ def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, m
 
 
 def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as top_p may need: a few on a CPU, if their sum says so, and else all of them."""
+    """Rank as many logits as top_p may need: on a CPU a few, if their sum suffices, else all."""
     total = mx.logsumexp(scaled, axis=-1, keepdims=True)
     if waits_for_logits(samplings[0]):
         ranked = _ranked(scaled, _CANDIDATES)
@@ -164,10 +164,10 @@ def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.a
 
 
 def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Keep the likeliest tokens up to where top_p is reached, or `ranked` ends; of equal ones the first."""
+    """Keep the likeliest tokens until top_p is reached, or `ranked` ends; of equal ones the first."""
     probabilities = mx.exp(ranked - total)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
-    # With top_p off nothing but the end counts: rounding may bring a sum to 1 before it.
+    # With top_p off only the end of `ranked` counts: rounding may bring a sum to 1 earlier.
     top_p = mx.array([[max(s.top_p, _LEAST_SHARE) if s.top_p < 1.0 else mx.inf] for s in samplings])
     num_kept = ((before < top_p) & (ranked > -mx.inf)).sum(axis=-1, keepdims=True)
     last = mx.take_along_axis(ranked, mx.maximum(num_kept, 1) - 1, axis=-1)
@@ -178,7 +178,7 @@ def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Seq
 
 
 def _ranked(scaled: mx.array, num: int) -> mx.array:
-    """Sort the `num` largest of each row, or all where there are no more, largest first."""
+    """Sort the `num` largest logits of each row, or all if there are fewer, largest first."""
     if num < scaled.shape[-1]:
         return -mx.sort(mx.partition(-scaled, num - 1, axis=-1)[:, :num], axis=-1)
     return -mx.sort(-scaled, axis=-1)
@@ -189,5 +189,5 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
 
 
 def _needs_every_rank(sampling: Sampling) -> bool:
-    """Say whether any number of tokens may be left, and all have to be ranked to know which."""
+    """Say whether top_p may keep any number of tokens, so that all may have to be ranked."""
     return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

@@ -1,10 +1,10 @@
 """Answers and pieces of prompts in one pass over the weights, for models of plain KV. Device thread only.
 
-A step runs what all rows and prompts have in one pass of `forward`, draws, and takes what was drawn. Three
-things make it faster, and none of them changes what is drawn: rows of like length attend together in a pool
-(`slots`), few rows speculate (`lookup`), and the next step may be in flight before the last tokens are known.
+A step runs all rows and pieces in one pass of `forward`, and draws the rows' tokens. Three things make a step
+faster without changing the tokens: rows of similar length attend together in a pool (`slots`), few rows
+speculate (`lookup`), and the next step may be in flight before the last tokens are known.
 
-What a step adds to such caches lies behind what they held: it is taken back by counting back.
+A step appends to such caches; setting a cache's offset back undoes the step.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from .batch import PrefillPiece, Row
     from .forward import Forward, Part
 
-    #: A row, and the tokens that it speculates behind its last one.
+    #: A row, and its draft: the tokens speculated after its last one.
     Draft: TypeAlias = tuple[Row, list[int]]
 
-#: A row joins a pool that has room for at least this many more tokens, so that it does not move at once.
+#: A row joins a pool with room for at least this many more tokens, so that it does not move at once.
 _ROOM: Final = 32
-#: Fewer rows of like length stay on their own caches.
+#: Fewer rows of similar length stay on their own caches.
 _POOLED_ROWS: Final = 3
-#: With more rows than this a step computes as much as it reads, and speculation costs other rows their time.
+#: With more rows than this a step is bound by computing, and speculation would delay the other rows.
 _DRAFTING_ROWS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step that the device was told to run: tokens for `drafts`, then the first ones of rows that begin."""
+    """A step in flight: `choice` has the tokens for `drafts`, then the first ones of rows that begin."""
 
     drafts: list[Draft]
     beginning: list[Row]
@@ -50,12 +50,12 @@ class _LaunchedStep:
 
 
 class SharedPass(Batch):
-    """Each row's KV is in its session's own caches, or in a slot of a pool."""
+    """Rows whose KV is in their sessions' own caches, or in a slot of a pool."""
 
     def __init__(self, forward: Forward, room: Callable[[int], bool], *, pools: bool, max_draft: int) -> None:
         """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's draft.
 
-        `pools` says that no KV is quantised: a slot holds arrays of keys and of values.
+        `pools` says that no KV is quantised: slots hold arrays of keys and of values.
         """
         super().__init__()
         self._forward = forward
@@ -67,20 +67,20 @@ class SharedPass(Batch):
 
     @property
     def removal_bytes(self) -> int:
-        """The most that is allocated when a row is removed: a slot's copy."""
+        """The most bytes that removing a row allocates: a slot's copy."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, so that it can take no pieces."""
+        """Whether the next step is in flight already, and cannot take pieces."""
         return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
-        """Show a row's KV, to be read before the next step."""
+        """Return a row's KV, to be read before the next step."""
         return row.caches or [] if row.pool is None else row.pool.views(row.slot, row.num_cached)
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run a token of each row, what it speculates, and the pieces, in one pass."""
+        """Run a token of each row, its draft, and the pieces, in one pass."""
         if not self._rows and not pieces:
             return
         if self._ahead is not None and pieces:
@@ -103,18 +103,18 @@ class SharedPass(Batch):
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Bring every row back: what the failed step wrote lies behind the rows' ends, and is overwritten."""
+        """Undo the failed step: what it wrote lies behind the rows' ends, and is overwritten."""
         self._ahead = None
         for row in self._rows:
             _count_back(row)
         return True
 
     def clear(self) -> None:
-        """Forget every row and its KV."""
+        """Drop every row and its KV."""
         self._rows, self._pools, self._ahead = [], {}, None
 
     def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
-        """Build a step for every row and these pieces."""
+        """Build a step over every row and these pieces."""
         self._place_rows()
         drafts, parts = self._row_parts(self._rows)
         tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
@@ -126,7 +126,7 @@ class SharedPass(Batch):
         return _LaunchedStep(drafts, beginning, choice, [piece.states for piece in pieces])
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
-        """Begin with the step after `launched` before its tokens are known here: they stay on the device."""
+        """Launch the step after `launched` before its tokens are read; None if that is not possible."""
         if launched.choice is None or launched.beginning:
             return None
         order = {row: i for i, (row, _) in enumerate(launched.drafts)}
@@ -142,7 +142,7 @@ class SharedPass(Batch):
         return _LaunchedStep(drafts, [], choice, [])
 
     def _may_run_ahead(self, row: Row) -> bool:
-        """Say whether a row's next token can be run unseen: nothing has to be decided by it."""
+        """Say whether a row's next step can be launched without knowing its last token."""
         if row.pool is not None and row.num_cached + 1 >= row.pool.capacity:
             return False
         if row.sampling.repetition_penalty != 1.0 or waits_for_logits(row.sampling):
@@ -151,13 +151,13 @@ class SharedPass(Batch):
         return not (lookup and lookup.may_propose)
 
     def _collect(self, launched: _LaunchedStep) -> None:
-        """Give each row what was drawn for it: up to the first token that its draft had not foreseen."""
+        """Give each row its drawn tokens: the accepted part of its draft, and the token after that."""
         tokens: Any = [] if launched.choice is None else launched.choice.tolist()
         for row in self._rows:
             row.drawn = []
         for row, draft in launched.drafts:
             drawn, tokens = tokens[: len(draft) + 1], tokens[len(draft) + 1 :]
-            if row not in self._rows:  # it ended with the step before
+            if row not in self._rows:  # its answer ended with the step before
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
             row.append(drawn[: num_right + 1])
@@ -169,15 +169,15 @@ class SharedPass(Batch):
                     row.lookup.learn(len(draft), num_right)
                     self.num_drafted += len(draft)
                     self.num_accepted += num_right
-                    _count_back(row)  # what was wrong in the draft
+                    _count_back(row)  # the rejected part of the draft
         for row, token in zip(launched.beginning, tokens, strict=True):
             row.append([token])
         self._rows += launched.beginning
 
     def _row_parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]]:
-        """Make the parts of a pass for these rows, and list the rows with their drafts in the parts' order.
+        """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
 
-        `num_ahead` is 1 for the step after the one that is in flight: it speculates nothing.
+        `num_ahead` is 1 for the step after the one in flight, which has no drafts.
         """
         drafts: list[Draft] = []
         parts: list[Part] = []
@@ -196,7 +196,7 @@ class SharedPass(Batch):
         return drafts, parts
 
     def _lookup(self, row: Row) -> Lookup | None:
-        """Return what a row speculates by; None where it does not: a draft is cheap beside few rows."""
+        """Return a row's lookup; None if the row does not speculate: drafts pay off beside few rows."""
         if not self._max_draft or len(self._rows) > _DRAFTING_ROWS:
             return None
         if row.pool is not None or row.sampling.repetition_penalty != 1.0:
@@ -205,7 +205,7 @@ class SharedPass(Batch):
         return row.lookup
 
     def _place_rows(self) -> None:
-        """Bring rows of like length into one pool, once there are enough of them to pay for the copies."""
+        """Move rows of similar length into a pool, once there are enough to pay for the copies."""
         if not self._has_pools:
             return
         for row in self._rows:
@@ -230,6 +230,6 @@ class SharedPass(Batch):
 
 
 def _count_back(row: Row) -> None:
-    """Let what comes next overwrite what a row's caches hold beyond what is known to be right."""
+    """Set a row's caches back to its known tokens; the next step overwrites the rest."""
     for cache in row.caches or ():
         cache.offset = row.num_cached

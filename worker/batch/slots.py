@@ -1,8 +1,8 @@
-"""KV of running answers in shared buffers: attention over all of them is one operation. Device thread.
+"""KV of running answers in shared buffers: attention over all rows is one operation. Device thread only.
 
 A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for the keys of a layer, and for
-its values. A row that joins is copied into a slot, and out of it as it leaves; the others stay where they
-are, each at its own length. Nothing is padded to the longest row but the few positions that attention masks.
+its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
+in place, each at its own length. Attention masks the positions beyond a row's length.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .forward import Attention
 
 
-#: Positions of the smallest pool; each next one holds twice as many.
+#: Positions of the smallest pool; each next pool has twice as many.
 SMALLEST: Final = 256
 
 
 def capacity_for(num_tokens: int) -> int:
-    """Return the positions of the pool for a row that is about to hold `num_tokens`: a power of two."""
+    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two."""
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
 
 
@@ -40,13 +40,13 @@ class _Buffer:
 
     @property
     def slots(self) -> mx.array:
-        """Show it as `(slots, heads, capacity, head_dim)`."""
+        """The buffer as `(slots, heads, capacity, head_dim)`."""
         return self.flat.reshape(-1, self.heads, self._capacity, self._dim)
 
     def grow(self, num_slots: int) -> None:
         more = mx.zeros((num_slots * self.heads * self._capacity, self._dim), self.flat.dtype)
         self.flat = mx.concatenate([self.flat, more])
-        mx.eval(self.flat)  # one by one: the old and the new of a single layer at a time
+        mx.eval(self.flat)  # now, so that only one layer at a time exists twice
 
     def put(self, slot: int, row: mx.array, length: int) -> None:
         for head in range(self.heads):
@@ -79,18 +79,18 @@ class Pool:
         return self.nbytes // len(self._used) if self._used else 0
 
     def growth_bytes(self, caches: Sequence[KVCache]) -> int:
-        """Say what the pool allocates at the most if a session with these caches joins, and leaves again."""
+        """Return the most bytes allocated if a session with these caches joins, and leaves again."""
         parts: list[Any] = [part for cache in caches for part in (cache.keys, cache.values)]
         slot: int = sum(part.nbytes // part.shape[2] for part in parts) * self.capacity
         if False in self._used:
             return slot
         num_more = max(2, len(self._used))
-        # While a layer grows there are its old slots, its new ones, and both of them as one.
+        # While a layer grows, its old slots, the new ones and their concatenation exist together.
         layer = 2 * (len(self._used) + num_more) * slot // len(caches)
         return num_more * slot + layer + slot
 
     def join(self, caches: Sequence[KVCache]) -> int:
-        """Copy a session's plain caches, all of one length within the capacity, into a slot; return it."""
+        """Copy a session's plain caches, of one length within the capacity, into a slot; return the slot."""
         length = caches[0].offset
         if False not in self._used:
             self._grow(caches)
@@ -103,14 +103,14 @@ class Pool:
         return slot
 
     def leave(self, slot: int, length: int) -> list[KVCache]:
-        """Copy a row of so many tokens out into caches of its own, and free its slot."""
+        """Copy a row of `length` tokens to caches of its own, and free its slot."""
         caches = [_copied(view) for view in self.views(slot, length)]
         mx.eval([(cache.keys, cache.values) for cache in caches])
         self._used[slot] = False
         return caches
 
     def views(self, slot: int, length: int) -> list[KVCache]:
-        """Show a row as caches that share the pool's memory: to be read, and not to be kept."""
+        """Return a row as caches that share the pool's memory: to be read, not kept."""
         here = slice(slot, slot + 1)
         return [
             _cache(keys.slots[here], values.slots[here], length)
@@ -118,7 +118,7 @@ class Pool:
         ]
 
     def _grow(self, like: Sequence[KVCache]) -> None:
-        """Add as many slots as there are; the first ones in the shapes of these caches."""
+        """Double the number of slots; the first slots get the shapes of these caches."""
         if not self._used:
             self._keys = [_Buffer(_filled(cache.keys), self.capacity) for cache in like]
             self._values = [_Buffer(_filled(cache.values), self.capacity) for cache in like]
@@ -128,12 +128,12 @@ class Pool:
         self._used += [False] * num_more
 
     def part(self, slots: list[int], lengths: list[int]) -> PoolPart:
-        """Begin a pass over one new token for each of `slots` (ascending), which hold so many tokens each."""
+        """Begin a pass over one new token for each of `slots` (ascending), which hold `lengths` tokens."""
         return PoolPart(self._keys, self._values, self.capacity, slots, lengths)
 
 
 class PoolPart:
-    """One token for each of several rows of a pool, as a part of a pass; see `forward.Part`."""
+    """One token for each of several rows of a pool, as part of a pass; see `forward.Part`."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class PoolPart:
         self._slots = mx.array(slots)[:, None]
         self._at = mx.array(lengths)[:, None]
         self._ends: dict[int, mx.array] = {}  # by the number of heads
-        # Attention runs over all slots from the first row's to the last one's, free ones in between too.
+        # Attention runs over all slots from the first row's to the last row's, including free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
         self._dense = self._num == len(slots)
         self._span = max(lengths) + 1
@@ -165,7 +165,7 @@ class PoolPart:
         return 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """A plain cache lets a single token see all before it, whatever the model asks for."""
+        """Let each token see its whole session: for a single token plain caches ignore the options."""
         del layer, options
         return self._mask
 
@@ -175,7 +175,7 @@ class PoolPart:
             buffer.flat[self._rows_of(buffer.heads)] = new.reshape(-1, new.shape[-1])
 
     def _rows_of(self, heads: int) -> mx.array:
-        """Find the rows of a flat buffer where the tokens go: by slot, then by head."""
+        """Return the rows of a flat buffer for the new tokens: by slot, then by head."""
         if heads not in self._ends:
             first = (self._slots * heads + mx.arange(heads)) * self._capacity
             self._ends[heads] = (first + self._at).reshape(-1)

@@ -1,7 +1,7 @@
-"""Remembers on disk which trials a model has passed, so that not every start runs dozens of passes for them.
+"""Remembers on disk which trials a model has passed, so that not every start runs dozens of passes.
 
-A trial finds out whether rows may share a pass, or be merged: on a CPU, with a large vocabulary, that takes
-seconds, or half a minute where the cores have other work. Must not know what is tried.
+A trial finds out whether rows can share a pass, or be merged: with a large vocabulary on a CPU it takes
+seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not know what is tried.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Models of which one file remembers trials; the one that was tried longest ago leaves first.
+#: Models that a file remembers; the one tried longest ago is dropped first.
 _MODELS: Final = 16
 
 
 class Trials:
-    """The trials of one model. `key` names all that an outcome depends on; without `path` nothing is kept."""
+    """One model's trials. `key` names all that their results depend on; without `path` none is kept."""
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self._path = path
         self._key = key
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return which of `num_ways` ways has passed: the remembered one, else what `run` finds.
+        """Return which of `num_ways` ways passes: the remembered one, or else what `run` finds.
 
-        None, that no way has, is not remembered: memory that was short once must not count for good.
+        None, for no way, is not remembered: a trial may have failed for want of memory.
         """
         known = self._read().get(self._key, {}).get(name)
         if type(known) is int and 0 <= known < num_ways:
@@ -48,7 +48,7 @@ class Trials:
         return found
 
     def _read(self) -> dict[str, dict[str, int]]:
-        """Read the file; one that is missing or broken holds nothing."""
+        """Read the file; empty if the file is missing or broken."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             if self._path is not None:
                 found = json.loads(self._path.read_text("utf-8"))
@@ -62,6 +62,6 @@ class Trials:
         known = self._read()
         known[self._key] = {**known.pop(self._key, {}), name: way}
         unfinished = self._path.with_name(self._path.name + ".unfinished")
-        with contextlib.suppress(OSError):  # a disk that is full costs the next start some seconds
+        with contextlib.suppress(OSError):  # a full disk costs the next start some seconds
             unfinished.write_text(json.dumps(dict(list(known.items())[-_MODELS:])), "utf-8")
-            os.replace(unfinished, self._path)  # noqa: PTH105  # in one step
+            os.replace(unfinished, self._path)  # noqa: PTH105  # atomically
