@@ -103,7 +103,7 @@ class Fold:
             if not gone:
                 raise RefusedError(
                     "invalid_request",
-                    f"the session is open already, at position {history.position}; just go on",
+                    f"the session is open already, at position {history.position}; go on without an open",
                 )
         elif history.closed:
             raise RefusedError(

@@ -228,7 +228,7 @@ class Intake:
         counts["terminated"] += 1
         if counts["terminated"] == 1:  # log once: there may be thousands
             log.warning(
-                "ended a request, and will end others, from whose subject no subject can be built",
+                "refusing this and further requests: from their names no subject can be built",
                 seq=seq,
                 subject=message.subject[:80],
             )
