@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. Layers that keep each token at its own place, for good
-or in a ring, are cut by tokens; the others' state is taken whole, at the very position where the caches are.
-What a cache of each class holds, `states` knows.
+Runs on the device thread, which owns every live cache. Layers that keep each token at its own place, fixed or
+in a ring, are cut by tokens; all others are copied as one state, at the current position. `states` knows what
+a cache of each class holds.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _DTYPES: Final = {
 def make(model: Any, policy: Policy = FULL, *, rings: bool = False) -> list[Any]:
     """Make a model's new caches under a policy: with a window, its plain layers are rings.
 
-    `rings` says that the model's own sliding windows are to be rings too: whoever runs it can attend to them.
-    Raises `ValueError`, which names the class of a layer that the policy cannot be for.
+    `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. Raises
+    `ValueError` with the class of a layer that does not support the policy.
     """
     return [_under(policy, cache, rings=rings) for cache in make_prompt_cache(model)]
 
@@ -190,10 +190,9 @@ def cut(
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Those that are cut by tokens may be longer: that is room, whose contents nobody reads before they are
-    written. A ring's are its sinks and its window, and no longer.
-
-    Raises `ValueError` where they are not exactly what such caches hold at that position.
+    Arrays that are cut by tokens may be longer; nobody reads that room before it is written. A ring's arrays
+    are its sinks and its window, no longer. Raises `ValueError` if the arrays are not what such caches hold
+    at that position.
     """
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tensors.items():
@@ -209,7 +208,7 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
 
 
 def holds(caches: Sequence[Any], start: int, end: int) -> bool:
-    """Say whether the layers that are cut by tokens still hold all of `[start, end)`."""
+    """Whether all layers that are cut by tokens still hold all of `[start, end)`."""
     return all(
         cache.holds(start, end) if type(cache) is RingCache else end <= cache.offset
         for _, cache in leaves(caches)
@@ -218,7 +217,7 @@ def holds(caches: Sequence[Any], start: int, end: int) -> bool:
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
-    """Say whether no layer has a state that its end alone has: `trim` can bring them back to `earliest`.
+    """Whether every layer is cut by tokens, so that `trim` can shorten the caches, down to `earliest`.
 
     Not `is_trimmable` of mlx-lm: a rotating cache claims it until its window wraps, a chunked one always.
     """
@@ -226,10 +225,10 @@ def trimmable(caches: Sequence[Any]) -> bool:
 
 
 def earliest(caches: Sequence[Any]) -> int | None:
-    """Return the fewest tokens that `trim` can bring caches back to, and to any number from there on.
+    """Return the smallest length that `trim` can shorten caches to; every longer one is possible too.
 
-    0 where every layer keeps all its tokens. What a ring has overwritten, or a restore has not read, is not
-    there to go back to. None for layers with a state: they stay where they are.
+    0 if every layer keeps all tokens. A ring may have overwritten tokens, or a restore not read them. None
+    if a layer has a state, which cannot be shortened.
     """
     if not trimmable(caches):
         return None
@@ -237,9 +236,9 @@ def earliest(caches: Sequence[Any]) -> int | None:
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
-    """Forget all but the first `num_tokens` tokens. Nothing is freed; later tokens overwrite the rest.
+    """Drop all but the first `num_tokens` tokens. Frees no memory; later tokens overwrite the rest.
 
-    Raises `ValueError` where that is fewer than `earliest`.
+    Raises `ValueError` if `num_tokens` is below `earliest`.
     """
     for _, cache in leaves(caches):
         if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:
@@ -253,7 +252,7 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
 def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's `new` caches with copies of the first `num_tokens` tokens of `caches`.
 
-    Only for caches that are `trimmable`, and from their `earliest` number of tokens on; else a `ValueError`.
+    `caches` stay usable. Raises `ValueError` unless they are `trimmable` to `num_tokens`.
     """
     copies: list[mx.array] = []
     for (_, cache), (_, copy) in zip(leaves(caches), leaves(new), strict=True):

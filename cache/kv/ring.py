@@ -1,8 +1,8 @@
-"""KV of a session's first few tokens and its last ones, in memory that never grows beyond them.
+"""KV of a session's first few tokens and its last ones, in bounded memory.
 
-`RingCache` is a cache class of ours, beside mlx-lm's: for `sink_window`, and for the sliding windows that a
-model has itself. Where a token's key and value lie follows from the token's position alone, whatever way the
-tokens came in, so the same tokens give the same bits after a restore. Device thread only.
+`RingCache` is a cache class besides those of mlx-lm: for `sink_window`, and for a model's own sliding
+windows. The place of a token's key and value depends only on the token's position, not on how the tokens were
+run, so a restored session has the same bits. Device thread only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import mlx.core as mx
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: Tokens held beyond the window: a run of so many is written before its first token looks back, and a
-#: session can be rewound by as many without being read anew.
+#: Tokens held beyond the window: up to this many are written before the first of them attends to the window,
+#: and a session can be rewound by as many without prefilling again.
 SLACK: Final = 256
 
 
@@ -23,9 +23,10 @@ class RingCache:
     """The first `sink` tokens and the last `window` of one layer, and up to `SLACK` before those.
 
     `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
-    and biases where KV is quantised in groups of `group_size` to `bits` bits. Token p lies at place p while
-    p < sink, and behind them in turns. `offset` counts the tokens that were run. A key at position p is
-    rotated by p modulo `grid`, a power of two of no less than `sink + window`: see `worker.batch.far`.
+    and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
+    later tokens cycle through the places behind the sinks. `offset` counts the tokens that were run. A key
+    at position p is rotated by p modulo `grid`, a power of two of at least `sink + window`: see
+    `worker.batch.far`.
     """
 
     def __init__(
@@ -39,70 +40,70 @@ class RingCache:
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
-        #: The first position behind the sinks that still has its place: all from there on have.
+        #: The first position behind the sinks whose token has not been overwritten.
         self.first_held = sink
 
     @property
     def capacity(self) -> int:
-        """Places at the most."""
+        """The most places, in tokens."""
         return self.sink + self.window + SLACK
 
     @property
     def earliest(self) -> int:
-        """The fewest tokens that it can go back to, and to any number from there on."""
+        """The smallest length that `trim` can restore; every longer one is possible too."""
         return 0 if self.first_held <= self.sink else self.first_held + self.window
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """All arrays, to be evaluated."""
+        """All arrays, for `mx.eval`."""
         return (*(self.keys or ()), *(self.values or ()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is allocated."""
+        """The allocated bytes."""
         return sum(array.nbytes for array in self.state)
 
     def empty(self) -> bool:
-        """Whether it holds nothing yet."""
+        """Whether the cache is still empty."""
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Say whether it can go back to its first `num_tokens`: what they see is still here."""
+        """Whether the cache can be shortened to `num_tokens`: it still holds all that these tokens see."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens`, as caches of mlx-lm do. Raises `ValueError` where it cannot."""
+        """Drop the last `num_tokens` tokens, as caches of mlx-lm do. Raises `ValueError` if it cannot."""
         left = self.offset - num_tokens
         if not self.can_trim(left):
             raise ValueError(f"a ring of {self.offset} tokens cannot go back to {left}")
         self.offset = left
 
     def copy_from(self, other: RingCache) -> None:
-        """Hold what a ring of the same form holds, copied, unevaluated: either may go on."""
+        """Become a copy, unevaluated, of a ring with the same parameters; both stay usable."""
         if other.keys is not None and other.values is not None:
             self.keys, self.values = tuple(map(mx.array, other.keys)), tuple(map(mx.array, other.values))
         self.offset, self.first_held = other.offset, other.first_held
 
     def shrink(self) -> None:
-        """Give back the places behind its last token, unevaluated; for a ring that has not come round."""
+        """Free the places behind the last token, unevaluated; only before the ring has wrapped."""
         self.keys, self.values = (
             tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
             for side in (self.keys, self.values)
         )
 
     def holds(self, start: int, end: int) -> bool:
-        """Say whether it has the keys and values of the tokens `[start, end)`."""
+        """Whether the cache has the keys and values of the tokens `[start, end)`."""
         first = max(start, self.sink)
         return 0 <= start < end <= self.offset and (end <= self.sink or first >= self.first_held)
 
     def places(self, start: int, end: int) -> Iterator[slice]:
-        """Give the places of the tokens `[start, end)`, in order, as few slices."""
+        """Yield the places of the tokens `[start, end)` in order, as few slices as possible."""
         yield from _places(start, end, self.sink, self.capacity)
 
     def tokens(self, start: int, end: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
         """Copy the keys and values of the tokens `[start, end)`, unevaluated.
 
-        Raises `ValueError` where some of them are not held.
+        Raises `ValueError` if some of them are not held.
         """
         if self.keys is None or self.values is None or not self.holds(start, end):
             raise ValueError(f"not held: the tokens [{start}, {end}) of {self.offset}")
@@ -114,11 +115,11 @@ class RingCache:
         return keys, values
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:
-        """Make of keys, or values, what is held of them."""
+        """Return keys or values in the form that the cache holds, quantised if it is."""
         return mx.quantize(array, self.group_size, self.bits) if self.bits else (array,)
 
     def unpacked(self, num_places: int) -> tuple[mx.array, mx.array]:
-        """Show the keys and the values at the first places, unevaluated."""
+        """Return the keys and values at the first `num_places` places, dequantised, unevaluated."""
         keys, values = (self._unpacked(side or (), num_places) for side in (self.keys, self.values))
         return keys, values
 
@@ -130,7 +131,7 @@ class RingCache:
         return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
 
     def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
-        """Add the keys and values of the next tokens, `SLACK` at the most: (1, KV heads, tokens, size)."""
+        """Add the keys and values of the next tokens, at most `SLACK`: (1, KV heads, tokens, size)."""
         start, end = self.offset, self.offset + keys[0].shape[2]
         self._make_room(keys, values, end)
         for side, new in ((self.keys, keys), (self.values, values)):
@@ -144,9 +145,9 @@ class RingCache:
         self.first_held = max(self.first_held, end - self.window - SLACK)
 
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
-        """Make an empty cache hold what one of `num_tokens` tokens needs: its sinks, then its window.
+        """Fill an empty cache with the sinks, then the window, of a session of `num_tokens` tokens.
 
-        That is `policy.num_visible(num_tokens)` tokens. Raises `ValueError` where there are others.
+        That is `policy.num_visible(num_tokens)` tokens. Raises `ValueError` for any other number.
         """
         num_sinks = min(self.sink, num_tokens)
         num_held = min(num_tokens, self.sink + self.window)
@@ -167,7 +168,7 @@ class RingCache:
         self.first_held = num_tokens - num_held + num_sinks
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
-        """Allocate for `end` tokens, or for all that there will ever be."""
+        """Allocate for `end` tokens, up to the capacity."""
         held = self.keys[0].shape[2] if self.keys is not None else 0
         wanted = min(-(-end // SLACK) * SLACK, self.capacity)
         if held >= wanted:
@@ -184,7 +185,7 @@ class RingCache:
 
 
 def place_of(position: int, sink: int, capacity: int) -> int:
-    """Say where the token at `position` lies."""
+    """Return the place of the token at `position`."""
     return position if position < sink else sink + (position - sink) % (capacity - sink)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that hold no more than `num_tokens` tokens, of so many bytes all together.
+    """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together.
 
-    A ring's tokens are cut one by one, and a piece of a prompt has its place in it.
+    A ring is cut by tokens, and its size includes the piece of a prompt that is being prefilled.
     """
 
     num_tokens: int
@@ -45,7 +45,7 @@ class KvSize:
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Count the bytes of a snapshot of the last `num_new` of `at` tokens, with the states there."""
+        """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""
         states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_ring))
         per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_ring)
         return states.held(at) + num_new * per_token

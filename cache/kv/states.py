@@ -1,4 +1,4 @@
-"""What a cache of each class holds: a place per token, for good or in a ring, or a state that is one whole.
+"""What a cache of each class holds: a place per token, fixed or in a ring, or one state as a whole.
 
 Knows single caches, by exact class: a subclass may hold more than its base. `layers` stores what is found
 here in snapshots, and restores it. Runs on the device thread.
@@ -47,12 +47,12 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_cut(cache: Any) -> bool:
-    """Say whether the cache is cut by tokens: each that it holds has its own place."""
+    """Whether the cache is cut by tokens: every token that it holds has its own place."""
     return type(cache) in _PLAIN or type(cache) is RingCache
 
 
 def is_known(cache: Any) -> bool:
-    """Say whether all that the cache holds is known here."""
+    """Whether this module knows everything that the cache holds."""
     return is_cut(cache) or type(cache) in _WHOLE
 
 
@@ -81,14 +81,14 @@ def num_tokens(cache: Any) -> int | None:
 
 
 def room(cache: Any) -> int | None:
-    """Count the tokens that a cache has allocated for; None where its class does not allocate ahead."""
+    """Return how many tokens are allocated; None if the class does not allocate ahead."""
     if type(cache) not in _AHEAD and type(cache) is not RingCache:
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return how many tokens a ring holds, or a window or a chunk beside what runs; None for others."""
+    """Return how many tokens a ring holds, or a window or chunk keeps between steps; None for others."""
     if type(cache) is RingCache:
         return cache.capacity
     if type(cache) is RotatingKVCache:
@@ -118,7 +118,7 @@ def drop_passed(cache: Any) -> list[mx.array]:
 
 
 def drop_room(cache: Any) -> list[mx.array]:
-    """Drop what a cache has allocated behind its last token; returns what is left, unevaluated."""
+    """Drop the unused room of a cache; return the rest, unevaluated."""
     if type(cache) is RingCache:
         cache.shrink()
     else:
@@ -128,7 +128,7 @@ def drop_room(cache: Any) -> list[mx.array]:
 
 
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Name the arrays of keys and values; their axis 2 are a plain cache's tokens, with room behind them."""
+    """Return the named arrays of keys and values; axis 2 are a plain cache's tokens, then unused room."""
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
         found |= _named(name, getattr(cache, name))
@@ -136,16 +136,16 @@ def parts(cache: Any) -> dict[str, mx.array]:
 
 
 def _named(name: str, part: Any) -> dict[str, mx.array]:
-    """Name one array, or the three of a quantised part."""
+    """Return the names and arrays of a part: one array, or three if quantised."""
     arrays = [part] if isinstance(part, mx.array) else part or []
     names = [name] if len(arrays) == 1 else [f"{name}.{kind}" for kind in _QUANTIZED]
     return dict(zip(names, arrays, strict=False))
 
 
 def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
-    """Name what a cache that is cut by tokens holds of `[start, end)`, as `parts` does; some may be views.
+    """Return the named arrays of the tokens `[start, end)`, as `parts` names them; some may be views.
 
-    Raises `ValueError` where it does not hold all of them.
+    Only for caches that are cut by tokens. Raises `ValueError` if the cache does not hold all the tokens.
     """
     if type(cache) is RingCache:
         keys, values = cache.tokens(start, end)
@@ -156,9 +156,9 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 
 
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
-    """Fill a new cache that is cut by tokens; raises `ValueError` where the arrays do not fit.
+    """Fill a new cache that is cut by tokens. Raises `ValueError` if the arrays do not fit.
 
-    Those of a plain one may have room for more; a ring takes its sinks, then its window.
+    The arrays of a plain cache may have unused room; those of a ring are its sinks, then its window.
     """
     is_ring = type(cache) is RingCache
     names = ["keys", "values"]
@@ -172,7 +172,7 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
     if is_ring:
         cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens)
         return
-    if type(cache) is ConcatenateKVCache:  # which has no room: what comes next is put behind all of it
+    if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache
     cache.keys, cache.values = (filled[:3], filled[3:]) if quantized else filled
