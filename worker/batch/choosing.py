@@ -60,7 +60,7 @@ def batch_for(
     if merged is not None:
         log.info("this model's prompts run one after the other; its answers decode together")
         return MergedRows(model, merged, None, room)
-    log.warning("sessions of this model run one after the other: it can neither share a pass nor be merged")
+    log.warning("sessions of this model run one after the other: rows can neither share a pass nor be merged")
     return OneByOne(model)
 
 

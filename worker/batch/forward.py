@@ -156,7 +156,7 @@ class _LayerView:
 
     def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         if not isinstance(mask, _Masks):
-            raise TypeError("the model makes its masks by itself")
+            raise TypeError("the model makes its own attention masks")
         attention.rotate = self._rotate
         outputs = [
             part.attend(self._layer, some, own, attention)

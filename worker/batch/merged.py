@@ -145,7 +145,7 @@ class MergedCaches(Generic[RowT]):
     def join(self, rows: Sequence[tuple[RowT, list[Any]]]) -> None:
         """Copy rows in; their caches stay unchanged. If that fails, all merged rows are lost."""
         if self._mark is not None:
-            raise AssertionError("a step that is not settled has other rows")
+            raise AssertionError("rows change only after the step is committed")
         try:
             for i in range(len(rows[0][1])):
                 self._extend(i, _merge(self._way, [caches[i] for _, caches in rows]))
@@ -173,7 +173,7 @@ class MergedCaches(Generic[RowT]):
         if None not in self._rows:
             return
         if self._mark is not None:
-            raise AssertionError("a step that is not settled has other rows")
+            raise AssertionError("rows change only after the step is committed")
         keep = [i for i, row in enumerate(self._rows) if row is not None]
         try:
             for cache in self._caches:
@@ -212,7 +212,7 @@ class MergedCaches(Generic[RowT]):
 
     def _remember(self) -> None:
         if self._mark is not None:
-            raise AssertionError("a window has no room for a step behind one that is not settled")
+            raise AssertionError("a window has room for one step that is not committed")
         self._mark = [_fields(leaf) for leaf in _leaves(self._caches)]
 
     def _extend(self, layer: int, more: Any) -> None:

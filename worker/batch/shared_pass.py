@@ -84,7 +84,7 @@ class SharedPass(Batch):
         if not self._rows and not pieces:
             return
         if self._ahead is not None and pieces:
-            raise ValueError("the step that runs ahead takes no pieces")
+            raise ValueError("a step that is in flight takes no pieces")
         launched, self._ahead = self._ahead or self._launch(pieces), None
         if run_ahead:
             self._ahead = self._launch_next(launched)

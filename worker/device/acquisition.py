@@ -143,14 +143,10 @@ class Acquisition:
             return None
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
-    def _trimmed(self, resident: ResidentKv | None, num_tokens: int) -> tuple[list[Any], int]:
+    def _trimmed(self, kv: ResidentKv | None, num_tokens: int) -> tuple[list[Any], int]:
         """Trim caches to `num_tokens`, or make empty ones where that is not possible."""
-        if (
-            resident is None
-            or num_tokens == 0
-            or (len(resident.tokens) != num_tokens and not self._trimmable)
-        ):
+        if kv is None or num_tokens == 0 or (len(kv.tokens) != num_tokens and not self._trimmable):
             return make_prompt_cache(self._model), 0
-        if len(resident.tokens) != num_tokens:
-            layers.trim(resident.caches, num_tokens)
-        return resident.caches, num_tokens
+        if len(kv.tokens) != num_tokens:
+            layers.trim(kv.caches, num_tokens)
+        return kv.caches, num_tokens

@@ -257,5 +257,5 @@ class Admission:
 
 def _age(claim: Claim) -> int:
     if claim.age is None:
-        raise AssertionError("only those that have run or were overtaken make way, or have others do so")
+        raise AssertionError("a turn that has neither run nor been overtaken has no age")
     return claim.age

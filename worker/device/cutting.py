@@ -114,11 +114,9 @@ class Cutting:
                 spare_states=0 if ends_turn else 1,
             )
         except Exception:
-            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer goes on
-        has_state = tensors is not None and any(tensor.of_state for tensor in tensors)
-        self._done(
-            SnapshotCut(turn, span, tensors, state_lost=at_end and not self._trimmable and not has_state)
-        )
+            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
+        is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
+        self._done(SnapshotCut(turn, span, tensors, state_lost=at_end and not is_whole))
 
     def _tail_start(self, turn: Turn) -> int:
         """Return where the part of the tail starts that the end of an answer has to cut."""

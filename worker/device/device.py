@@ -165,7 +165,7 @@ class Device:
             pause_s: float | None = 0.0
             while self._apply_commands(runner, pause_s):
                 pause_s = runner.step(undisturbed=self._commands.empty())
-        except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
+        except BaseException as error:  # noqa: BLE001  # else the thread would end unnoticed
             self._died(error)
 
     def _start_runner(self, loaded: LoadedModel) -> Runner:
