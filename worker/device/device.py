@@ -121,12 +121,12 @@ class Device:
         """Answer a `Short`, after a `drop` for each session that could be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
-    def reserve_room(self, key: SessionKey, num_tokens: int, answer: Callable[[bool], None]) -> None:
+    def reserve_room(self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None]) -> None:
         """Reserve room for a restore of `num_tokens` until the session's next `submit`, or `release_room`.
 
-        `answer` is called on the device thread: True once there is room, False if there never will be.
+        `reply` is called on the device thread: True once there is room, False if there never will be.
         """
-        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, answer)))
+        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply)))
 
     def release_room(self, key: SessionKey) -> None:
         """Release the room that `reserve_room` has reserved or waits for."""

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoomRequest:
-    """A restore's request for room. `answer` is called with False if there never will be any."""
+    """A restore's request for room. `reply` is called with False if there never will be any."""
 
     key: SessionKey
     num_tokens: int
-    answer: Callable[[bool], None]
+    reply: Callable[[bool], None]
 
 
 class Room:
@@ -101,7 +101,7 @@ class Room:
             if fits:
                 self._promised[request.key] = size_bytes
             del self._requests[0]
-            request.answer(fits)
+            request.reply(fits)
 
     def has(self, size_bytes: int) -> bool:
         """Say whether `size_bytes` more fit beside what was promised."""

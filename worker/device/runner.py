@@ -191,7 +191,7 @@ class Runner:
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
         return (
             f"after {turn.num_cached} of {turn.target} tokens the next piece takes {size_bytes} bytes beside"
-            f" the {mx.get_active_memory()} in use, above the device's limit of {self.estimator.limit_bytes};"
+            f" the {mx.get_active_memory()} in use, the limit of the device is {self.estimator.limit_bytes};"
             " shorten the session, or raise device_memory"
         )
 
