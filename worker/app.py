@@ -373,6 +373,7 @@ class App:
             retention=self._retention,
             max_result_bytes=settings.max_message_bytes,
             context_tokens=self._context_tokens,
+            block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
         )

@@ -19,9 +19,11 @@ import pytest
 from anyio import TaskHandle
 from hypothesis import given, settings
 
+from cache.names.policy import FULL, Policy
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
+    CachePolicy,
     Chunk,
     Close,
     Failed,
@@ -154,13 +156,16 @@ class Formula:
             first_token_s=0.0,
         )
 
+    def refusal(self, _: Policy) -> None:
+        return None
+
     def live_bytes(self, *_: Any) -> int:
         return 0
 
-    def size_bytes(self, _: int) -> int:
+    def size_bytes(self, *_: Any) -> int:
         return 0
 
-    def most_tokens(self, most: int) -> int:
+    def most_tokens(self, most: int, _: Policy) -> int:
         return most
 
     def forget(self, _: SessionKey) -> None:
@@ -209,12 +214,12 @@ class World:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.log = Log()
         self.engine = Formula(tokenizer)
-        self.fold = Fold(tokenizer)
         self._tokenizer = tokenizer
         self.crash()
 
-    def crash(self) -> None:
-        """Forget everything but the log."""
+    def crash(self, policy: Policy = FULL) -> None:
+        """Forget everything but the log; `policy` is the default from then on."""
+        self.fold = Fold(self._tokenizer, policy)
         self.outbox = Outbox()
         self.num_released = 0
         parts: Any = {
@@ -225,6 +230,7 @@ class World:
         parts["engine"] = self.engine
         limits: Any = {
             "context_tokens": 10_000,
+            "block_tokens": 32,
             "max_result_bytes": 2**20,
             "vocab_size": 2**20,
             "kv_bits": None,
@@ -277,10 +283,13 @@ class World:
         return [decode_result(body) for body in bodies if body != NO_RESULT]
 
     async def refolded(self) -> Session:
-        """Read the log from its beginning, up to the first request without a result."""
+        """Read the log from its beginning, up to the first request without a result.
+
+        The default policy is none that any session here has begun with.
+        """
         other = World(self._tokenizer)
         other.log = self.log
-        other.crash()
+        other.crash(Policy(9, 999))
         await other.session.catch_up()
         return other.session
 
@@ -299,6 +308,7 @@ def assert_same(one: History, other: History) -> None:
     """Two histories are the same, of which either may have a conversation that is shortened."""
     assert one.tokens == other.tokens
     assert (one.exists, one.closed) == (other.exists, other.closed)
+    assert not one.exists or one.policy == other.policy
     steps, others = one.conversation._segments, other.conversation._segments
     num_common = min(len(steps), len(others))
     assert steps[len(steps) - num_common :] == others[len(others) - num_common :]
@@ -326,6 +336,13 @@ INPUTS = st.one_of(
     st.fixed_dictionaries({"text": TEXTS}),
     st.fixed_dictionaries({"tokens": TOKENS}),
 )
+CACHES = [
+    CachePolicy(),
+    CachePolicy(policy="full"),
+    CachePolicy(policy="sink_window"),
+    CachePolicy(policy="sink_window", sink=2, window=40),
+    CachePolicy(policy="sink_window", sink=2, window=4),  # smaller than a block
+]
 EXPECTED = st.sampled_from([{}, {}, {}, {"expect_position": 0}, {"expect_position": 40}])
 REQUESTS = st.one_of(
     st.builds(lambda given, expected: lambda id_: Append(id=id_, **given, **expected), INPUTS, EXPECTED),
@@ -336,9 +353,8 @@ REQUESTS = st.one_of(
         st.booleans(),
     ),
     st.builds(lambda position: lambda id_: Rewind(id=id_, position=position), st.integers(0, 60)),
-    st.sampled_from(
-        [lambda id_: Open(id=id_), lambda id_: Close(id=id_), lambda id_: b'{"type": "' + id_.encode()]
-    ),
+    st.builds(lambda cache: lambda id_: Open(id=id_, cache=cache), st.sampled_from(CACHES)),
+    st.sampled_from([lambda id_: Close(id=id_), lambda id_: b'{"type": "' + id_.encode()]),
 )
 OPERATIONS = st.lists(
     st.one_of(
@@ -350,7 +366,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("reuse"), st.integers(0, 20)),
         st.tuples(st.just("cancel waiting"), st.integers(0, 5)),
         st.tuples(st.just("run, cancelled after"), st.integers(0, 4)),
-        st.tuples(st.just("crash"), st.none()),
+        st.tuples(st.just("crash"), st.sampled_from([FULL, FULL, Policy(4, 64)])),
     ),
     max_size=24,
 )
@@ -381,7 +397,7 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
                 known = world.session._record.answered_ids.find(id_) is not None
                 assert isinstance(await world.session.cancel(id_), Failed) == known
         elif operation == "crash":
-            world.crash()
+            world.crash(argument)
         world.engine.cancel_after = argument if operation == "run, cancelled after" else None
         if "run" in operation:
             await world.session.run()

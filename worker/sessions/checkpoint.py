@@ -18,10 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from cache.names.blocks import as_tokens, pack, unpack
+from turnkeep_client.messages import SessionCache  # noqa: TC001  # msgspec looks it up
 from worker.text.templates import Conversation, Segment, pack_segments, unpack_segments
 
 from .answered import AnsweredIds
 from .history import History
+from .policies import in_words, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +87,10 @@ def digest(body: bytes) -> bytes:
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """A checkpoint; `near` is the shortened conversation, empty if the template looks back."""
+    """A checkpoint; `near` is the shortened conversation, empty if the template looks back.
+
+    `cache` is the session's policy; of a session under `full`, it is left out, as in earlier versions.
+    """
 
     version: int
     maker: bytes
@@ -99,6 +104,7 @@ class _Body(Struct, frozen=True, array_like=True):
     kept_tokens: int
     tokens: bytes
     ids: bytes
+    cache: SessionCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +143,10 @@ class Delta:
             kept_tokens=self.changes.kept_tokens,
             tokens=zlib.compress(pack(self.tokens), _LEVEL),
             ids=self.ids,
+            cache=in_words(self.history.policy) if self.history.exists else None,
         )
-        return msgspec.msgpack.encode(body)
+        fields = msgspec.structs.astuple(body)
+        return msgspec.msgpack.encode(fields if body.cache else fields[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +191,8 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
             conversation = Conversation.of(tokenizer, last.started, segments)
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
+        policy = recorded(last.cache)
     except (msgspec.MsgspecError, zlib.error, ValueError):
         return None
-    history = History(conversation, tokens, exists=last.exists, closed=last.closed)
+    history = History(conversation, tokens, exists=last.exists, closed=last.closed, policy=policy)
     return Checkpoint(last.in_seq, history, answered) if conversation.position == len(tokens) else None

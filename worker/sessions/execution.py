@@ -17,7 +17,6 @@ from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     Append,
     Appended,
-    CachePolicy,
     Chunk,
     Close,
     Closed,
@@ -38,9 +37,10 @@ from worker.text.answer import Answer
 from worker.text.text import TextStream
 
 from .history import RefusedError
+from .policies import chosen, misfit, seen
 
 if TYPE_CHECKING:
-    from cache.names.blocks import Tokens
+    from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
@@ -77,6 +77,7 @@ class Execution:
         telemetry: Telemetry,
         retention: Retention,
         context_tokens: int,
+        block_tokens: int,
         max_result_bytes: int,
         vocab_size: int,
         kv_bits: int | None,
@@ -84,7 +85,8 @@ class Execution:
         """`context_tokens` is the maximum of a session; `vocab_size` bounds the model's token ids.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
-        precision of this worker's KV; None is full precision.
+        precision of this worker's KV; None is full precision. A `sink_window` has a window of `block_tokens`
+        or more, and of `context_tokens` at most together with its sink.
         """
         self._journal = journal
         self._engine = engine
@@ -93,6 +95,7 @@ class Execution:
         self._telemetry = telemetry
         self._retention = retention
         self._context_tokens = context_tokens
+        self._block_tokens = block_tokens
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
@@ -109,12 +112,14 @@ class Execution:
                 return await self._append(key, request, pending, history)
             case Generate():
                 return await self._generate(key, request, pending, history)
-            case Open(cache=CachePolicy(kv_bits=kv_bits)):
-                self._check_precision(kv_bits)
-                return Opened(id=request.id, seq=pending.seq, position=0), self._fold.opened(history)
+            case Open(cache=cache):
+                self._check_precision(cache.kv_bits)
+                after = self._fold.opened(history, chosen(cache, self._fold.policy))
+                self._check_policy(after.policy)
+                return Opened(id=request.id, seq=pending.seq, position=0, **seen(after)), after
             case Rewind(position=position):
-                result = Rewound(id=request.id, seq=pending.seq, position=position)
-                return result, self._fold.rewound(history, position)
+                after = self._fold.rewound(history, position)
+                return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
             case Close():
                 return await self._close(key, request, pending, history), self._fold.closed(history)
 
@@ -131,13 +136,17 @@ class Execution:
     async def _append(
         self, key: SessionKey, request: Append, pending: Pending, history: History
     ) -> tuple[Result, History]:
+        policy = history.policy
+        self._check_policy(policy)
         extended = await self._extend(history, request)
         tokens = extended.history.tokens
-        self._check_size(len(tokens), room=0)
+        self._check_size(len(tokens), policy, room=0)
         cached = prefilled = 0
-        live_bytes = self._engine.live_bytes(key, history.tokens)
+        live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
-            turn = await self._engine.run(key, tokens, lambda: pending.stopped, priority=pending.priority)
+            turn = await self._engine.run(
+                key, tokens, lambda: pending.stopped, policy=policy, priority=pending.priority
+            )
             if turn is None or not turn.complete:
                 return withdrawn(pending, history), history
             live_bytes = turn.live_bytes
@@ -153,12 +162,15 @@ class Execution:
             kv_live_bytes=live_bytes,
             seconds=monotonic() - pending.received_s,
             rewritten_from=extended.rewritten_from,
+            **seen(extended.history),
         )
         return result, extended.history
 
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
+        policy = history.policy
+        self._check_policy(policy)
         async with task_group() as tasks:
             reading = pending.published or tasks.start_soon(
                 self._journal.published, key, request.id, pending.seq, pending.stored
@@ -171,9 +183,10 @@ class Execution:
                 "invalid_request",
                 "the session is empty: append something first, or send messages, text or tokens",
             )
-        self._check_size(len(prompt), room=1)
+        self._check_size(len(prompt), policy, room=1)
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
-        most = self._engine.most_tokens(self._context_tokens) - len(prompt)
+        most = self._context_tokens if policy.window is None else len(prompt) + request.max_tokens
+        most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
         max_tokens = min(request.max_tokens, most)
         stream = TextStream(self._tokenizer, request.stop)
@@ -184,7 +197,7 @@ class Execution:
             end_tokens=self._tokenizer.eos_ids,
         )
         self._resume(published, answer)
-        turn = await self._sample(key, request, pending, prompt, answer)
+        turn = await self._sample(key, request, pending, extended.history, answer)
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held_text = answer.cancel("expired" if late else "cancelled")
@@ -216,7 +229,7 @@ class Execution:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
     async def _sample(
-        self, key: SessionKey, request: Generate, pending: Pending, prompt: Tokens, answer: Answer
+        self, key: SessionKey, request: Generate, pending: Pending, prompt: History, answer: Answer
     ) -> TurnResult | None:
         """Run the answer to its end; None if it is complete already, or cancelled before its turn began."""
         if answer.finish_reason is not None:
@@ -231,8 +244,9 @@ class Execution:
 
         turn = await self._engine.run(
             key,
-            prompt + as_tokens(answer.tokens),
+            prompt.tokens + as_tokens(answer.tokens),
             lambda: pending.stopped,
+            policy=prompt.policy,
             priority=pending.priority,
             answer=answer,
             sampling=_sampling(key, request, pending),
@@ -275,8 +289,11 @@ class Execution:
                 first_token=(turn.first_token_s if turn else now_s) - begun_s,
                 total=now_s - begun_s,
             ),
-            kv_live_bytes=turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens),
+            kv_live_bytes=(
+                turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
+            ),
             rewritten_from=extended.rewritten_from,
+            **seen(after),
         )
 
     def _check_precision(self, kv_bits: int | None) -> None:
@@ -289,21 +306,28 @@ class Execution:
                 f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
             )
 
-    def _check_size(self, num_prompt: int, *, room: int) -> None:
+    def _check_policy(self, policy: Policy) -> None:
+        """Refuse a session under a policy that this worker or its model cannot serve."""
+        why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self._context_tokens)
+        if (why := why or self._engine.refusal(policy)) is not None:
+            raise RefusedError("invalid_request", why)
+
+    def _check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
         """Refuse a prompt that can never run, with `room` tokens for the answer."""
-        if num_prompt + room > self._context_tokens:
+        if policy.window is None and num_prompt + room > self._context_tokens:
             raise RefusedError(
                 "context_exceeded",
                 f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
                 f"{self._context_tokens}: rewind it, or start a new session",
             )
-        needed = self._engine.size_bytes(num_prompt + room)
+        needed = self._engine.size_bytes(num_prompt + room, policy)
         ledger = self._engine.ledger
+        smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
         if not ledger.ever_fits(needed):
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{ledger.max_bytes}: shorten the session, or raise max_memory",
+                f"{ledger.max_bytes}: {smaller}, or raise max_memory",
             )
 
 
@@ -329,6 +353,7 @@ def withdrawn(pending: Pending, history: History) -> Result:
         usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
         seconds=Seconds(queued=waited_s, prefill=0.0, first_token=waited_s, total=waited_s),
         kv_live_bytes=0,
+        **seen(history),
     )
 
 

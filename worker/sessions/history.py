@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 
 from cache.names.blocks import as_tokens, pack
+from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -29,12 +30,15 @@ from turnkeep_client.messages import (
 )
 from worker.text.templates import Conversation, CutOffError, TemplateError
 
+from .policies import recorded
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
     from typing import TypeAlias
 
     from cache.names.blocks import Tokens
+    from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from worker.text.templates import Addition, Tokenizer
@@ -57,12 +61,16 @@ class DivergedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A session's tokens and the state of its conversation. `tokens` must not be changed in place."""
+    """A session's tokens and the state of its conversation. `tokens` must not be changed in place.
+
+    `policy` says which of the tokens the model sees; while the session does not exist, it is the default.
+    """
 
     conversation: Conversation
     tokens: Tokens
     exists: bool = False
     closed: bool = False
+    policy: Policy = FULL
 
     @property
     def position(self) -> int:
@@ -89,12 +97,14 @@ class Fold:
     Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, policy: Policy = FULL) -> None:
+        """Sessions that choose no cache policy begin with `policy`."""
+        self.policy = policy
         self._tokenizer = tokenizer
 
     def begin(self, started: datetime) -> History:
         """Return the history of a session without entries; templates may print `started`."""
-        return History(Conversation(self._tokenizer, started), as_tokens())
+        return History(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
 
     def check(self, history: History, request: Request) -> None:
         """Raise `RefusedError` where the session's state does not allow the request."""
@@ -154,9 +164,9 @@ class Fold:
         whole = _spliced(extended.tokens, extended.position, tokens, undo)
         return replace(extended, conversation=conversation, tokens=whole, exists=True)
 
-    def opened(self, history: History) -> History:
+    def opened(self, history: History, policy: Policy) -> History:
         """Start a session; it may replace a closed session of the same name."""
-        return replace(self.begin(history.conversation.started), exists=True)
+        return replace(self.begin(history.conversation.started), exists=True, policy=policy)
 
     def closed(self, history: History) -> History:
         """End a session. Its tokens are kept only to know its position."""
@@ -188,11 +198,12 @@ class Fold:
             case _, Generated(tokens=(), finish_reason="cancelled"):
                 return history  # cancelled before its first token: not even its input was added
             case Open(), Opened():
-                after = self.opened(history)
+                after = self.opened(history, _recorded(result))
             case Append(), Appended():
-                after = self._replay_extend(history, request, result.position, undo)
+                after = self._replay_extend(_begun(history, result), request, result.position, undo)
             case Generate(), Generated(tokens=tokens):
-                extended = self._replay_extend(history, request, result.position - len(tokens), undo)
+                begun = _begun(history, result)
+                extended = self._replay_extend(begun, request, result.position - len(tokens), undo)
                 after = self.answered(extended, tokens, undo)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
@@ -256,6 +267,18 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
+
+
+def _begun(history: History, result: Appended | Generated) -> History:
+    """Return the history before a result, with the policy that its session keeps from then on."""
+    return history if history.exists else replace(history, policy=_recorded(result))
+
+
+def _recorded(result: Opened | Appended | Generated) -> Policy:
+    try:
+        return recorded(result.cache)
+    except ValueError as error:
+        raise DivergedError(str(error)) from None
 
 
 def _spliced(tokens: Tokens, kept: int, more: Sequence[int], undo: list[Undo] | None) -> Tokens:

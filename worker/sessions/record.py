@@ -150,6 +150,8 @@ class Record:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
+        if not self.history.exists:  # the default may have changed since
+            self.history = replace(self.history, policy=self._fold.policy)
         self._last_checkpointed = self.history.conversation
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq

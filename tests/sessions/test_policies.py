@@ -1,0 +1,206 @@
+"""A session keeps the cache policy that it began with: through the log, checkpoints and other workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from test_checkpoints import checkpoints, converse, opened, resumed_at, whole
+from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
+from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414
+from test_fold import World
+
+from cache.names.policy import FULL, Policy
+from turnkeep_client.messages import (
+    Append,
+    CachePolicy,
+    Close,
+    Failed,
+    Generate,
+    Open,
+    Rewind,
+    SessionCache,
+)
+from worker.sessions.checkpoint import CheckpointMessage, _Body
+from worker.sessions.policies import misfit
+
+if TYPE_CHECKING:
+    from worker.models.tokenizer import Tokenizer
+
+SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
+SAID = SessionCache(policy="sink_window", sink=4, window=40)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    return World(tokenizer)
+
+
+def append(number: int, num_tokens: int = 1) -> Append:
+    return Append(id=f"a{number}", tokens=(5,) * num_tokens)
+
+
+async def test_results_say_the_policy_and_what_the_model_still_sees(world: World) -> None:
+    """From `visible_from` on the model sees all; before it the sinks alone."""
+    first = await world.ask(Open(id="o", cache=SINK_WINDOW))
+    assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
+    whole = await world.ask(append(1, 44))
+    assert (whole.cache, whole.visible_from, whole.position) == (SAID, 0, 44)
+    longer = await world.ask(append(2, 6))
+    assert (longer.cache, longer.visible_from, longer.position) == (SAID, 10, 50)
+    answer = await world.ask(Generate(id="g", max_tokens=1, tokens=(5,)))
+    assert (answer.cache, answer.visible_from, answer.position) == (SAID, 12, 52)
+    back = await world.ask(Rewind(id="r", position=45))
+    assert (back.cache, back.visible_from, back.position) == (SAID, 5, 45)
+    await world.assert_fold_is_life()
+
+
+async def test_sessions_with_all_of_their_kv_say_nothing_of_it(world: World) -> None:
+    for request in (Open(id="o", cache=CachePolicy(policy="full")), append(1), Rewind(id="r", position=0)):
+        result = await world.ask(request)
+        assert (result.cache, result.visible_from) == (None, None)
+    bodies = [entry.body for entry in world.log.entries if entry.kind == "out"]
+    assert bodies[0] == b'{"type":"opened","id":"o","seq":1,"position":0}'
+    assert not any(b"cache" in body.replace(b"cached_tokens", b"") for body in bodies)
+
+
+@pytest.mark.parametrize("how", ["append", "open"])
+async def test_a_worker_whose_default_changed_goes_on_as_the_session_began(world: World, how: str) -> None:
+    world.crash(Policy(4, 40))
+    began = await world.ask(Open(id="o") if how == "open" else append(0))
+    assert began.cache == SAID
+    for default in (FULL, Policy(2, 100)):
+        world.crash(default)
+        assert (await world.ask(append(default.sink + 1))).cache == SAID
+        assert world.session.history.policy == Policy(4, 40)
+
+
+async def test_a_session_from_before_there_were_policies_keeps_all_of_its_kv(world: World) -> None:
+    await world.ask(append(0))
+    world.crash(Policy(4, 40))
+    assert (await world.ask(append(1))).cache is None
+    assert world.session.history.policy == FULL
+    refused = await world.ask(Open(id="o"))
+    assert isinstance(refused, Failed)
+
+
+async def test_a_request_that_changed_nothing_has_chosen_nothing(world: World) -> None:
+    world.crash(Policy(4, 40))
+    assert isinstance(await world.ask(Generate(id="empty")), Failed)
+    world.crash(FULL)
+    assert (await world.ask(append(0))).cache is None
+    await world.assert_fold_is_life()
+
+
+async def test_an_open_session_is_not_opened_anew_and_a_closed_one_may_choose_again(world: World) -> None:
+    await world.ask(Open(id="o1", cache=SINK_WINDOW))
+    for number, cache in enumerate((SINK_WINDOW, CachePolicy(policy="full"))):
+        refused = await world.ask(Open(id=f"again{number}", cache=cache))
+        assert refused.message.startswith("the session is open already, at position 0;")
+    assert world.session.history.policy == Policy(4, 40)
+    await world.ask(Close(id="c"))
+    again = await world.ask(Open(id="o2", cache=CachePolicy(policy="sink_window", sink=1, window=32)))
+    assert again.cache == SessionCache(policy="sink_window", sink=1, window=32)
+    await world.ask(Close(id="c2"))
+    assert (await world.ask(Open(id="o3"))).cache is None
+    await world.assert_fold_is_life()
+
+
+async def test_an_open_that_leaves_out_the_numbers_gets_the_usual_ones(world: World) -> None:
+    result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
+    assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)
+
+
+@pytest.mark.parametrize(
+    ("cache", "refusal"),
+    [
+        (
+            {"window": 31},
+            "a window of 31 tokens is smaller than this worker's block: it must have 32 or more",
+        ),
+        (
+            {"sink": 5, "window": 9_996},
+            "a sink of 5 and a window of 9996 tokens exceed the context: together they may have 10000",
+        ),
+    ],
+)
+async def test_what_the_worker_cannot_serve_is_refused_before_the_session_begins(
+    world: World, cache: dict[str, int], refusal: str
+) -> None:
+    refused = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window", **cache)))
+    assert (refused.code, refused.message) == ("invalid_request", refusal)
+    assert not world.session.history.exists
+    assert (await world.ask(append(0))).cache is None
+
+
+def test_the_largest_and_the_smallest_window_fit() -> None:
+    limits = {"block_tokens": 32, "context_tokens": 100}
+    assert misfit(Policy(68, 32), **limits) is None
+    assert misfit(Policy(4, 96), **limits) is None
+    assert misfit(FULL, **limits) is None
+
+
+async def test_a_model_that_cannot_serve_it_says_why_also_in_an_open_session(world: World) -> None:
+    await world.ask(Open(id="o", cache=SINK_WINDOW))
+    world.engine.refusal = lambda policy: None if policy == FULL else "it has latent attention"
+    for request in (append(0), Generate(id="g", tokens=(5,))):
+        refused = await world.ask(request)
+        assert (refused.code, refused.message) == ("invalid_request", "it has latent attention")
+    await world.ask(Close(id="c"))
+    refused = await world.ask(Open(id="o2", cache=SINK_WINDOW))
+    assert refused.message == "it has latent attention"
+    assert (await world.ask(Open(id="o3"))).position == 0
+
+
+async def test_a_session_in_a_window_outgrows_the_context(world: World) -> None:
+    """Neither a prompt that is longer than it, nor an answer that would come over it, has a limit."""
+    refused = await world.ask(append(0, 10_001))
+    assert refused.code == "context_exceeded"
+    await world.ask(Open(id="o", cache=SINK_WINDOW))
+    over = await world.ask(append(1, 10_100))
+    assert (over.position, over.visible_from) == (10_100, 10_060)
+    asked: list[dict[str, Any]] = []
+    run = world.engine.run
+
+    async def noting(*args: Any, **named: Any) -> Any:
+        asked.append(named)
+        return await run(*args, **named)
+
+    world.engine.run = noting  # type: ignore[method-assign]
+    answer = await world.ask(Generate(id="g", max_tokens=20_000))
+    assert answer.position > 10_100
+    assert (asked[0]["max_new"], asked[0]["policy"]) == (20_000, Policy(4, 40))
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_checkpoint_carries_the_policy(world: World) -> None:
+    await world.ask(Open(id="o", cache=SINK_WINDOW))
+    await converse(world, range(9))
+    one, other = await opened(world), await whole(world)
+    assert resumed_at(one) > resumed_at(other) == 0
+    assert one.history.policy == other.history.policy == Policy(4, 40)
+
+
+@pytest.mark.usefixtures("often")
+async def test_checkpoints_of_sessions_with_all_of_their_kv_are_what_they_were(world: World) -> None:
+    """An earlier version reads them, and this one those of an earlier version."""
+    await converse(world, range(9))
+    parts = [msgspec.json.decode(entry.body, type=CheckpointMessage) for entry in checkpoints(world)]
+    body = b"".join(part.part for part in parts[: [part.begins for part in parts].index(True, 1)])
+    assert len(msgspec.msgpack.decode(body)) == len(_Body.__struct_fields__) - 1
+    session = await opened(world)
+    assert resumed_at(session)
+    assert session.history.policy == FULL
+
+
+async def test_a_policy_of_a_later_version_is_not_taken_for_another(world: World) -> None:
+    await world.ask(Open(id="o"))
+    entries = world.log.entries
+    told = entries[1].body.replace(b"}", b',"cache":{"policy":"paged","resident":4096}}')
+    entries[1] = replace(entries[1], body=told)
+    world.crash()
+    refused = await world.ask(append(0))
+    assert refused.code == "history_diverged"
+    assert refused.message.startswith("the log says a cache policy that this worker does not know: paged; ")

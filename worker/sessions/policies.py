@@ -1,0 +1,68 @@
+"""A session's cache policy: from the request that chooses it, to its results, and back from the log. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cache.names.policy import FULL, Policy
+from turnkeep_client.messages import DEFAULT_SINK, DEFAULT_WINDOW, SessionCache
+
+if TYPE_CHECKING:
+    from turnkeep_client.messages import CachePolicy
+
+    from .history import History
+
+
+def chosen(cache: CachePolicy, default: Policy) -> Policy:
+    """Return the policy that an `open` asks for; `default` if it asks for none."""
+    if cache.policy is None:
+        return default
+    if cache.policy == "full":
+        return FULL
+    return Policy(
+        DEFAULT_SINK if cache.sink is None else cache.sink,
+        DEFAULT_WINDOW if cache.window is None else cache.window,
+    )
+
+
+def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | None:
+    """Return why a worker with these blocks and this context cannot serve a policy; None if it can."""
+    if policy.window is None:
+        return None
+    if policy.window < block_tokens:
+        return (
+            f"a window of {policy.window} tokens is smaller than this worker's block: it must have"
+            f" {block_tokens} or more"
+        )
+    if policy.sink + policy.window > context_tokens:
+        return (
+            f"a sink of {policy.sink} and a window of {policy.window} tokens exceed the context: together"
+            f" they may have {context_tokens}"
+        )
+    return None
+
+
+def in_words(policy: Policy) -> SessionCache | None:
+    """Build what results say of a policy; None for `full`."""
+    if policy.window is None:
+        return None
+    return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
+
+
+def seen(history: History) -> dict[str, Any]:
+    """Build the fields about the policy of the result that leads to `history`; none for `full`."""
+    cache = in_words(history.policy) if history.exists else None
+    if cache is None:
+        return {}
+    return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
+
+
+def recorded(cache: SessionCache | None) -> Policy:
+    """Return the policy that a result says. Raises `ValueError` if this worker does not know it."""
+    match cache:
+        case None:
+            return FULL
+        case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
+            return Policy(sink, window)
+        case _:
+            raise ValueError(f"the log says a cache policy that this worker does not know: {cache.policy}")
