@@ -283,8 +283,12 @@ def shrink(caches: Sequence[Any]) -> None:
     mx.eval(kept)
 
 
-def grows(cache: Any, num_tokens: int) -> bool | None:
-    """Whether a layer's cache must allocate for `num_tokens` more tokens; None if that is unknown."""
+def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
+    """Whether caches must allocate for `num_tokens` more tokens; None if that is unknown.
+
+    Plain layers grow together, and none later than a ring: the first of them speaks for all.
+    """
+    cache = next((cache for cache in caches if type(cache) is not RingCache), caches[0])
     room = states.room(cache)
     if room is None:
         return None

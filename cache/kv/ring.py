@@ -7,16 +7,14 @@ run, so a restored session has the same bits. Device thread only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from cache.names.policy import SLACK
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-#: Tokens held beyond the window: up to this many are written before the first of them attends to the window,
-#: and a session can be rewound by as many without prefilling again.
-SLACK: Final = 256
 
 
 class RingCache:

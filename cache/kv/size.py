@@ -7,6 +7,12 @@ a model's layers; admission, the estimate of a step and reports use the result.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cache.names.policy import SLACK
+
+if TYPE_CHECKING:
+    from cache.names.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,21 @@ class KvSize:
     fixed_bytes: int = 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every token's KV is kept, so that a session can be cut at any of them."""
+        return not self.windows and not self.fixed_bytes
+
+    @property
     def bounded_bytes(self) -> int:
         """The most bytes that windows and states take, however long a session becomes."""
         return self.fixed_bytes + sum(one.num_tokens * one.bytes_per_token for one in self.windows)
+
+    def under(self, policy: Policy) -> KvSize:
+        """Return the bytes of the same layers under a policy."""
+        if policy.most_tokens is None or not self.bytes_per_token:
+            return self
+        ring = Window(policy.most_tokens + SLACK, self.bytes_per_token, is_ring=True)
+        return KvSize(0, (*self.windows, ring), self.fixed_bytes)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
         """Return the bytes of `num_tokens` tokens. Windows may hold `ahead` more tokens during prefill."""
@@ -43,6 +61,13 @@ class KvSize:
             for one in self.windows
         )
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
+
+    def live(self, num_tokens: int) -> int:
+        """Return the bytes of the KV that the next token sees: what a ring holds beyond that is left out."""
+        seen = (
+            replace(one, num_tokens=one.num_tokens - SLACK) if one.is_ring else one for one in self.windows
+        )
+        return replace(self, windows=tuple(seen)).held(num_tokens)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
         """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""

@@ -7,6 +7,11 @@ tokens that were visible when it was computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+#: Tokens held beyond a window: up to this many are written before the first of them attends to the window,
+#: and a session can be rewound by as many without prefilling again.
+SLACK: Final = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,12 +174,12 @@ def test_a_forked_ring_leaves_its_source_as_it_is() -> None:
 
 def test_a_short_ring_gives_back_its_room_and_grows_again() -> None:
     caches = run(layers.make(model(KVCache), POLICY), 0, 20)
-    assert not layers.grows(caches[0], 200)
+    assert not layers.grows(caches, 200)
     layers.shrink(caches)
     assert layers.allocated_bytes(caches) == 20 * TOKEN_BYTES
-    assert layers.grows(caches[0], 1)
+    assert layers.grows(caches, 1)
     run(caches, 20, 700)
     assert keys_of(caches, 600, 700) == [[float(at) for at in range(600, 700)]]
-    assert not layers.grows(caches[0], 200)
+    assert not layers.grows(caches, 200)
     layers.shrink(caches)
     assert layers.allocated_bytes(caches) == 360 * TOKEN_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -74,9 +73,9 @@ class Naive:
         far = (j < sink) & (j <= t - window)
 
         def scores(at: np.ndarray) -> mx.array:
-            turned = copy(q)
-            if rope is not None:  # a query at a time, at its own place
-                turned = mx.concatenate([rope(q[:, :, i : i + 1], offset=int(at[i])) for i in range(num)], 2)
+            turned = q
+            if rope is not None:  # a row for each query, at its own place
+                turned = rope(q.transpose(2, 1, 0, 3), offset=mx.array(at)).transpose(2, 1, 0, 3)
             keys = k if rope is None else rope(k, offset=0)
             keys = mx.repeat(keys, q.shape[1] // k.shape[1], axis=1)
             return (turned @ keys.swapaxes(-1, -2)) * scale

@@ -83,6 +83,9 @@ class PrefillPiece:
 class Batch(ABC):
     """The running answers, and one step after another for them and for prompts."""
 
+    #: Whether rows may have rings in the place of plain caches and windows.
+    has_rings = False
+
     def __init__(self) -> None:
         self._rows: list[Row] = []
         #: Draft tokens since the start, and those of them that were accepted.
@@ -102,7 +105,7 @@ class Batch(ABC):
     def growing(self) -> list[int]:
         """Lengths of the rows whose caches are full, so that the next step allocates for them."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
-        return [row.num_cached for row in self._rows if row.caches and layers.grows(row.caches[0], 2)]
+        return [row.num_cached for row in self._rows if row.caches and layers.grows(row.caches, 2)]
 
     @property
     def removal_bytes(self) -> int:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import mlx.core as mx
 import structlog
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from .batch import PrefillPiece
@@ -51,12 +52,18 @@ def batch_for(
     forward = Forward(model)
     share = partial(_deviation_shared, model, forward)
     shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
+    turns = partial(_deviation_turned, model, forward)
+    has_rings = (
+        shares
+        and forward.rotations is not None
+        and trials.way("rings", lambda: 0 if _fits(model, "rings", turns) else None, 1) is not None
+    )
     classes = {type(cache) for cache in make_prompt_cache(model)}
     if shares and classes <= {KVCache, QuantizedKVCache}:
-        return SharedPass(forward, room, pools=classes == {KVCache}, max_draft=max_draft)
+        return SharedPass(forward, room, pools=classes == {KVCache}, max_draft=max_draft, has_rings=has_rings)
     merged = merged_for(model, trials)
     if shares:
-        return MergedRows(model, merged or MergedCaches(model, {}), forward, room)
+        return MergedRows(model, merged or MergedCaches(model, {}), forward, room, has_rings=has_rings)
     if merged is not None:
         log.info("this model's prompts run one after the other; its answers decode together")
         return MergedRows(model, merged, None, room)
@@ -105,6 +112,24 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
     forward([], (), [PrefillPiece(one, 16, _ids(5))])
     found = forward([OwnPart(one, 21, 1), OwnPart(other, 3, 1)], (1, 1))
     return _deviation(found, mx.concatenate([_alone(model, own, (1,)) for own in alone]))
+
+
+def _deviation_turned(model: Any, forward: Forward) -> float:
+    """Return how far logits over rings differ from those over mlx-lm's windows, relative to the largest.
+
+    Of 45 tokens in four pieces, against one by one, with a window of 16 in layers that have none: the rings
+    count positions from a base that moves on every 16 tokens, so most keys stand on the other side of it.
+    """
+    caches = make_prompt_cache(model)
+    if not all(type(cache) in (KVCache, QuantizedKVCache, RotatingKVCache) for cache in caches):
+        raise TypeError("layers of other classes than those with keys and values")
+    sizes = [cache.max_size if type(cache) is RotatingKVCache else 16 for cache in caches]
+    windows: list[Any] = [RotatingKVCache(size) for size in sizes]  # type: ignore[no-untyped-call]
+    rings = [RingCache(0, size, grid=1 << (size - 1).bit_length()) for size in sizes]
+    found, tokens = [], _ids(45)
+    for start, num in ((0, 21), (21, 3), (24, 20), (44, 1)):
+        found.append(forward([OwnPart(rings, start, num)], tokens[start : start + num]))
+    return _deviation(mx.concatenate(found), _alone(model, windows, tokens))
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:

@@ -23,7 +23,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import make_prompt_cache
 
-from cache.kv.ring import SLACK, RingCache
+from cache.kv.ring import RingCache
+from cache.names.policy import SLACK
 
 from . import cpu, far
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from .batch import Batch
 from .forward import OwnPart
@@ -52,12 +53,21 @@ class _LaunchedStep:
 class SharedPass(Batch):
     """Rows whose KV is in their sessions' own caches, or in a slot of a pool."""
 
-    def __init__(self, forward: Forward, room: Callable[[int], bool], *, pools: bool, max_draft: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        room: Callable[[int], bool],
+        *,
+        pools: bool,
+        max_draft: int,
+        has_rings: bool = False,
+    ) -> None:
         """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's draft.
 
         `pools` says that no KV is quantised: slots hold arrays of keys and of values.
         """
         super().__init__()
+        self.has_rings = has_rings
         self._forward = forward
         self._room = room
         self._has_pools = pools
@@ -212,7 +222,9 @@ class SharedPass(Batch):
             if row.pool is not None and row.num_cached >= row.pool.capacity:
                 self._leave_pool(row, row.pool)
         wanted = {
-            row: row.pool.capacity if row.pool else capacity_for(row.num_cached + _ROOM) for row in self._rows
+            row: row.pool.capacity if row.pool else capacity_for(row.num_cached + _ROOM)
+            for row in self._rows
+            if row.caches is None or type(row.caches[0]) is KVCache
         }
         together = Counter(wanted.values())
         for row, capacity in wanted.items():

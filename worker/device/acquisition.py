@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
 
@@ -80,7 +79,8 @@ class Acquisition:
         Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
-        copy_bytes = self._room.estimator.kv.held(len(source.tokens)) if source is not None else 0
+        kv = self._room.estimator.kv.under(turn.policy)
+        copy_bytes = kv.held(len(source.tokens)) if source is not None else 0
         if source is not None and not self._room.has(copy_bytes):
             if self._room.ask_for(copy_bytes, but=turn.source):
                 self._short.append(turn)
@@ -91,13 +91,13 @@ class Acquisition:
         if restored is not None:
             resident, usable = restored, len(restored.tokens)
         elif source is not None:
-            caches = layers.fork(source.caches, make_prompt_cache(self._model), len(source.tokens))
+            caches = layers.fork(source.caches, self._new(turn), len(source.tokens))
             resident, usable = ResidentKv(caches, source.tokens), len(source.tokens)
         # For an id outside of the embedding table MLX reads beyond it, and the process crashes.
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
         # An answer is drawn from the last token's logits, so that token always has to be run.
-        turn.caches, turn.num_cached = self._trimmed(resident, min(usable, max(len(turn.context) - 1, 0)))
+        self._trimmed(turn, resident, min(usable, max(len(turn.context) - 1, 0)))
         turn.num_reused = turn.num_cached
         return True
 
@@ -111,7 +111,7 @@ class Acquisition:
 
     def begin_anew(self, turn: Turn) -> None:
         """Drop a turn's KV: its prompt is prefilled from the start."""
-        turn.caches = make_prompt_cache(self._model)
+        turn.caches = self._new(turn)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
     def _source(self, turn: Turn) -> ResidentKv | None:
@@ -121,7 +121,7 @@ class Acquisition:
         other = self._sharing.source(turn)
         resident = self._room.get(turn.source) if other is None else self._under_way(other)
         num_tokens = num_common(resident.tokens, turn.context) if resident is not None else 0
-        if resident is None or num_tokens <= turn.num_kept:
+        if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
         return ResidentKv(resident.caches, turn.context[:num_tokens])
 
@@ -137,16 +137,26 @@ class Acquisition:
         if tensors is None:
             return None
         try:
-            caches = layers.rebuild(tensors, make_prompt_cache(self._model), turn.num_restored)
+            caches = layers.rebuild(tensors, self._new(turn), turn.num_restored)
         except ValueError:
             log.exception("a snapshot does not fit the model", session=str(turn.key))
             return None
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
-    def _trimmed(self, kv: ResidentKv | None, num_tokens: int) -> tuple[list[Any], int]:
-        """Trim caches to `num_tokens`, or make empty ones where that is not possible."""
-        if kv is None or num_tokens == 0 or (len(kv.tokens) != num_tokens and not self._trimmable):
-            return make_prompt_cache(self._model), 0
+    def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
+        """Give a turn caches trimmed to `num_tokens`, or empty ones where that is not possible."""
+        if kv is None or num_tokens == 0 or not _reaches(kv, num_tokens):
+            turn.caches, turn.num_cached = self._new(turn), 0
+            return
         if len(kv.tokens) != num_tokens:
             layers.trim(kv.caches, num_tokens)
-        return kv.caches, num_tokens
+        turn.caches, turn.num_cached = kv.caches, num_tokens
+
+    def _new(self, turn: Turn) -> list[Any]:
+        return layers.make(self._model, turn.policy)
+
+
+def _reaches(kv: ResidentKv, num_tokens: int) -> bool:
+    """Whether KV can be trimmed to `num_tokens`."""
+    earliest = layers.earliest(kv.caches)
+    return num_tokens == len(kv.tokens) or (earliest is not None and earliest <= num_tokens)

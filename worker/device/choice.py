@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
+from cache.names.policy import SLACK
 
 from .pace import LEAST
 from .scheduler import Step
@@ -129,7 +130,10 @@ class StepChooser:
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
-        pieces = [(num, turn.num_cached + num) for turn, num in step.prefill]
+        pieces = [
+            (num, min(turn.num_cached, turn.policy.num_visible(turn.num_cached + SLACK)) + num)
+            for turn, num in step.prefill
+        ]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
         growth_bytes = self._room.estimator.growth_bytes(
@@ -159,4 +163,4 @@ _NOTHING: Final[Step[Turn]] = Step((), ())
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
     """Say whether caches have to allocate to hold `num_tokens` more."""
-    return not caches or layers.grows(caches[0], num_tokens) is not False
+    return not caches or layers.grows(caches, num_tokens) is not False

@@ -53,10 +53,15 @@ class Cutting:
         if self.room is None:
             return 0
         ready = [
-            span for turn, num in step.prefill for span in turn.spans if span.end <= turn.num_cached + num
+            (turn, span)
+            for turn, num in step.prefill
+            for span in turn.spans
+            if span.end <= turn.num_cached + num
         ]
-        spans = [*ready, *(span for _, span in self._due)]
-        return sum(self._estimator.kv.snapshot(span.num_tokens, at=span.end) for span in spans)
+        return sum(
+            self._estimator.kv.under(turn.policy).snapshot(span.num_tokens, at=span.end)
+            for turn, span in (*ready, *self._due)
+        )
 
     def note_prompt(self, turn: Turn) -> None:
         """Note the spans of the prompt that lack a snapshot and that KV covers by now."""

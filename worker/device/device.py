@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
 
+from cache.names.policy import FULL
+
 from . import machine
 from .room import RoomRequest
 from .runner import Runner
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cache.kv.size import KvSize
+    from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
@@ -75,14 +79,19 @@ class Device:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, and the device's name.
+        #: any token, why sessions cannot have a window, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
         self.kv_layers: dict[str, str] = {}
         self.trimmable = True
+        self.refusal: str | None = None
         self.name = ""
+
+    def kv(self, policy: Policy) -> KvSize:
+        """Return what a session's KV takes under a policy."""
+        return self.estimator.kv.under(policy)
 
     def start(self) -> LoadedModel:
         """Start the thread and wait until the model is loaded; raises what loading raised."""
@@ -121,12 +130,14 @@ class Device:
         """Answer a `Short`, after a `drop` for each session that could be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
-    def reserve_room(self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None]) -> None:
+    def reserve_room(
+        self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None], policy: Policy = FULL
+    ) -> None:
         """Reserve room for a restore of `num_tokens` until the session's next `submit`, or `release_room`.
 
         `reply` is called on the device thread: True once there is room, False if there never will be.
         """
-        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply)))
+        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply, policy)))
 
     def release_room(self, key: SessionKey) -> None:
         """Release the room that `reserve_room` has reserved or waits for."""
@@ -176,6 +187,7 @@ class Device:
         self.caches = runner.caches
         self.kv_layers = runner.kv_layers
         self.trimmable = runner.trimmable
+        self.refusal = runner.refusal
         self.name = machine.name()
         return runner
 

@@ -108,6 +108,7 @@ class _Run:
     """
 
     claim: Claim
+    policy: Policy
     num_most: int
     cancelled: Callable[[], bool]
     progress: TurnProgress
@@ -185,15 +186,15 @@ class Engine:
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a policy; None if it can."""
-        return None if policy == FULL else "this version has no cache policy but full yet"
+        return None if policy.window is None else self._device.refusal
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Count the device memory that the KV of `num_tokens` takes."""
-        return self._kv.held(policy.num_visible(num_tokens))
+        return self._kv.under(policy).held(num_tokens)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
-        return self.size_bytes(num_common(self._residency.tokens(key), tokens), policy)
+        return self._kv.under(policy).live(num_common(self._residency.tokens(key), tokens))
 
     def progress(self, key: SessionKey) -> TurnProgress | None:
         """Return the progress of a session's turn; None if it runs none."""
@@ -201,9 +202,7 @@ class Engine:
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return how many tokens, up to `most`, a session may have for its KV to fit."""
-        num_visible = policy.num_visible(most)
-        num_fitting = self._kv.most_tokens(self.ledger.max_bytes, num_visible)
-        return most if num_fitting == num_visible else num_fitting
+        return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
         self,
@@ -228,14 +227,21 @@ class Engine:
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
         claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
-        run = _Run(claim, len(context) + max_new, cancelled, progress, Holding(key))
+        run = _Run(claim, policy, len(context) + max_new, cancelled, progress, Holding(key))
         self._runs[run.claim] = run
         is_over = False
         try:
             while not is_over:
                 if run.is_stopped or not await self._admitted(run, len(context)):
                     break
-                turn = Turn(key, context, answer=answer, sampling=sampling or Sampling(), priority=priority)
+                turn = Turn(
+                    key,
+                    context,
+                    policy=policy,
+                    answer=answer,
+                    sampling=sampling or Sampling(),
+                    priority=priority,
+                )
                 is_over = await self._run_turn(run, turn, publish)
                 if answer is not None and not is_over:  # paused: it continues behind the tokens that it has
                     context = context[: turn.num_prompt] + as_tokens(answer.tokens)
@@ -314,10 +320,11 @@ class Engine:
                 if run is not None:
                     run.progress.num_generated = index + 1
                     self._grow(run, turn.num_prompt + index + 1)
-            case Finished(_, num_cached):
+            case Finished(_, num_cached, _, earliest):
                 self._residency.pop(turn.key)
                 if num_cached:
-                    self._residency.put(turn.key, turn.tokens(num_cached), self.size_bytes(num_cached))
+                    tokens, size_bytes = turn.tokens(num_cached), self.size_bytes(num_cached, turn.policy)
+                    self._residency.put(turn.key, tokens, size_bytes, earliest, turn.policy)
             case Faulted():
                 self._residency.pop(turn.key)
         if run is None:
@@ -466,8 +473,8 @@ class Engine:
         # A rewound session keeps its memory until its turn is over: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._residency.tokens(run.claim.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
-        allocated = self._kv.held(grown(num_tokens), ahead=self._piece_tokens)
-        return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens))
+        allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
+        return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens, run.policy))
 
     def _grow(self, run: _Run, num_tokens: int) -> None:
         """Ask for more memory in good time; a turn that reaches the end of its grant is paused."""

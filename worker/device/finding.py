@@ -17,6 +17,7 @@ from .turn import num_common
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from cache.names.policy import Policy
     from cache.store import HeldPrefix, Store
     from turnkeep_client.subjects import SessionKey
 
@@ -72,11 +73,10 @@ class Finder:
     async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
         """Find the longest KV for a turn. `busy` are the sessions whose turns have their memory."""
         resident = self._residency.tokens(turn.key)
-        turn.num_kept = num_common(resident, turn.context)
-        # KV that cannot be trimmed is reused as a whole, and has to leave the last token for the turn to run.
-        num_usable = len(turn.context) - (not self._device.trimmable)
-        if not self._device.trimmable and not turn.num_kept == len(resident) <= num_usable:
-            turn.num_kept = 0
+        # KV that may not reach further back leaves the context's last token for the turn to run.
+        num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
+        num_kept = min(num_common(resident, turn.context), num_usable)
+        turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
         turn.source, num_shared = self._find_source(turn, busy)
         if self._store is None:
             return
@@ -89,7 +89,7 @@ class Finder:
             match = self._store.match(turn.chain, turn.context[:num_usable])
             # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            if match.num_tokens <= least or not await self._has_room(holding, room_tokens):
+            if match.num_tokens <= least or not await self._has_room(holding, turn.policy, room_tokens):
                 self._store.release(match)
                 break
             restored = await self._store.load(match, room_tokens=room_tokens)
@@ -119,16 +119,18 @@ class Finder:
             return None, 0
         alike = self._residency.alike(turn.key.tenant, turn.context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
-        running = ((other.key, other.context) for other in self._flights)
+        running = ((other.key, other.context) for other in self._flights if other.policy == turn.policy)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
             # Most others differ in this one token.
-            if tokens[most] == turn.context[most] and (num := num_common(tokens, turn.context)) > most:
+            if tokens[most] != turn.context[most] or (num := num_common(tokens, turn.context)) <= most:
+                continue
+            if key in busy or self._residency.num_usable(key, num, turn.policy):
                 found, most = key, num
         return found, most if found else 0
 
-    async def _has_room(self, holding: Holding, num_tokens: int) -> bool:
+    async def _has_room(self, holding: Holding, policy: Policy, num_tokens: int) -> bool:
         """Wait until the device has room for a restore; False if it never will, or the turn is cancelled.
 
         KV that has left the ledger stays on the device until the running step is over.
@@ -142,5 +144,5 @@ class Finder:
         def answered(granted: bool) -> None:
             loop.call_soon_threadsafe(lambda: resolve(room, granted=granted))
 
-        self._device.reserve_room(holding.key, num_tokens, answered)
+        self._device.reserve_room(holding.key, num_tokens, answered, policy)
         return await room

@@ -6,13 +6,14 @@ compare the estimate with what MLX measures (`estimated_scratch_bytes` and `meas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cache.kv.size import KvSize
+    from cache.names.policy import Policy
 
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
@@ -99,6 +100,10 @@ class Estimator:
     num_layers: int
     fused: bool
     unpacked_bytes: int = 0
+
+    def under(self, policy: Policy) -> Estimator:
+        """Return the estimator of sessions under a policy."""
+        return replace(self, kv=self.kv.under(policy))
 
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
         """Estimate the bytes that a step needs and frees again.

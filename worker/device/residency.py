@@ -12,11 +12,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import as_tokens, pack
+from cache.names.policy import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
     from cache.names.blocks import Tokens
+    from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
 
 #: Fewer common tokens are not worth a copy of another session's KV, nor the wait for it.
@@ -27,6 +29,8 @@ LEAST_SHARED: Final = 32
 class _Kv:
     tokens: Tokens
     size_bytes: int
+    earliest: int
+    policy: Policy
 
 
 class Residency:
@@ -57,10 +61,19 @@ class Residency:
         kv = self._get(key)
         return kv.size_bytes if kv is not None else 0
 
-    def put(self, key: SessionKey, tokens: Tokens, size_bytes: int) -> None:
+    def num_usable(self, key: SessionKey, num_tokens: int, policy: Policy) -> int:
+        """Return `num_tokens` if a session's KV is of this policy and can be trimmed to that, else 0."""
+        kv = self._get(key)
+        if kv is None or kv.policy != policy or not kv.earliest <= num_tokens <= len(kv.tokens):
+            return 0
+        return num_tokens
+
+    def put(
+        self, key: SessionKey, tokens: Tokens, size_bytes: int, earliest: int = 0, policy: Policy = FULL
+    ) -> None:
         """Record the KV of a session whose turn is over; the session is idle now."""
         self.pop(key)
-        self._idle[key] = _Kv(tokens, size_bytes)
+        self._idle[key] = _Kv(tokens, size_bytes, earliest, policy)
         self.idle_bytes += size_bytes
         if len(tokens) >= LEAST_SHARED:
             self._alike[_beginning(key.tenant, tokens)][key] = None

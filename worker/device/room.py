@@ -18,6 +18,7 @@ from .turn import Short
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
 
     from .memory import Estimator
@@ -31,6 +32,7 @@ class RoomRequest:
     key: SessionKey
     num_tokens: int
     reply: Callable[[bool], None]
+    policy: Policy
 
 
 class Room:
@@ -89,7 +91,8 @@ class Room:
         """
         while self._requests:
             request = self._requests[0]
-            size_bytes = self.estimator.restore_bytes(request.num_tokens, self._block)
+            estimator = self.estimator.under(request.policy)
+            size_bytes = estimator.restore_bytes(request.num_tokens, self._block)
             fits = self.has(size_bytes)
             if not fits and (self.ask_for(size_bytes) or is_busy or self._promised):
                 return

@@ -19,6 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
+from cache.kv.ring import RingCache
+from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
@@ -74,6 +77,19 @@ def _estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int | None) 
         fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
     )
+
+
+def _refusal(model: Any, batch: Batch) -> str | None:
+    """Say why sessions of a model cannot have sinks and a window; None if they can."""
+    try:
+        caches = layers.make(model, Policy(4, 1024))
+    except ValueError as error:
+        return str(error)
+    if not any(type(cache) is RingCache for cache in caches):
+        return "no layer of this model keeps all tokens; use the policy full"
+    if not batch.has_rings:
+        return "this model's attention cannot be told how far away a token is; use the policy full"
+    return None
 
 
 class Runner:
@@ -116,6 +132,8 @@ class Runner:
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
         )
+        #: Why sessions of this model cannot have sinks and a window; None if they can.
+        self.refusal = _refusal(loaded.model, self._batch)
         #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
@@ -347,12 +365,14 @@ class Runner:
             turn.row = None
             self.cutting.cut_tail(turn)
         caches, turn.caches = turn.caches, None
-        live_bytes = 0
+        live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
             self.room.put(turn.key, ResidentKv(caches, turn.tokens(turn.num_cached)))
-            live_bytes = layers.live_bytes(caches)
-        self._emit(Finished(turn, turn.num_cached, live_bytes))
+            live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
+        self._emit(
+            Finished(turn, turn.num_cached, live_bytes, turn.num_cached if earliest is None else earliest)
+        )
 
 
 def _num_left(turn: Turn) -> int:

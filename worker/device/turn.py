@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from cache.names import blocks
 from cache.names.blocks import as_tokens
+from cache.names.policy import FULL
 from worker.batch.sampling import Sampling
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from cache.names.blocks import Chain, Span, Tokens
+    from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
@@ -52,6 +54,7 @@ class Turn:
     restored: dict[str, mx.array] | None = None
     num_restored: int = 0
     source: SessionKey | None = None
+    policy: Policy = FULL
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0
@@ -131,11 +134,15 @@ class SnapshotCut:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes."""
+    """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes.
+
+    It can be cut back to `earliest` tokens, or to any number between.
+    """
 
     turn: Turn
     num_cached: int
     live_bytes: int
+    earliest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

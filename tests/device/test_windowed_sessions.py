@@ -1,0 +1,112 @@
+"""Sessions with sinks and a window on the device: bounded, exact, in a batch, beside plain sessions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from naive_window import Naive
+from tiny_models import alone, append, generate, prompt
+
+from cache.kv.ring import RingCache
+from cache.names.blocks import as_tokens
+from cache.names.policy import SLACK, Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+POLICY = Policy(sink=3, window=20)
+
+
+def _naive(model: Any, fresh: Any) -> Naive:
+    kinds = [
+        (POLICY.sink, POLICY.window) if type(cache) is KVCache else (0, cache.max_size)
+        for cache in make_prompt_cache(model)
+    ]
+    return Naive(model, fresh, kinds)
+
+
+def _continued(naive: Naive, tokens: Sequence[int], num: int) -> list[int]:
+    """Answer greedily, the whole session anew for each token."""
+    known = list(tokens)
+    for _ in range(num):
+        known.append(int(naive.logits(known)[-1].argmax().item()))
+    return known[len(tokens) :]
+
+
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
+def test_rows_of_both_policies_get_in_one_batch_what_they_get_alone(
+    make_model, build_model, make_rig, kind: str
+) -> None:
+    model = make_model(kind)
+    naive, rig = _naive(model, build_model(kind)), make_rig(model)
+    contexts = [prompt(num, salt) for salt, num in enumerate((5, 22, 23, 24, 61, 130), 2)]
+    windowed = [generate(context, 14, name=f"w{i}", policy=POLICY) for i, context in enumerate(contexts)]
+    full = [generate(context, 14, name=f"f{i}") for i, context in enumerate(contexts[3:])]
+    rig.run(*windowed, *full)
+    assert [rig.tokens(turn) for turn in windowed] == [_continued(naive, one, 14) for one in contexts]
+    assert [rig.tokens(turn) for turn in full] == [alone(model, one, 14)[0] for one in contexts[3:]]
+
+
+def test_kv_follows_the_formula_and_stays_flat_from_turn_to_turn(make_model, build_model, make_rig) -> None:
+    model = make_model("llama")
+    naive, rig = _naive(model, build_model("llama")), make_rig(model)
+    per_token = rig.device.estimator.kv.bytes_per_token
+    session: list[int] = []
+    for i in range(40):
+        added = prompt(9, i)
+        turn = generate(session + added, 3, num_kept=max(len(session) - 1, 0), policy=POLICY)
+        rig.run(turn)
+        session += [*added, *rig.tokens(turn)]
+        end = rig.end(turn)
+        assert end.live_bytes == min(len(session) - 1, 23) * per_token
+        assert turn.num_prefilled == len(added) + (i > 0)
+    assert rig.tokens(turn) == _continued(naive, session[:-3], 3)
+    assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
+
+
+def test_a_rewind_within_reach_prefills_nothing_and_one_beyond_it_begins_anew(
+    make_model, build_model, make_rig
+) -> None:
+    model = make_model("llama")
+    naive, rig = _naive(model, build_model("llama")), make_rig(model)
+    context = prompt(600)
+    for back in (1, 100, SLACK - 1):
+        added = append(context, num_kept=0, policy=POLICY)
+        rig.run(added)
+        assert rig.end(added).earliest == 599 - SLACK
+        end = 600 - back
+        turn = generate(context[:end], 4, num_kept=end - 1, policy=POLICY)
+        rig.run(turn)
+        assert turn.num_prefilled == 1
+        assert rig.tokens(turn) == _continued(naive, context[:end], 4)
+        rig.device.drop(turn.key)
+    beyond = generate(context[:200], 4, num_kept=199, policy=POLICY)
+    rig.run(beyond)
+    assert beyond.num_prefilled == 200
+    assert rig.tokens(beyond) == _continued(naive, context[:200], 4)
+
+
+def test_a_fork_takes_a_copy_of_the_ring(make_model, build_model, make_rig) -> None:
+    model = make_model("llama")
+    naive, rig = _naive(model, build_model("llama")), make_rig(model)
+    context = prompt(400)
+    first = append(context, name="a", policy=POLICY)
+    rig.run(first)
+    branch = context[:300] + prompt(20, 9)
+    other = generate(branch, 5, name="b", policy=POLICY, source=first.key)
+    again = generate(context, 5, name="a", num_kept=399, policy=POLICY)
+    rig.run(other, again)
+    assert (other.num_prefilled, again.num_prefilled) == (20, 1)
+    assert rig.tokens(other) == _continued(naive, branch, 5)
+    assert rig.tokens(again) == _continued(naive, context, 5)
+
+
+def test_memory_of_a_long_session_is_that_of_its_window(make_model, make_rig) -> None:
+    model = make_model("llama")
+    rig = make_rig(model)
+    rig.run(append(prompt(3000), policy=POLICY))
+    held = rig.device._runner.room.get(append(as_tokens([1])).key)
+    assert all(type(cache) is RingCache for cache in held.caches)
+    assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
