@@ -36,6 +36,7 @@ from worker.sessions.control import Control
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Fold
+from worker.sessions.policies import misfit
 from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
@@ -233,6 +234,7 @@ class App:
             log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
         self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self._kv_bytes = self._kv_limit(self._context_tokens)
+        self._check_policy()
         return loaded
 
     async def _open_store(
@@ -363,7 +365,7 @@ class App:
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Collect the services that all sessions share."""
         settings, loaded = self._settings, self._loaded
-        fold = Fold(loaded.tokenizer)
+        fold = Fold(loaded.tokenizer, settings.cache_policy)
         execution = Execution(
             journal=journal,
             engine=self._engine,
@@ -429,6 +431,15 @@ class App:
                 "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
             )
         return min(settings.max_memory or room, room)
+
+    def _check_policy(self) -> None:
+        """Raise `WorkerError` if no session without a policy of its own could be served."""
+        policy, blocks = self._settings.cache_policy, self._settings.block_tokens
+        why = misfit(policy, block_tokens=blocks, context_tokens=self._context_tokens)
+        if why is None and policy.window is not None:
+            why = self._device.refusal
+        if why is not None:
+            raise WorkerError(f"cache_policy cannot be the default here: {why}")
 
     def _device_died(self, error: BaseException) -> None:
         """Stop the worker, as no turn can run any more. Called on the device thread."""

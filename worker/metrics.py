@@ -51,6 +51,7 @@ def collect(
         ignored=dict(telemetry.ignored),
         running=engine.num_running,
         sessions=len(sessions),
+        sessions_by_policy=sessions.by_policy(),
         resident_sessions=engine.ledger.num_resident,
         prefilled_tokens=telemetry.prefilled_tokens,
         cached_tokens=telemetry.cached_tokens,

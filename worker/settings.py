@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 
 import platformdirs
 
+from cache.names.policy import FULL, Policy
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.messages import DEFAULT_SINK, DEFAULT_WINDOW
 from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
 
 if TYPE_CHECKING:
@@ -101,6 +103,16 @@ def _bits(value: object) -> int:
     if bits not in {4, 8}:
         raise ValueError(value)
     return bits
+
+
+_POLICY_TEXT = re.compile(r"sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?")
+
+
+def _policy(value: object) -> Policy:
+    match = _POLICY_TEXT.fullmatch(_text(value))
+    if match is None:
+        raise ValueError(value)
+    return Policy(int(match[1] or DEFAULT_SINK), int(match[2] or DEFAULT_WINDOW))
 
 
 def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
@@ -203,6 +215,12 @@ def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> 
 
 _PATH = Kind("a path", "PATH", lambda value: value if isinstance(value, Path) else Path(_text(value)))
 _MODEL = Kind("text", "MODEL", _text)
+_POLICY = Kind(
+    "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024",
+    "sink_window:SINK,WINDOW",
+    _policy,
+    lambda policy: f"sink_window:{policy.sink},{policy.window}",
+)
 _SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
@@ -253,6 +271,11 @@ class Settings:
         _or("full", None, Kind("4 or 8", "8|4", _bits)),
         None,
         "bits per number in KV, in memory and on disk; full is the type of the weights",
+    )
+    cache_policy: Policy = _setting(  # noqa: RUF009  # returns a dataclass field
+        _or("full", FULL, _POLICY),
+        FULL,
+        "the tokens that keep their KV in a session whose open does not say it; full is all",
     )
     device_memory: int | None = _setting(
         _or("auto", None, _size(_MIB)),

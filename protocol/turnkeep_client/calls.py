@@ -131,7 +131,9 @@ class Call:
         request: Request,
         *,
         timeout_s: float | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`before` is awaited before the request is published."""
         self.key = key
         self.request = request
         #: Sequence of the request in the log, once the log has acknowledged it.
@@ -144,6 +146,7 @@ class Call:
         self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
         self._timeout_s = timeout_s
+        self._before = before
         self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         self._epoch = wire.epoch
         self._poll_s = FIRST_POLL_S
@@ -217,6 +220,8 @@ class Call:
         self._wire.watchers.add(self.wake)
         self._feed = feed = await self._feeds.acquire(self.key)
         if self.seq is None:
+            if self._before is not None:
+                await self._before()
             await self._publish(feed)
         else:
             feed.waiting.setdefault(self.seq, set()).add(self)

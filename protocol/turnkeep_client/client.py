@@ -30,7 +30,7 @@ from .messages import (
 )
 from .nats_client import Nats
 from .redact import redact, shown
-from .session import Messages, Sampling, Session, build
+from .session import Cache, Messages, Sampling, Session, build
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
@@ -108,9 +108,14 @@ class Client:
         """Close the connection; calls that still wait raise `NoWorkerError`, but their requests continue."""
         await self._wire.close()
 
-    def session(self, name: str) -> Session:
-        """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name."""
-        return Session(self._wire, self._feeds, session_key(self.tenant, name), self._control_timeout_s)
+    def session(self, name: str, *, cache: Cache | None = None) -> Session:
+        """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name or `cache`.
+
+        With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under it before its first
+        append or generate, unless it is open under it already. A session under another one is refused.
+        """
+        key = session_key(self.tenant, name)
+        return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
         """Publish a request and return it once the log has stored it; await it for the result or `Failed`.

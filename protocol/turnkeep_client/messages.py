@@ -210,6 +210,12 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sink: int | None = None
     window: int | None = None
 
+    def __str__(self) -> str:
+        """Name the policy with its numbers."""
+        if self.sink is None or self.window is None:
+            return self.policy
+        return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"
+
 
 class _Bounded(_Result, frozen=True, kw_only=True):
     """Has `cache` and `visible_from` where the session's policy is not `full`.

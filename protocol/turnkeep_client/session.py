@@ -5,13 +5,19 @@ Builds requests and types their results; `calls` and `generation` send them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
+from msgspec import UNSET
+
 from .calls import Call, ResultFeeds, Wire, expect
+from .errors import RequestFailedError
 from .generation import Generation
 from .messages import (
+    DEFAULT_SINK,
+    DEFAULT_WINDOW,
     Append,
     Appended,
     CachePolicy,
@@ -31,6 +37,7 @@ from .messages import (
     Request,
     Rewind,
     Rewound,
+    SessionCache,
     SessionInfo,
     Unpinned,
     UnpinRequest,
@@ -45,6 +52,8 @@ if TYPE_CHECKING:
 
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
+#: A cache policy, as `messages.CachePolicy` or as a dict of its fields.
+Cache = CachePolicy | Mapping[str, Any]
 
 
 class Sampling(TypedDict, total=False):
@@ -65,7 +74,7 @@ class Sampling(TypedDict, total=False):
 
 
 class Session:
-    """A session by its name. Stateless: several objects may stand for one session.
+    """A session by its name. Several objects may stand for one session.
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
     with the recorded result. `timeout_s` runs from the call to the result; without it a call waits without
@@ -73,21 +82,39 @@ class Session:
     (the worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
     """
 
-    def __init__(self, wire: Wire, feeds: ResultFeeds, key: SessionKey, control_timeout_s: float) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        feeds: ResultFeeds,
+        key: SessionKey,
+        control_timeout_s: float,
+        cache: Cache | None = None,
+    ) -> None:
+        """With `cache` the session is opened under it before its first append or generate."""
         self.key = key
+        self._cache = None if cache is None else build(Open, cache=_fields(cache)).cache
+        self._is_begun = cache is None
+        self._beginning = asyncio.Lock()
         self._wire = wire
         self._feeds = feeds
         self._control_timeout_s = control_timeout_s
 
     async def open(
         self,
-        cache: CachePolicy | None = None,
+        cache: Cache | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Start the session explicitly: its first request, or the first after `close`."""
-        return expect(Opened, await self._result_of(build(Open, request_id, cache=cache), timeout_s))
+        """Start the session explicitly: its first request, or the first after `close`.
+
+        Without `cache` it gets the one of this object, or the worker's default.
+        """
+        asked = self._cache if cache is None else _fields(cache)
+        call = self._call(build(Open, request_id, cache=asked), timeout_s)
+        opened = expect(Opened, await call)
+        self._is_begun = True
+        return opened
 
     async def append(
         self,
@@ -118,7 +145,7 @@ class Session:
             deadline_s=deadline_s,
             priority=priority,
         )
-        return expect(Appended, await self._result_of(request, timeout_s))
+        return expect(Appended, await self._call(request, timeout_s, self._begin))
 
     def generate(
         self,
@@ -144,7 +171,7 @@ class Session:
             expect_position=expect_position,
             **sampling,
         )
-        return Generation(self._call(request, timeout_s), self._wire, self.cancel)
+        return Generation(self._call(request, timeout_s, self._begin), self._wire, self.cancel)
 
     async def rewind(
         self,
@@ -187,12 +214,57 @@ class Session:
     async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
         return await self._call(request, timeout_s)
 
-    def _call(self, request: Request, timeout_s: float | None) -> Call:
-        return Call(self._wire, self._feeds, self.key, request, timeout_s=timeout_s)
+    def _call(
+        self, request: Request, timeout_s: float | None, before: Callable[[], Awaitable[None]] | None = None
+    ) -> Call:
+        return Call(self._wire, self._feeds, self.key, request, timeout_s=timeout_s, before=before)
+
+    async def _begin(self) -> None:
+        """Open the session under the policy of this object, unless it is open under it already."""
+        async with self._beginning:
+            if self._is_begun:
+                return
+            try:
+                await self.open()
+            except RequestFailedError as refusal:
+                if refusal.code != "invalid_request":
+                    raise
+                await self._check_policy(refusal)
+            self._is_begun = True
+
+    async def _check_policy(self, refusal: RequestFailedError) -> None:
+        """Raise an `open`'s refusal unless the session is open, and an error if its policy is another."""
+        try:
+            info = await self.info(limit=0)
+        except RequestFailedError:
+            raise refusal from None
+        found = SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
+        asked = _whole(self._cache)
+        if asked not in (None, found):
+            raise RequestFailedError(
+                "invalid_request",
+                f"the session is open under {found}, not under {asked}: close it first, or take another name",
+                retryable=False,
+            )
 
     async def _control(self, request: ControlRequest) -> ControlReply:
         subject = self._wire.subjects.of(self.key, "ctl")
         return decode_control_reply(await self._wire.ask(subject, encode(request), self._control_timeout_s))
+
+
+def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
+    return cache if isinstance(cache, CachePolicy) else dict(cache)
+
+
+def _whole(cache: CachePolicy | None) -> SessionCache | None:
+    """Fill in what an `open` may leave out; None if it leaves out the policy itself."""
+    if cache is None or cache.policy is None:
+        return None
+    if cache.policy == "full":
+        return SessionCache(policy="full")
+    return SessionCache(
+        policy=cache.policy, sink=cache.sink or DEFAULT_SINK, window=cache.window or DEFAULT_WINDOW
+    )
 
 
 _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)

@@ -23,6 +23,14 @@ pytestmark = pytest.mark.process
 WRONG = {
     "no model": (["--model", "/no/such/model"], "there is no model at /no/such/model"),
     "too little memory": (["--device-memory", "1MiB"], "leaves no room for KV"),
+    "too large a window": (
+        ["--cache-policy", "sink_window:4,4096"],
+        "cache_policy cannot be the default here: a sink of 4 and a window of 4096 tokens exceed the context",
+    ),
+    "too small a window": (
+        ["--cache-policy", "sink_window:4,64"],
+        "cache_policy cannot be the default here: a window of 64 tokens is smaller than this worker's block",
+    ),
 }
 
 

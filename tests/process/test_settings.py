@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
 from worker import settings as module
 from worker.settings import Settings, SettingsError, describe, load
@@ -95,6 +96,14 @@ def test_kv_bits_are_a_number_everywhere_or_full(tmp_path):
     assert load({"kv_bits": "full"}, {}, None, tmp_path).kv_bits is None
 
 
+def test_a_cache_policy_has_its_numbers_or_the_usual_ones(tmp_path):
+    assert load({}, {}, None, tmp_path).cache_policy == FULL
+    write(tmp_path, 'cache_policy = "sink_window:2,64"\n')
+    assert load({}, {}, None, tmp_path).cache_policy == Policy(2, 64)
+    assert load({}, {"TURNKEEP_CACHE_POLICY": "sink_window"}, None, tmp_path).cache_policy == Policy(4, 1024)
+    assert load({"cache_policy": "full"}, {}, None, tmp_path).cache_policy == FULL
+
+
 def test_nats_urls_are_completed(tmp_path):
     assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
 
@@ -141,6 +150,13 @@ def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_pat
         ("kv_bits", "6", "'full' or 4 or 8"),
         ("kv_bits", 8.0, "'full' or 4 or 8"),
         ("kv_bits", True, "'full' or 4 or 8"),
+        ("cache_policy", "paged", "'full' or sink_window:SINK,WINDOW"),
+        ("cache_policy", "sink_window:0,64", "two numbers of tokens from 1, such as sink_window:4,1024"),
+        ("cache_policy", "sink_window:4,0", "two numbers of tokens from 1"),
+        ("cache_policy", "sink_window:4", "two numbers of tokens from 1"),
+        ("cache_policy", "sink_window:4,-9", "two numbers of tokens from 1"),
+        ("cache_policy", "full:4,64", "'full' or sink_window:SINK,WINDOW"),
+        ("cache_policy", 4, "'full' or sink_window:SINK,WINDOW"),
         ("prefix", "a..b", "joined by dots"),
         ("worker", "my host", "1 to 64 of the characters"),
         ("nats", "http://queue", "nats://host:4222"),

@@ -35,6 +35,7 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.messages import (
     Append,
+    CachePolicy,
     Cancelled,
     Close,
     Failed,
@@ -111,6 +112,8 @@ def test_sampling_names_every_option_of_generate() -> None:
         (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
         (lambda session: session.append(text="\ud800"), "whole Unicode characters"),
         (lambda session: session.append(tokens=[object()]), "cannot be written as JSON"),
+        (lambda session: session.open({"policy": "paged"}), "cache.policy must be full or sink_window"),
+        (lambda session: session.open({"sink": 4}), "cache takes sink with the policy sink_window only"),
         (lambda session: session.rewind(-1), "position must be `int` >= 0"),
         (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
     ],
@@ -121,6 +124,38 @@ async def test_what_no_worker_would_take_is_refused_before_it_is_sent(
     with pytest.raises(InvalidMessageError, match=sentence):
         await call(client.session("s1"))
     assert worker.requests == []
+
+
+async def test_a_session_with_a_cache_policy_is_opened_before_its_first_turn(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Once for an object, also if several turns begin at once; and not before there is a turn."""
+    cache = {"policy": "sink_window", "window": 64}
+    session = client.session("s1", cache=cache)
+    generation = session.generate(max_tokens=6)
+    assert worker.requests == []
+    await asyncio.gather(generation.wait(), session.append(text="a"), session.append(text="b"))
+    opened, *turns = [request for _, request in worker.requests]
+    assert isinstance(opened, Open)
+    assert opened.cache == CachePolicy(policy="sink_window", window=64)
+    assert {type(turn) for turn in turns} == {Generate, Append}
+    assert len(turns) == 3
+    assert [type(request) for _, request in worker.requests].count(Open) == 1
+
+
+async def test_a_bad_cache_policy_is_refused_where_it_is_given(client: Client) -> None:
+    with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
+        client.session("s1", cache={"policy": "sink_window", "window": 0})
+
+
+async def test_a_worker_that_refuses_the_policy_gets_no_turn(client: Client, worker: FakeWorker) -> None:
+    """Else the session would begin under another one."""
+    worker.script = refuse
+    session = client.session("s1", cache=CachePolicy(policy="sink_window"))
+    for _ in range(2):
+        with pytest.raises(RequestFailedError, match="4 requests wait"):
+            await session.append(text="a")
+    assert {type(request) for _, request in worker.requests} == {Open}
 
 
 async def test_names_are_checked_where_they_are_given(client: Client, server: NatsServer) -> None:

@@ -186,6 +186,38 @@ def ask(
         sys.exit(_INTERRUPTED)
 
 
+@main.command("open")
+@click.argument("session")
+@tenant_option
+@click.option(
+    "--policy",
+    type=click.Choice(["full", "sink_window"]),
+    help="Tokens that keep their KV: all, or the first and the last ones. [default: the worker's]",
+)
+@click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
+@click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
+@with_settings(*_CLIENT_SETTINGS)
+def open_session(
+    config: Path | None,
+    session: str,
+    tenant: str,
+    policy: str | None,
+    sink: int | None,
+    window: int | None,
+    **flags: Any,
+) -> None:
+    """Start SESSION under a cache policy, which it keeps until it is closed.
+
+    Not needed for a session under the worker's default: its first request starts it. Under sink_window a
+    session may go on without end, in memory of a fixed size.
+    """
+    from .control import open_session as run
+
+    asked = {"policy": policy, "sink": sink, "window": window}
+    cache = {name: value for name, value in asked.items() if value is not None}
+    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
+
+
 @main.command()
 @click.argument("session", required=False)
 @tenant_option

@@ -1,12 +1,13 @@
-"""The commands `info`, `pin` and `unpin`: control requests to a worker."""
+"""The commands `open`, `info`, `pin` and `unpin`: what asks a worker about a session, and makes no tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import UNSET
 
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import encode
@@ -17,6 +18,12 @@ from .printing import table
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+
+
+async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None:
+    """Start a session under a cache policy, and print the one that it got."""
+    opened = await client.session(name).open(cache, timeout_s=30)
+    click.echo(f"opened {name} under {opened.cache or 'full'}")
 
 
 async def info(client: Client, name: str | None, *, as_json: bool) -> None:
@@ -36,12 +43,24 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
         ("tenant", session.tenant),
         ("state", session.state + (f" ({session.active})" if session.active else "")),
         ("position", f"{session.position} tokens"),
+        *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
+
+
+def _policy(session: SessionInfo) -> list[tuple[str, str]]:
+    """Say what the model still sees of a session that does not keep all of its KV."""
+    if session.cache is UNSET:
+        return []
+    visible = f"{session.visible_tokens} of at most {session.capacity_tokens} tokens"
+    return [
+        ("cache policy", str(session.cache)),
+        ("in sight", f"{visible}, all from position {session.visible_from} on"),
+    ]
 
 
 def _waiting(session: SessionInfo) -> str:

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import structlog
+from msgspec import UNSET
 
 from cache.names.errors import PinRefusedError
 from turnkeep_client.errors import InvalidMessageError
@@ -21,6 +22,8 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.wire.journal import FencedError
+
+from .policies import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +94,8 @@ class Control:
         waiting, num_waiting = await session.waiting(request.skip, request.limit)
         history, key, active = session.history, session.key, session.active
         running = self._engine.progress(key)
-        live_bytes = self._engine.live_bytes(key, history.tokens)
+        policy = history.policy
+        live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         progress = None
         if running is not None:
             progress = Progress(
@@ -111,7 +115,11 @@ class Control:
             progress=progress,
             resident=live_bytes > 0,
             kv_live_bytes=live_bytes,
-            policy="full",
+            policy=policy.name,
+            cache=in_words(policy) or UNSET,
+            capacity_tokens=policy.most_tokens or UNSET,
+            visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
+            visible_from=policy.visible_from(history.position) if policy.window else UNSET,
             model=self._model,
             worker=self._metrics(),
         )

@@ -6,6 +6,7 @@ An evicted session is read from its log when the next request for it comes.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def by_policy(self) -> dict[str, int]:
+        """Count the open sessions by their cache policy."""
+        histories = (session.history for session in self._sessions.values())
+        return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
         """Pass a delivery to its session, which refuses names that break the rule for ids."""
