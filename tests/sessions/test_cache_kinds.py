@@ -15,8 +15,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
+from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy
+from worker.app import WorkerError
 from worker.models.model import ModelError
 
 if TYPE_CHECKING:
@@ -297,3 +299,30 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
     num_passes()
     await local_worker(model=str(folder))
     assert num_passes() > 30  # another model
+
+
+async def test_a_model_without_sinks_and_a_window_says_why(local_worker, make_folder) -> None:
+    """At `open`, and at the start of a worker that would have them by default."""
+    folder = str(make_folder("falcon_h1"))
+    worker = await local_worker(model=folder)
+    session = worker.client.session("s", cache={"policy": "sink_window", "sink": 4, "window": 64})
+    with pytest.raises(RequestFailedError) as refused:
+        await session.append(text="hello")
+    assert refused.value.code == "invalid_request"
+    assert refused.value.message == "sink_window is not for layers of CacheList; use the policy full"
+    assert (await worker.client.session("s").append(text="hello")).cache is None
+    await worker.stop()
+    with pytest.raises(WorkerError) as stopped:
+        await local_worker(model=folder, cache_policy=Policy(4, 64))
+    assert str(stopped.value) == f"cache_policy cannot be the default here: {refused.value.message}"
+
+
+async def test_windows_of_the_model_stay_beside_a_sessions_own(local_worker, make_folder) -> None:
+    worker = await local_worker(model=str(make_folder("gemma3_text")))
+    session = worker.client.session("s", cache={"policy": "sink_window", "sink": 2, "window": 64})
+    first = await session.append(text="Once upon a time " * 20)
+    assert first.visible_from == first.position - 64
+    live = [(await session.generate(text="more", max_tokens=4)).kv_live_bytes for _ in range(4)]
+    assert {first.kv_live_bytes, *live} == {(66 + 24) * 2 * 2 * 8 * 4}, (
+        "a full layer, and one with a window of 24"
+    )

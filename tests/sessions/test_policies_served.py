@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cache.names.policy import Policy
+from tests.parts import TINY_KV_BYTES
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CACHE = {"policy": "sink_window", "sink": 2, "window": 32}
 SAID = SessionCache(policy="sink_window", sink=2, window=32)
@@ -70,3 +72,46 @@ async def test_a_prompt_and_an_answer_go_beyond_the_context(local_worker: Callab
     assert answer.visible_from == answer.position - 32
     with pytest.raises(RequestFailedError, match="context_exceeded"):
         await worker.client.session("full").append(tokens=[5] * 2100)
+
+
+async def test_kv_rises_by_the_formula_and_then_stays(local_worker: Callable) -> None:
+    """In results and `info`: 34 tokens at the most, also where a prompt is longer than the window."""
+    worker = await local_worker()
+    session = worker.client.session("s", cache=CACHE)
+    for num_tokens in (1, 9, 24, 3, 150, 1):
+        appended = await session.append(tokens=[5 + num_tokens % 7] * num_tokens)
+        assert appended.tokens == appended.position - 1 == appended.cached_tokens + appended.prefilled_tokens
+        assert appended.kv_live_bytes == min(appended.position - 1, 34) * TINY_KV_BYTES
+        answer = await session.generate(max_tokens=2)
+        assert answer.kv_live_bytes == min(answer.position - 1, 34) * TINY_KV_BYTES
+        assert (await session.info()).kv_live_bytes == answer.kv_live_bytes
+    back = await session.rewind(60)
+    assert (back.cache, back.visible_from) == (SAID, 28)
+    assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
+
+
+@pytest.mark.process
+async def test_an_answer_in_a_window_goes_on_after_a_kill(
+    worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
+) -> None:
+    """With the tokens that it has where nobody interrupts it."""
+    process = worker_process("--ack-wait-s", "0.5", "--cache-policy", "sink_window:2,32", model=endless_model)
+    process.start()
+    async with await process.client() as client:
+        session = client.session("s")
+        await session.append(tokens=list(range(5, 105)))
+        answer = session.generate(max_tokens=400)
+        async for chunk in answer:
+            if chunk.i > 150:
+                process.kill()
+                del process.command[-2:]  # the session began under the policy, whatever the default is now
+                process.start()
+                break
+        result = await answer
+        assert (result.cache, result.position, len(result.tokens)) == (SAID, 500, 400)
+        more = await session.generate(tokens=[9], max_tokens=20)
+    alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
+    session = alone.client.session("s", cache=CACHE)
+    await session.append(tokens=list(range(5, 105)))
+    assert (await session.generate(max_tokens=400)).tokens == result.tokens
+    assert (await session.generate(tokens=[9], max_tokens=20)).tokens == more.tokens
