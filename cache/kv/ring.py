@@ -82,6 +82,13 @@ class RingCache:
             self.keys, self.values = tuple(map(mx.array, other.keys)), tuple(map(mx.array, other.values))
         self.offset, self.first_held = other.offset, other.first_held
 
+    def like(self, keys: mx.array, values: mx.array, num_tokens: int, first_held: int) -> RingCache:
+        """Make a ring of the same form, not quantised, over arrays whose tokens are in place."""
+        ring = RingCache(self.sink, self.window, grid=self.grid)
+        ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
+        ring.first_held = max(first_held, num_tokens - self.window - SLACK)
+        return ring
+
     def shrink(self) -> None:
         """Free the places behind the last token, unevaluated; only before the ring has wrapped."""
         self.keys, self.values = (

@@ -12,6 +12,7 @@ from tiny_models import alone, append, generate, prompt
 from cache.kv.ring import RingCache
 from cache.names.blocks import as_tokens
 from cache.names.policy import SLACK, Policy
+from worker.batch.slots import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,3 +111,14 @@ def test_memory_of_a_long_session_is_that_of_its_window(make_model, make_rig) ->
     held = rig.device._runner.room.get(append(as_tokens([1])).key)
     assert all(type(cache) is RingCache for cache in held.caches)
     assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
+
+
+def test_rows_of_one_policy_share_slots_that_never_move(make_model, make_rig, monkeypatch) -> None:
+    joined: list[int] = []
+    join = Pool.join
+    monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
+    rig = make_rig(make_model("llama"))
+    turns = [generate(prompt(num), 400, name=f"s{num}", policy=POLICY) for num in (200, 30, 90, 250)]
+    rig.run(*turns)
+    assert joined == [0] * 4
+    assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .lookup import Lookup
     from .sampling import Draw, Sampling
-    from .slots import Pool
+    from .slots import Form, Pool
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,7 @@ class Row:
     drawn: list[int] = field(default_factory=list)
     # `SharedPass` alone sets these:
     lookup: Lookup | None = None
+    form: Form | None = None
     pool: Pool | None = None
     slot: int = 0
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from .batch import Batch
 from .forward import OwnPart
 from .lookup import Lookup
 from .sampling import draw_all, waits_for_logits
-from .slots import Pool, capacity_for
+from .slots import Pool, capacity_for, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from .batch import PrefillPiece, Row
     from .forward import Forward, Part
+    from .slots import Form
 
     #: A row, and its draft: the tokens speculated after its last one.
     Draft: TypeAlias = tuple[Row, list[int]]
@@ -72,7 +72,7 @@ class SharedPass(Batch):
         self._room = room
         self._has_pools = pools
         self._max_draft = max_draft
-        self._pools: dict[int, Pool] = {}  # by capacity
+        self._pools: dict[tuple[Form, int], Pool] = {}  # by form and capacity
         self._ahead: _LaunchedStep | None = None
 
     @property
@@ -153,7 +153,7 @@ class SharedPass(Batch):
 
     def _may_run_ahead(self, row: Row) -> bool:
         """Say whether a row's next step can be launched without knowing its last token."""
-        if row.pool is not None and row.num_cached + 1 >= row.pool.capacity:
+        if row.pool is not None and row.pool.is_full(row.num_cached + 1):
             return False
         if row.sampling.repetition_penalty != 1.0 or waits_for_logits(row.sampling):
             return False
@@ -219,26 +219,28 @@ class SharedPass(Batch):
         if not self._has_pools:
             return
         for row in self._rows:
-            if row.pool is not None and row.num_cached >= row.pool.capacity:
+            if row.pool is not None and row.pool.is_full(row.num_cached):
                 self._leave_pool(row, row.pool)
+            if row.form is None:
+                row.form = form_of(row.caches or ())
         wanted = {
-            row: row.pool.capacity if row.pool else capacity_for(row.num_cached + _ROOM)
+            row: (row.form, row.pool.capacity if row.pool else capacity_for(row.form, row.num_cached + _ROOM))
             for row in self._rows
-            if row.caches is None or type(row.caches[0]) is KVCache
+            if row.form
         }
         together = Counter(wanted.values())
-        for row, capacity in wanted.items():
-            if row.caches is None or together[capacity] < _POOLED_ROWS:
+        for row, pooled in wanted.items():
+            if row.caches is None or together[pooled] < _POOLED_ROWS:
                 continue
-            pool = self._pools.get(capacity) or Pool(capacity)
+            pool = self._pools.get(pooled) or Pool(*pooled)
             if self._room(pool.growth_bytes(row.caches) + self.removal_bytes):
-                self._pools[capacity] = pool
+                self._pools[pooled] = pool
                 row.slot, row.pool, row.caches = pool.join(row.caches), pool, None
 
     def _leave_pool(self, row: Row, pool: Pool) -> None:
         row.caches, row.pool = pool.leave(row.slot, row.num_cached), None
         if not pool.num_rows:
-            del self._pools[pool.capacity]
+            self._pools = {key: kept for key, kept in self._pools.items() if kept is not pool}
 
 
 def _count_back(row: Row) -> None:

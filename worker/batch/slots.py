@@ -3,28 +3,47 @@
 A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for the keys of a layer, and for
 its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
 in place, each at its own length. Attention masks the positions beyond a row's length.
+
+A ring has as many places in a slot as it ever has, so a row whose layers are all rings never moves.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from cache.kv.ring import RingCache, place_of
+
+from . import far
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .far import Sight
     from .forward import Attention
+
+#: Rows of equal form share pools: for each layer the sink, window and grid of its ring, None for a plain one.
+Form: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 #: Positions of the smallest pool; each next pool has twice as many.
 SMALLEST: Final = 256
 
 
-def capacity_for(num_tokens: int) -> int:
-    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two."""
-    return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
+def form_of(caches: Sequence[Any]) -> Form | None:
+    """Return the form of a row with these caches; None where a pool cannot hold them."""
+    if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
+        return None
+    return tuple(
+        (cache.sink, cache.window, cache.grid) if type(cache) is RingCache else None for cache in caches
+    )
+
+
+def capacity_for(form: Form, num_tokens: int) -> int:
+    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two; 0 for rings alone."""
+    return max(SMALLEST, 1 << (num_tokens - 1).bit_length()) if None in form else 0
 
 
 class _Buffer:
@@ -35,30 +54,32 @@ class _Buffer:
 
     def __init__(self, like: mx.array, capacity: int) -> None:
         _, self.heads, _, self._dim = like.shape
-        self._capacity = capacity
+        self.capacity = capacity
         self.flat = mx.zeros((0, self._dim), like.dtype)
 
     @property
     def slots(self) -> mx.array:
         """The buffer as `(slots, heads, capacity, head_dim)`."""
-        return self.flat.reshape(-1, self.heads, self._capacity, self._dim)
+        return self.flat.reshape(-1, self.heads, self.capacity, self._dim)
 
     def grow(self, num_slots: int) -> None:
-        more = mx.zeros((num_slots * self.heads * self._capacity, self._dim), self.flat.dtype)
+        more = mx.zeros((num_slots * self.heads * self.capacity, self._dim), self.flat.dtype)
         self.flat = mx.concatenate([self.flat, more])
         mx.eval(self.flat)  # now, so that only one layer at a time exists twice
 
     def put(self, slot: int, row: mx.array, length: int) -> None:
         for head in range(self.heads):
-            start = (slot * self.heads + head) * self._capacity
+            start = (slot * self.heads + head) * self.capacity
             self.flat[start : start + length] = row[0, head, :length]
 
 
 class Pool:
-    """Rows of up to `capacity` tokens. A slot is an index, in use or free."""
+    """Rows of one form, with up to `capacity` tokens in plain layers. A slot is an index, in use or free."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, form: Form, capacity: int) -> None:
         self.capacity = capacity
+        self._rings = [None if ring is None else RingCache(ring[0], ring[1], grid=ring[2]) for ring in form]
+        self._first_held: dict[int, list[int]] = {}  # by slot, as the row joined
         self._keys: list[_Buffer] = []
         self._values: list[_Buffer] = []
         self._used: list[bool] = []  # by slot
@@ -78,10 +99,18 @@ class Pool:
         """Bytes of one slot; 0 before the first row."""
         return self.nbytes // len(self._used) if self._used else 0
 
-    def growth_bytes(self, caches: Sequence[KVCache]) -> int:
+    def is_full(self, num_tokens: int) -> bool:
+        """Whether a row of `num_tokens` has no room for another one."""
+        return bool(self.capacity) and num_tokens >= self.capacity
+
+    def growth_bytes(self, caches: Sequence[Any]) -> int:
         """Return the most bytes allocated if a session with these caches joins, and leaves again."""
-        parts: list[Any] = [part for cache in caches for part in (cache.keys, cache.values)]
-        slot: int = sum(part.nbytes // part.shape[2] for part in parts) * self.capacity
+        layers = zip(caches, self._rings, strict=True)
+        slot = sum(
+            (part.nbytes // part.shape[2]) * (ring.capacity if ring is not None else self.capacity)
+            for cache, ring in layers
+            for part in _filled(cache)
+        )
         if False in self._used:
             return slot
         num_more = max(2, len(self._used))
@@ -89,39 +118,46 @@ class Pool:
         layer = 2 * (len(self._used) + num_more) * slot // len(caches)
         return num_more * slot + layer + slot
 
-    def join(self, caches: Sequence[KVCache]) -> int:
-        """Copy a session's plain caches, of one length within the capacity, into a slot; return the slot."""
-        length = caches[0].offset
+    def join(self, caches: Sequence[Any]) -> int:
+        """Copy a session's caches, of one length within the capacity, into a slot; return the slot."""
         if False not in self._used:
             self._grow(caches)
         slot = self._used.index(False)
+        self._first_held[slot] = [getattr(cache, "first_held", 0) for cache in caches]
         for keys, values, cache in zip(self._keys, self._values, caches, strict=True):
-            keys.put(slot, _filled(cache.keys), length)
-            values.put(slot, _filled(cache.values), length)
+            for buffer, part in zip((keys, values), _filled(cache), strict=True):
+                buffer.put(slot, part, min(cache.offset, part.shape[2]))
         self._used[slot] = True
         mx.eval([buffer.flat for buffer in (*self._keys, *self._values)])
         return slot
 
-    def leave(self, slot: int, length: int) -> list[KVCache]:
+    def leave(self, slot: int, length: int) -> list[Any]:
         """Copy a row of `length` tokens to caches of its own, and free its slot."""
         caches = [_copied(view) for view in self.views(slot, length)]
-        mx.eval([(cache.keys, cache.values) for cache in caches])
+        mx.eval([cache.state for cache in caches])
         self._used[slot] = False
         return caches
 
-    def views(self, slot: int, length: int) -> list[KVCache]:
+    def views(self, slot: int, length: int) -> list[Any]:
         """Return a row as caches that share the pool's memory: to be read, not kept."""
+        layers = zip(self._keys, self._values, self._rings, self._first_held[slot], strict=True)
         here = slice(slot, slot + 1)
         return [
             _cache(keys.slots[here], values.slots[here], length)
-            for keys, values in zip(self._keys, self._values, strict=True)
+            if ring is None
+            else ring.like(keys.slots[here], values.slots[here], length, first_held)
+            for keys, values, ring, first_held in layers
         ]
 
-    def _grow(self, like: Sequence[KVCache]) -> None:
+    def _grow(self, like: Sequence[Any]) -> None:
         """Double the number of slots; the first slots get the shapes of these caches."""
         if not self._used:
-            self._keys = [_Buffer(_filled(cache.keys), self.capacity) for cache in like]
-            self._values = [_Buffer(_filled(cache.values), self.capacity) for cache in like]
+            places = [self.capacity if ring is None else ring.capacity for ring in self._rings]
+            made = [
+                [_Buffer(part, num) for part in _filled(cache)]
+                for cache, num in zip(like, places, strict=True)
+            ]
+            self._keys, self._values = ([pair[i] for pair in made] for i in (0, 1))
         num_more = max(2, len(self._used))
         for buffer in (*self._keys, *self._values):
             buffer.grow(num_more)
@@ -129,7 +165,7 @@ class Pool:
 
     def part(self, slots: list[int], lengths: list[int]) -> PoolPart:
         """Begin a pass over one new token for each of `slots` (ascending), which hold `lengths` tokens."""
-        return PoolPart(self._keys, self._values, self.capacity, slots, lengths)
+        return PoolPart(self._keys, self._values, self._rings, slots, lengths)
 
 
 class PoolPart:
@@ -139,16 +175,15 @@ class PoolPart:
         self,
         keys: list[_Buffer],
         values: list[_Buffer],
-        capacity: int,
+        rings: Sequence[RingCache | None],
         slots: list[int],
         lengths: list[int],
     ) -> None:
         self.offsets = lengths
-        self._keys, self._values = keys, values
-        self._capacity = capacity
+        self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
-        self._at = mx.array(lengths)[:, None]
-        self._ends: dict[int, mx.array] = {}  # by the number of heads
+        self._ends: dict[tuple[int, int, int], mx.array] = {}  # by heads, and by sink and window of a ring
+        self._sights: dict[tuple[int, int, int], Sight] = {}  # of rings, which are mostly of one form
         # Attention runs over all slots from the first row's to the last row's, including free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
         self._dense = self._num == len(slots)
@@ -156,13 +191,13 @@ class PoolPart:
         self._places = mx.array([slot - self._first for slot in slots])
         rows = dict(zip(slots, range(len(slots)), strict=True))
         self._rows = [rows.get(self._first + i, 0) for i in range(self._num)]
-        held = mx.array([lengths[row] for row in self._rows])
-        self._mask = (mx.arange(self._span) <= held[:, None])[:, None, None]
+        self._held = [lengths[row] for row in self._rows]
+        self._mask = (mx.arange(self._span) <= mx.array(self._held)[:, None])[:, None, None]
 
     def grid(self, layer: int) -> int:
-        """Plain caches count from the beginning."""
-        del layer
-        return 0
+        """Only a ring's offsets are counted from a grid."""
+        ring = self._rings[layer]
+        return ring.grid if ring is not None else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
         """Let each token see its whole session: for a single token plain caches ignore the options."""
@@ -170,27 +205,49 @@ class PoolPart:
         return self._mask
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Write each row's key and value at its own end."""
+        """Write each row's key and value at its own place."""
         for buffer, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            buffer.flat[self._rows_of(buffer.heads)] = new.reshape(-1, new.shape[-1])
+            buffer.flat[self._rows_of(buffer, self._rings[layer])] = new.reshape(-1, new.shape[-1])
 
-    def _rows_of(self, heads: int) -> mx.array:
+    def _rows_of(self, buffer: _Buffer, ring: RingCache | None) -> mx.array:
         """Return the rows of a flat buffer for the new tokens: by slot, then by head."""
-        if heads not in self._ends:
-            first = (self._slots * heads + mx.arange(heads)) * self._capacity
-            self._ends[heads] = (first + self._at).reshape(-1)
-        return self._ends[heads]
+        key = (buffer.heads, 0, 0) if ring is None else (buffer.heads, ring.sink, ring.window)
+        if key not in self._ends:
+            places = self.offsets
+            if ring is not None:
+                places = [place_of(at, ring.sink, ring.capacity) for at in places]
+            first = (self._slots * buffer.heads + mx.arange(buffer.heads)) * buffer.capacity
+            self._ends[key] = (first + mx.array(places)[:, None]).reshape(-1)
+        return self._ends[key]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         """Attend with every row at once."""
-        here, upto = slice(self._first, self._first + self._num), slice(0, self._span)
+        ring = self._rings[layer]
+        sight = self._sight(ring) if ring is not None else None
+        upto = slice(0, self._span if sight is None else sight.num_places)
+        here = slice(self._first, self._first + self._num)
         keys, values = (side[layer].slots[here, :, upto] for side in (self._keys, self._values))
-        if self._dense:
-            together: mx.array = attention(queries, keys, values, cache=None, mask=mask)
-            return together
-        spread = queries[mx.array(self._rows)]
-        with_free: mx.array = attention(spread, keys, values, cache=None, mask=mask)
-        return with_free[self._places]
+        spread = queries if self._dense else queries[mx.array(self._rows)]
+        found: mx.array
+        if sight is None:
+            found = attention(spread, keys, values, cache=None, mask=mask)
+        else:
+            found = attention.to_ring(spread, (keys, values), sight, lambda array: array)
+        return found if self._dense else found[self._places]
+
+    def _sight(self, ring: RingCache) -> Sight:
+        key = (ring.sink, ring.window, ring.grid)
+        if key not in self._sights:
+            self._sights[key] = far.sight(ring, [length + 1 for length in self._held], 1)
+        return self._sights[key]
+
+
+def _filled(cache: Any) -> tuple[mx.array, mx.array]:
+    """Return the arrays of a cache that holds something."""
+    if cache.keys is None:
+        raise ValueError("a session without KV cannot join a pool")
+    keys, values = cache.keys, cache.values
+    return (keys[0], values[0]) if type(cache) is RingCache else (keys, values)
 
 
 def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
@@ -199,13 +256,9 @@ def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
     return cache
 
 
-def _copied(view: KVCache) -> KVCache:
-    parts: Any = (view.keys, view.values)
-    keys, values = (mx.contiguous(part[..., : view.offset, :]) for part in parts)
+def _copied(view: Any) -> Any:
+    """Copy what a view holds to a cache of its own."""
+    keys, values = (mx.contiguous(part[..., : view.offset, :]) for part in _filled(view))
+    if type(view) is RingCache:
+        return view.like(keys, values, view.offset, view.first_held)
     return _cache(keys, values, view.offset)
-
-
-def _filled(part: mx.array | None) -> mx.array:
-    if part is None:
-        raise ValueError("a session without KV cannot join a pool")
-    return part
