@@ -29,15 +29,18 @@ from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
 from .names.blocks import Chain
+from .names.policy import FULL
 from .names.snapshot import Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from .index.index import Index
     from .index.nodes import Node
     from .names.blocks import Span
     from .names.identity import Identity
+    from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
 
 __all__ = ["Forgotten", "HeldPrefix", "Match", "Store", "file_bytes", "may_hold"]
@@ -61,6 +64,7 @@ class Match:
 
     num_tokens: int
     nodes: tuple[Node, ...] = ()
+    policy: Policy = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,17 @@ class Forgotten:
     settled: bool
 
 
+class _Form:
+    """What the snapshots of the model under one policy are, and how they are found."""
+
+    def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
+        self.identity = identity
+        self.digest = identity.digest()
+        self.layout = layout
+        self.stateful = bool(layout.states)
+        self.prefixes = Prefixes(index, identity.block_tokens, stateful=self.stateful)
+
+
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
     """Return the size that a snapshot's file would have."""
     return snapshot_format.encode(name, identity, tensors).size_bytes
@@ -99,24 +114,24 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
+        model: str,
         monotonic: Callable[[], float],
     ) -> None:
         self._folder = opened.folder
         self._catalog = opened.catalog
-        self._identity = identity
-        self._identity_digest = identity.digest()
-        #: Identities of all models that have snapshots here.
-        self._identities = opened.identities
-        self._layout = layout
-        self._stateful = bool(layout.states)
         self._index = opened.index
-        self._prefixes = Prefixes(opened.index, identity.block_tokens, stateful=self._stateful)
+        #: By policy; `_form` adds those that a chain is made for.
+        self._forms = {FULL: _Form(identity, layout, opened.index)}
+        #: Identities of all models and policies that have snapshots here.
+        self._identities = opened.identities
+        self._model = model
         self._writer = Writer(
             opened.folder,
             opened.catalog,
             queue_bytes=queue_bytes,
             free_bytes=opened.free_bytes,
             quarantined_bytes=opened.quarantined_bytes,
+            noted=opened.identities,
             on_end=self._write_ended,
             monotonic=monotonic,
         )
@@ -169,27 +184,35 @@ class Store:
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
+            model=model,
             monotonic=monotonic,
         )
 
-    def chain(self, tenant: str) -> Chain:
-        """Return a tenant's chain, which a turn passes instead of the tenant to hash each block once."""
-        return Chain(self._root(tenant), self._identity.block_tokens)
+    def chain(self, tenant: str, policy: Policy = FULL) -> Chain:
+        """Return a tenant's chain under a policy; a turn passes the chain, to hash each block once.
+
+        Methods that take a chain or a tenant use the policy `FULL` for a tenant.
+        """
+        form = self._form(policy)
+        self._writer.note_identity(form.digest, self._model)
+        return Chain(blocks.root(form.digest, tenant), form.identity.block_tokens, policy)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
-        num_tokens, nodes = self._prefixes.longest(self._chain(tenant), blocks.pack(tokens))
+        chain = self._chain(tenant)
+        num_tokens, nodes = self._form(chain.policy).prefixes.longest(chain, blocks.pack(tokens))
         if nodes:
             self._index.hold(nodes[-1])
             self._use(nodes[-1])
-        return Match(num_tokens, tuple(nodes))
+        return Match(num_tokens, tuple(nodes), chain.policy)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Hold what is stored or on its way of these tokens, until it is released.
 
         A turn can then save what continues it, whatever others save or forget meanwhile.
         """
-        edges, nodes = self._prefixes.known(self._chain(tenant), blocks.pack(tokens))
+        chain = self._chain(tenant)
+        edges, nodes = self._form(chain.policy).prefixes.known(chain, blocks.pack(tokens))
         if nodes:
             self._index.hold(nodes[-1])
         used = next((node for node in reversed(nodes) if node.usable), None)
@@ -207,33 +230,46 @@ class Store:
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
         """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on I/O threads.
 
+        Reads only files, and sections of files, that hold tokens which a layer sees from the match's end on.
+        Arrays of a layer with a limited reach hold just these tokens, as `RingCache.fill` takes them.
+
         A doubtful file goes to quarantine, what continues it is removed, and the prefix before it is
-        returned. None if nothing is left or the state is missing (match again), or if the disk hangs, after
-        the time limit. Always releases the match.
+        returned. None if nothing is left, or if the prefix needs a state or files that were not read (match
+        again), or if the disk hangs, after the time limit. Always releases the match.
         """
         if not match.nodes:
             return None
         if self._closing:
             self.release(match)
             return None
-        files, at = [], 0
+        form = self._form(match.policy)
+        seen = form.layout.seen(match.num_tokens)
+        nodes, files, at = [], [], 0
         for node in match.nodes:
-            num_tokens = min(node.num_tokens, match.num_tokens - at)
-            state = self._stateful and node is match.nodes[-1]
-            # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
-            files.append(ChainFile(node.digest, at, num_tokens, state=state))
-            at += num_tokens
-        limit_s = LOAD_S + sum(node.size_bytes for node in match.nodes) / _LOAD_BYTES_PER_S
+            state = form.stateful and node is match.nodes[-1]
+            if state or any(span.start < at + node.num_tokens and at < span.end for span in seen):
+                nodes.append(node)
+                # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+                files.append(ChainFile(node.digest, at, state=state))
+            at += node.num_tokens
+        limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
 
         def read() -> ReadOutcome:
             help_out = partial(self._readers.submit, limit_s=limit_s)
             return restore(
-                self._folder, files, self._identity_digest, self._layout, room_tokens, limit_s, help_out
+                self._folder,
+                files,
+                match.num_tokens,
+                form.digest,
+                form.layout,
+                room_tokens,
+                limit_s,
+                help_out,
             )
 
         try:
             outcome = await self._readers.run(read, limit_s)
-            if outcome.doubt is not None and (doubtful := match.nodes[outcome.num_read]).doomed:
+            if outcome.doubt is not None and (doubtful := nodes[outcome.num_read]).doomed:
                 self._writer.unlink([doubtful.row], quarantined=True)  # forgotten: keep no copy
         except TimeoutError:
             self._timed_out += 1
@@ -248,7 +284,7 @@ class Store:
             self.release(match)
         self._hangs = False
         if outcome.doubt is not None:
-            self._rejected += self._removal.reject(match.nodes[outcome.num_read], outcome.doubt)
+            self._rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
         if outcome.restored is not None:
             self._restored_bytes += outcome.restored.size_bytes
         return outcome.restored
@@ -262,7 +298,8 @@ class Store:
         """
         if self._writer.paused:
             return []
-        return self._prefixes.wanted(self._chain(tenant), blocks.pack(tokens[:end]), start)
+        chain = self._chain(tenant)
+        return self._form(chain.policy).prefixes.wanted(chain, blocks.pack(tokens[:end]), start)
 
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
@@ -270,15 +307,17 @@ class Store:
         """Queue the KV of `span` for the disk; `tokens` must reach at least to its end. False if dropped.
 
         True also if the same KV is stored or on its way. Once the snapshot is durable, pieces of a tail that
-        it contains are removed. Raises `ValueError` if the tensors do not fit the span.
+        it contains are removed. Raises `ValueError` if the tensors do not fit the span or the chain.
         """
+        chain = self._chain(tenant)
+        form = self._form(chain.policy)
         packed = blocks.pack(tokens[: span.end])
-        parent = self._prefixes.parent(self._chain(tenant), packed, span.start)
+        parent = form.prefixes.parent(chain, packed, span.start)
         if parent is None:
             return True
-        resumable = not self._stateful or any(tensor.of_state for tensor in tensors)
+        resumable = not form.stateful or any(tensor.of_state for tensor in tensors)
         name = Name(parent, span.start, packed[span.start * blocks.TOKEN_BYTES :], resumable)
-        encoded = snapshot_format.encode(name, self._identity, tensors)
+        encoded = snapshot_format.encode(name, form.identity, form.layout.ordered(tensors))
         reason = self._refusal(name, encoded.size_bytes)
         if reason is not None:
             self._writer.drop(reason)
@@ -310,9 +349,9 @@ class Store:
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
         """Remove what is stored or on its way of these tokens, from the end up to what others share.
 
-        Covers all identities: other models, other `kv_bits`. Returns how many snapshots were removed. What a
-        load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing of it
-        comes back, not even by a write in flight.
+        Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed.
+        What a load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing
+        of it comes back, not even by a write in flight.
         """
         within = self._within(tenant, blocks.pack(tokens))
         return self._removal.discard(node for node in within if not node.kept)
@@ -347,7 +386,7 @@ class Store:
         erasure = self._writer.clear()
         return await self.barrier(timeout_s) and erasure.clean
 
-    async def pin(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
+    async def pin(self, tenant: str | Chain, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
         """Pin a prefix, over restarts: what is stored of it, and what will be saved.
 
         Raises `PinRefusedError` if it is too large, `ValueError` if it is empty.
@@ -361,7 +400,7 @@ class Store:
         await self.barrier(timeout_s)
         return replace(pinned, noted=note.made)
 
-    def unpin(self, tenant: str, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
+    def unpin(self, tenant: str | Chain, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
         """Unpin all prefixes of these tokens; with `exactly` only the prefix that equals them.
 
         Returns their lengths in tokens. From then on they can be evicted.
@@ -425,8 +464,18 @@ class Store:
         # their rename. Removals queue nothing more.
         await self._writer.barrier()
 
-    def _root(self, tenant: str) -> bytes:
-        return blocks.root(self._identity_digest, tenant)
+    def _form(self, policy: Policy) -> _Form:
+        """Return what the model's snapshots are under a policy."""
+        form = self._forms.get(policy)
+        if form is None:
+            full = self._forms[FULL]
+            identity = replace(full.identity, policy=str(policy))
+            form = self._forms[policy] = _Form(identity, full.layout.under(policy), self._index)
+            self._identities.add(form.digest)
+        return form
+
+    def _root(self, tenant: str | Chain) -> bytes:
+        return self._chain(tenant).root
 
     def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
         """Yield the nodes whose tokens are all in these, of all identities, children before parents."""

@@ -171,10 +171,10 @@ class Catalog:
         """Read the identities of all models that may have snapshots here."""
         return [row[0] for row in self._db.execute("SELECT identity FROM model")]
 
-    def note_identities(self, identities: Iterable[bytes]) -> None:
-        """Add identities that have snapshots; the names of their models are unknown."""
+    def note_identities(self, identities: Iterable[bytes], name: str = "") -> None:
+        """Add identities that have snapshots, and the name of their model; known identities stay."""
         with self._transaction() as db:
-            rows = [(identity, "") for identity in identities]
+            rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def purge_log(self) -> bool:

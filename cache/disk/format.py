@@ -3,8 +3,9 @@
 The header says whose KV the file holds (`header`). Nothing of a file is used before its length, checksum,
 identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of sessions.
 
-The tensors follow the header without gaps: first those that are cut by tokens, then the state of other
-layers. The state has a checksum of its own, since a restore reads the state of a chain's last file alone.
+The tensors follow the header without gaps, in sections: one section for all layers of the same reach, then
+the state of layers that are not cut by tokens. The header and each section have a checksum of their own,
+since a restore reads only the sections that a layer still sees, and the state of a chain's last file alone.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import errno
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import sections
 
 from . import header as headers
 from . import private
-from .header import BLANK, CHECKSUM_AT, CHECKSUM_END, STATE_AT, STATE_END
+from .header import BLANK, CHECKSUM_AT, CHECKSUM_CHARS, CHECKSUM_END, SECTION_CHARS, SECTIONS_AT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -64,16 +68,14 @@ def write(encoded: EncodedSnapshot, path: Path) -> None:
 
     Runs on the writer thread. Raises `OSError`.
     """
-    state = xxhash.xxh3_128()
-    for tensor in encoded.tensors:
-        if tensor.of_state:
-            state.update(tensor.data)
-    header = encoded.header[:STATE_AT] + state.hexdigest().encode() + encoded.header[STATE_END:]
-    hasher = xxhash.xxh3_128(header)
-    for tensor in encoded.tensors:
-        if not tensor.of_state:
+    header = bytearray(encoded.header)
+    for i, section in enumerate(sections(encoded.tensors)):
+        hasher = xxhash.xxh3_128()
+        for tensor in section:
             hasher.update(tensor.data)
-    header = header[:CHECKSUM_AT] + hasher.hexdigest().encode() + header[CHECKSUM_END:]
+        at = SECTIONS_AT + i * SECTION_CHARS
+        header[at : at + CHECKSUM_CHARS] = hasher.hexdigest().encode()
+    header[CHECKSUM_AT:CHECKSUM_END] = xxhash.xxh3_128_hexdigest(header).encode()
     # A system call for each tensor would take 1.5 times the processor time, and retake the GIL each time.
     with open(path, "wb", buffering=0, opener=private.opener) as file:
         for group in _batches((memoryview(header), *(tensor.data for tensor in encoded.tensors))):
@@ -94,13 +96,13 @@ def prove(path: Path) -> Name:
     name = headers.read_name(path)
     with _opened(path) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
-        found.read(_in_scratch(scratch, found.payload_bytes - found.header.state_bytes))
-        found.read_state(_in_scratch(scratch, found.header.state_bytes))
+        for i, section in enumerate(found.header.sections):
+            found.read(i, _in_scratch(scratch, section.size_bytes))
     return name
 
 
 def peek(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
-    """Read the layout and states of the snapshot `digest` from its header, which is not verified yet.
+    """Read the layout and states of the snapshot `digest` from its header, and verify the header.
 
     Raises `DoubtfulSnapshotError` if the file cannot be that snapshot, `OSError` as `prove` does.
     """
@@ -117,14 +119,14 @@ def read(
     *,
     layout: Layout,
     places: Sequence[Place],
-    num_tokens: int,
     state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read the first `num_tokens` tokens of a snapshot into `places`, and verify them.
+    """Read those tokens of a snapshot that have a place, and verify what is read.
 
-    `layout` is the model's; `places` are in its order. Each byte is read once, to its final place, and hashed
-    there. The header is verified before the first write, the checksum after the last one: after a
-    `DoubtfulSnapshotError` nobody may use the places of this span.
+    `layout` is the model's; `places` are in its order. A section is skipped if none of its tokens has a
+    place. Each byte is read once, to its final place, and hashed there. The header is verified before the
+    first write, a section after its last one: after a `DoubtfulSnapshotError` nobody may use the places of
+    this span.
 
     `state` are the buffers of the state's tensors, in the order of `peek`, for the last snapshot of a chain;
     None skips the state.
@@ -134,37 +136,62 @@ def read(
     """
     with _opened(path) as found:
         found.check(digest, start, identity)
-        if state is not None and not found.header.name.resumable:
+        if state is not None and not (found.header.name.resumable and len(state) == len(found.header.states)):
             raise DoubtfulSnapshotError("no state to resume from")
         if found.header.layout != layout:
             raise DoubtfulSnapshotError("layers unlike the model's")
-        runs = [
-            row[start * place.token_bytes : (start + num_tokens) * place.token_bytes]
-            for place in places
-            if place.token_bytes
-            for row in place.rows
+        span = found.header.name.span
+        together = [list(run) for _, run in groupby(places, key=attrgetter("reach"))]
+        token_bytes = [sum(len(place.rows) * place.token_bytes for place in run) for run in together]
+        sizes = [section.size_bytes for section in found.header.sections]
+        if sizes[: len(sizes) - bool(found.header.states)] != [num * span.num_tokens for num in token_bytes]:
+            raise DoubtfulSnapshotError("layers unlike the model's")
+        for i, run in enumerate(together):
+            segments = list(run[0].segments(span))
+            if any(at is not None for at, _ in segments):
+                found.read(i, _to_places(run, segments))
+        if state:
+            found.read(len(together), _batches(buffer for buffer in state if buffer.nbytes))
+        return found.num_read
+
+
+def _to_places(
+    places: Sequence[Place], segments: Sequence[tuple[int | None, int]]
+) -> Iterator[list[memoryview]]:
+    """Yield the buffers for a section: its tokens' places, and scratch memory for tokens without a place."""
+    unused = max((num for at, num in segments if at is None), default=0)
+    scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
+    rows = (
+        [
+            scratch[: num * place.token_bytes]
+            if at is None
+            else row[at * place.token_bytes : (at + num) * place.token_bytes]
+            for at, num in segments
         ]
-        unused = found.header.name.num_tokens - num_tokens
-        if unused:
-            scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
-            found.read([run, scratch[: run.nbytes // num_tokens * unused]] for run in runs)
-        else:
-            found.read(_batches(runs))
-        if state is None:
-            return found.size_bytes - found.header.state_bytes
-        found.read_state(_batches(buffer for buffer in state if buffer.nbytes))
-        return found.size_bytes
+        for place in places
+        if place.token_bytes
+        for row in place.rows
+    )
+    # Rows share the scratch memory, so each row is read and hashed by itself.
+    return rows if unused else _batches(chain.from_iterable(rows))
 
 
 class _Found:
-    """An open file whose header has been parsed, and whose checksums have not been verified yet."""
+    """An open file whose header has been verified, and whose sections have not been verified yet."""
 
     def __init__(self, file: int, head: bytes, payload_bytes: int) -> None:
         self.header = headers.parse(head, payload_bytes=payload_bytes)
         self.payload_bytes = payload_bytes
-        self.size_bytes = len(head) + payload_bytes
+        #: Bytes read so far.
+        self.num_read = len(head)
         self._file = file
-        self._head = head
+        self._starts = [*accumulate((one.size_bytes for one in self.header.sections), initial=len(head))]
+        blank = head[:CHECKSUM_AT] + BLANK + head[CHECKSUM_END:]
+        if (
+            not self.header.is_foreign
+            and xxhash.xxh3_128_hexdigest(blank).encode() != head[CHECKSUM_AT:CHECKSUM_END]
+        ):
+            raise DoubtfulSnapshotError("wrong checksum")
 
     def check(self, digest: bytes, start: int, identity: bytes) -> None:
         """Raise `DoubtfulSnapshotError` if this is not the requested snapshot."""
@@ -175,30 +202,22 @@ class _Found:
         if self.header.name.digest != digest or self.header.name.start != start:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
-    def read(self, groups: Iterable[list[memoryview]]) -> None:
-        """Read all but the state, one system call per group of buffers, and compare the checksum.
+    def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
+        """Read a section, one system call per group of buffers, and compare its checksum.
 
         Each group is hashed before the next is read: it is still in the processor's cache, and groups may
         share a buffer.
         """
-        head = self._head
-        self._read(
-            groups,
-            xxhash.xxh3_128(head[:CHECKSUM_AT] + BLANK + head[CHECKSUM_END:]),
-            head[CHECKSUM_AT:CHECKSUM_END],
-        )
-
-    def read_state(self, groups: Iterable[list[memoryview]]) -> None:
-        """Read the state, which ends the file, and compare its checksum."""
-        self._read(groups, xxhash.xxh3_128(), self._head[STATE_AT:STATE_END])
-
-    def _read(self, groups: Iterable[list[memoryview]], hasher: xxhash.xxh3_128, claimed: bytes) -> None:
+        os.lseek(self._file, self._starts[section], os.SEEK_SET)
+        hasher = xxhash.xxh3_128()
         for group in groups:
             _read_all(self._file, group)
             for buffer in group:
                 hasher.update(buffer)
-        if hasher.hexdigest().encode() != claimed:
+        size_bytes, checksum = self.header.sections[section]
+        if hasher.hexdigest().encode() != checksum:
             raise DoubtfulSnapshotError("wrong checksum")
+        self.num_read += size_bytes
 
 
 @contextmanager

@@ -4,8 +4,8 @@ The header says whose KV the file holds, and contains the checksums, which `form
 `write` makes is the only valid one, with a type and a range for each field; any other is a
 `DoubtfulSnapshotError`.
 
-Layout: 8 bytes of length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, then the tensors,
-first those that are cut by tokens, then the state of other layers.
+Layout: 8 bytes of length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, then the tensors
+in the order of their sections, the state last.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, TYPE_CHECKING, Any, Final
+from itertools import accumulate
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
-from cache.names.snapshot import ITEM_BYTES, STATE, Layout, Name, States
+from cache.names.snapshot import ITEM_BYTES, STATE, Layout, Name, States, sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Tensor
 
-#: The checksum is at a fixed place, since it is verified before the file is used. The state's checksum and
-#: length follow; the length tells where the bytes of the first checksum end.
+#: The header's checksum is at a fixed place, since it is verified before the file is used. The checksum and
+#: the length (16 hex digits) of each section follow.
 CHECKSUM_CHARS: Final = 32
 CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
 CHECKSUM_END: Final = CHECKSUM_AT + CHECKSUM_CHARS
-STATE_AT: Final = CHECKSUM_END + len('","state":"')
-STATE_END: Final = STATE_AT + CHECKSUM_CHARS
+SECTIONS_AT: Final = CHECKSUM_END + len('","sections":"')
+SECTION_CHARS: Final = CHECKSUM_CHARS + 16
 BLANK: Final = b"0" * CHECKSUM_CHARS
 
 #: Enough for thousands of tensors and the largest block; parsing takes up to twenty times that memory.
@@ -51,7 +52,8 @@ _HEX: Final = "[0-9a-f]"
 _POSITION: Final = "(0|[1-9][0-9]{0,9})"
 #: The beginning of the header, in every format version.
 _BEGINNING: Final = re.compile(
-    rf'{{"__metadata__":{{"checksum":"{_HEX}{{32}}",(?:"state":"{_HEX}{{32}}({_HEX}{{16}})",)?'
+    rf'{{"__metadata__":{{"checksum":"{_HEX}{{32}}",'
+    rf'(?:"state":"{_HEX}{{48}}",|"sections":"((?:{_HEX}{{48}})*)",)?'
     rf'"format":"turnkeep","version":"([0-9]{{1,9}})","identity":"({_HEX}{{64}})",'.encode()
 )
 #: The rest of the metadata, in this version.
@@ -80,6 +82,13 @@ _NAMES: Final = re.compile(
 NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 
+class Section(NamedTuple):
+    """Tensors that are read together: their bytes, and their checksum as hex."""
+
+    size_bytes: int
+    checksum: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a file claims to hold. `identity` is a digest as hex.
@@ -91,7 +100,7 @@ class Header:
     name: Name = NO_NAME
     layout: Layout = ()
     states: States = ()
-    state_bytes: int = 0
+    sections: tuple[Section, ...] = ()
 
     @property
     def is_foreign(self) -> bool:
@@ -101,10 +110,10 @@ class Header:
 
 def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
     """Return a header without its checksums. Raises `ValueError` if the tensors do not fit the name."""
-    state_bytes = sum(tensor.data.nbytes for tensor in tensors if tensor.of_state)
+    sizes = (sum(tensor.data.nbytes for tensor in section) for section in sections(tensors))
     metadata = {
         "checksum": BLANK.decode(),
-        "state": f"{BLANK.decode()}{state_bytes:016x}",
+        "sections": "".join(f"{BLANK.decode()}{size:016x}" for size in sizes),
         "format": "turnkeep",
         "version": str(FORMAT_VERSION),
         "identity": identity.digest().hex(),
@@ -176,19 +185,23 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     beginning = _BEGINNING.match(head, 8)
     if beginning is None:
         raise DoubtfulSnapshotError("unreadable header: it does not begin as a snapshot of Turnkeep's does")
-    state_chars, version, identity = beginning.groups()
+    claims, version, identity = beginning.groups()
     if int(version) != FORMAT_VERSION:
         return Header(identity.decode())
     rest = _REST.match(head, beginning.end())
-    if rest is None or state_chars is None:
+    if rest is None or claims is None:
         raise DoubtfulSnapshotError("unreadable header: fields of other types, or out of range")
     parent, digest, start, end, tokens, resumable = (found.decode() for found in rest.groups())
     name = Name(bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1")
     if name.span.end != int(end) or name.digest.hex() != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
-    state_bytes = int(state_chars, 16)
-    layout, states = _tensors(head[rest.end() :], payload_bytes, state_bytes, name.num_tokens, name.resumable)
-    return Header(identity.decode(), name, layout, states, state_bytes)
+    found = tuple(
+        Section(int(claims[at + CHECKSUM_CHARS : at + SECTION_CHARS], 16), claims[at : at + CHECKSUM_CHARS])
+        for at in range(0, len(claims), SECTION_CHARS)
+    )
+    sizes = tuple(section.size_bytes for section in found)
+    layout, states = _tensors(head[rest.end() :], payload_bytes, sizes, name.num_tokens, name.resumable)
+    return Header(identity.decode(), name, layout, states, found)
 
 
 def _open(path: str, flags: int) -> int:
@@ -196,21 +209,23 @@ def _open(path: str, flags: int) -> int:
 
 
 def _check_length(length: int, most: int) -> None:
-    if not STATE_END < length <= min(most, _MAX_BYTES):
+    if not SECTIONS_AT < length <= min(most, _MAX_BYTES):
         raise DoubtfulSnapshotError("shorter than its header, or an absurd header length")
 
 
 @lru_cache(maxsize=16)
 def _tensors(
-    text: bytes, payload_bytes: int, state_bytes: int, num_tokens: int, resumable: bool
+    text: bytes, payload_bytes: int, sizes: tuple[int, ...], num_tokens: int, resumable: bool
 ) -> tuple[Layout, States]:
     """Parse the tensors behind the metadata. Cached: the text is the same in all blocks of a chain.
 
     Valid are complete groups of keys and values, then the state, without gaps, up to the end of the file.
+    Each section ends where a tensor ends, and the state is a section.
     """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []
     place = at = kv_bytes = 0
+    ends = {0}
     while (found := _TENSOR.match(text, place)) is not None:
         place = found.end()
         key, dtype, dims, *offsets = (part.decode() for part in found.groups())
@@ -221,6 +236,7 @@ def _tensors(
         if offsets != [str(at), str(end)]:
             raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
         at = end
+        ends.add(at)
         if key.startswith(STATE):
             states.append((key, dtype, shape))
             continue
@@ -235,6 +251,9 @@ def _tensors(
         raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
     if not names if resumable else states:
         raise DoubtfulSnapshotError("not the tensors that it says it has")
-    if (kv_bytes + state_bytes, at) != (payload_bytes, payload_bytes):
+    edges = [0, *accumulate(sizes)]
+    if not at == edges[-1] == payload_bytes:
         raise DoubtfulSnapshotError("tensors do not cover the payload")
+    if not ends.issuperset(edges) or (states and edges[-2:-1] != [kv_bytes]):
+        raise DoubtfulSnapshotError("sections that are none of these tensors")
     return tuple(layout), tuple(states)

@@ -32,14 +32,13 @@ Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 
 @dataclass(frozen=True, slots=True)
 class ChainFile:
-    """One file of a chain, and how many of its tokens are used: all, unless it is the last file.
+    """One file of a chain, and the position of its first token.
 
     `state` says to read its state: for the last file of a chain, if the model's layers have states.
     """
 
     digest: bytes
     start: int
-    num_tokens: int
     state: bool = False
 
 
@@ -47,7 +46,8 @@ class ChainFile:
 class Restored:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
-    The arrays have room for more tokens, with undefined contents. `size_bytes` were read from disk.
+    The arrays have room for more tokens, with undefined contents; arrays of layers with a limited reach have
+    no room, and hold what such a layer sees. `size_bytes` were read from disk.
     """
 
     num_tokens: int
@@ -75,13 +75,17 @@ def release_thread() -> None:
 def restore(
     folder: Folder,
     files: Sequence[ChainFile],
+    num_tokens: int,
     identity: bytes,
     model: ModelLayout,
     room_tokens: int,
     limit_s: float,
     help_out: Help,
 ) -> ReadOutcome:
-    """Read files in order, up to the first doubtful one, with the help of a second I/O thread.
+    """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
+
+    If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited
+    reach: a shorter session would need another state and other files.
 
     The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
 
@@ -97,20 +101,20 @@ def restore(
     num_read = len(files) - 1  # a doubtful state is that of the last file
     try:
         states: States = ()
-        num_tokens = sum(file.num_tokens for file in files)
         if last.state:
             states = snapshot_format.peek(folder.path(last.digest), last.digest, last.start, identity)[1]
             model.check_states(states, num_tokens)
-        blank = arrays.Blank(model.kv, max(num_tokens, room_tokens), states)
+        blank = arrays.Blank(model.kv, num_tokens, states, room_tokens=room_tokens, reaches=model.reaches)
         reading = _Reading(folder, files, identity, model.kv, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
     if time.perf_counter() > until:  # the caller no longer waits
         raise TimeoutError
-    # If a file is doubtful, there is no state at the end of the files before it.
-    if reading is not None and num_read and not (last.state and doubt):
-        num_tokens = sum(file.num_tokens for file in files[:num_read])
+    # If a file is doubtful, there is no state at the end of the files before it, and no window.
+    if reading is not None and num_read and not ((last.state or model.is_limited) and doubt):
+        if doubt is not None:
+            num_tokens = files[num_read].start
         size_bytes = sum(reading.sizes[:num_read])
         tensors = blank.arrays()
         try:
@@ -197,7 +201,6 @@ class _Reading:
             self._identity,
             layout=self._layout,
             places=self._places,
-            num_tokens=file.num_tokens,
             state=self._state if file.state else None,
         )
 

@@ -25,7 +25,7 @@ import structlog
 from . import format as snapshot_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from cache.index.nodes import Node
 
@@ -142,6 +142,7 @@ class Writer:
         queue_bytes: int,
         free_bytes: int,
         quarantined_bytes: int,
+        noted: Iterable[bytes],
         on_end: Callable[[Write], None],
         monotonic: Callable[[], float],
     ) -> None:
@@ -165,6 +166,8 @@ class Writer:
         self._catalog_failed = False
         #: What could not be removed from the disk or the catalog. Belongs to the thread.
         self._left: dict[bytes, Row] = {}
+        #: Identities in the catalog. Only the thread adds to them.
+        self._noted = set(noted)
         #: False after an erasure of everything that left something. Belongs to the thread.
         self._cleared = True
         self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
@@ -225,6 +228,11 @@ class Writer:
         note = PinNote(pins, on)
         self._jobs.put(_Job(partial(self._note, note)))
         return note
+
+    def note_identity(self, identity: bytes, model: str) -> None:
+        """Queue a note that this identity has snapshots, unless the catalog has it."""
+        if identity not in self._noted:
+            self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def erase(self, packed: bytes) -> Erasure:
         """Queue the erasure of what is left of tokens whose files were unlinked before."""
@@ -360,6 +368,12 @@ class Writer:
     def _note(self, note: PinNote) -> None:
         change = self._catalog.pin if note.on else self._catalog.unpin
         note.made = self._in_catalog(change, note.pins) and self._catalog.is_lasting
+
+    def _note_identity(self, identity: bytes, model: str) -> None:
+        if identity not in self._noted and self._in_catalog(
+            partial(self._catalog.note_identities, name=model), [identity]
+        ):
+            self._noted.add(identity)
 
     def _unlink(self, rows: list[Row], *, quarantined: bool) -> None:
         self._remove(rows)

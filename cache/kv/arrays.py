@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from cache.names.snapshot import Place
+from cache.names.policy import FULL
+from cache.names.snapshot import Place, seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cache.names.policy import Policy
     from cache.names.snapshot import Layout, States
 
 #: Tensors by name, as MLX arrays.
@@ -48,28 +50,47 @@ _TYPES: Final = {
 
 
 class Blank:
-    """Uninitialised tensors: those of a layout, with room for at least `num_tokens`, and those of a state.
+    """Uninitialised tensors: those of a layout, for a session's first `num_tokens`, and those of a state.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
-    layout may be longer than what was written: its user must know how many tokens count.
+    layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
+    (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
     """
 
-    def __init__(self, layout: Layout, num_tokens: int, states: States = ()) -> None:
-        capacity = math.ceil(num_tokens / STEP_TOKENS) * STEP_TOKENS
-        kv = [(name, dtype, (1, heads, capacity, dim)) for name, dtype, (heads, dim) in layout]
+    def __init__(
+        self,
+        layout: Layout,
+        num_tokens: int,
+        states: States = (),
+        *,
+        room_tokens: int = 0,
+        reaches: Sequence[Policy] = (),
+    ) -> None:
+        reaches = reaches or (FULL,) * len(layout)
+        capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
+        sizes = [capacity if reach == FULL else reach.num_visible(num_tokens) for reach in reaches]
+        kv = [
+            (name, dtype, (1, heads, size, dim))
+            for (name, dtype, (heads, dim)), size in zip(layout, sizes, strict=True)
+        ]
         self._specs: list[Spec] = [*kv, *states]
         # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
         # buffer. CUDA may keep another copy, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
-            _place(_memory(self._owners[name]), heads, capacity, dim * np.dtype(_TYPES[dtype][1]).itemsize)
-            for name, dtype, (heads, dim) in layout
+            Place(
+                _rows(_memory(self._owners[name]), heads),
+                dim * np.dtype(_TYPES[dtype][1]).itemsize,
+                reach,
+                seen(reach, num_tokens),
+            )
+            for (name, dtype, (heads, dim)), reach in zip(layout, reaches, strict=True)
         ]
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def arrays(self) -> Arrays:
-        """Return the tensors, evaluated: (1, heads, capacity, head_dim), a state's in their own shapes.
+        """Return the tensors, evaluated: (1, heads, tokens, head_dim), a state's in their own shapes.
 
         The buffers cannot be written to afterwards.
         """
@@ -123,10 +144,9 @@ def _memory(owner: Any) -> memoryview:
     return memoryview(owner).cast("B") if owner.size else memoryview(bytearray())
 
 
-def _place(memory: memoryview, heads: int, capacity: int, token_bytes: int) -> Place:
-    row_bytes = capacity * token_bytes
-    rows = tuple(memory[head * row_bytes : (head + 1) * row_bytes] for head in range(heads))
-    return Place(rows, token_bytes)
+def _rows(memory: memoryview, heads: int) -> tuple[memoryview, ...]:
+    row_bytes = len(memory) // heads if heads else 0
+    return tuple(memory[head * row_bytes : (head + 1) * row_bytes] for head in range(heads))
 
 
 def release_thread() -> None:

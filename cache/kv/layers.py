@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -95,13 +95,19 @@ def describe(caches: Sequence[Any]) -> str:
     return " ".join(name if length == 1 else f"{length}*{name}" for name, length in runs)
 
 
-def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
-    """Return the layout of a model's snapshots. `caches` have run some tokens; `new` makes empty caches."""
-    kv, whole = [], []
+def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
+    """Return the layout of a model's snapshots. `caches` have run some tokens.
+
+    `new` makes empty caches, under the policy that it is given, if any.
+    """
+    whole: list[tuple[str, str, tuple[int, ...]]] = []
+    kv: dict[Policy, list[tuple[str, str, tuple[int, ...]]]] = {}
     for path, cache in leaves(caches):
         if states.is_cut(cache):
-            for part, array in states.parts(cache).items():
-                kv.append((f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3])))
+            kv.setdefault(states.reach(cache), []).extend(
+                (f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3]))
+                for part, array in states.parts(cache).items()
+            )
             continue
         for part, array in states.state(cache, states.num_tokens(cache) or 0).items():
             shape = list(array.shape)
@@ -109,11 +115,12 @@ def layout(caches: Sequence[Any], new: Callable[[], list[Any]]) -> ModelLayout:
                 shape[GROWING] = -1
             whole.append((f"{STATE}{path}.{part}", _DTYPES[array.dtype], tuple(shape)))
 
-    def prove(tensors: dict[str, mx.array], num_tokens: int) -> None:
+    def prove(tensors: dict[str, mx.array], num_tokens: int, **policy: Policy) -> None:
         with mx.stream(mx.cpu):  # runs on an I/O thread, which must not use the device
-            rebuild(tensors, new(), num_tokens)
+            rebuild(tensors, new(*policy.values()), num_tokens)
 
-    return ModelLayout(tuple(kv), tuple(whole), prove)
+    reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
+    return ModelLayout(tuple(chain.from_iterable(kv.values())), tuple(whole), prove, reaches)
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
@@ -167,9 +174,12 @@ def cut(
         raise ValueError(f"a layer does not hold the tokens [{start}, {end})")
     pieces: dict[str, mx.array] = {}
     state: dict[str, mx.array] = {}
+    reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
         if states.is_cut(cache):
-            pieces |= {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
+            held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
+            pieces |= held
+            reaches |= dict.fromkeys(held, states.reach(cache))
         elif at_end:
             for part, array in states.state(cache, end).items():
                 state[f"{STATE}{path}.{part}"] = array
@@ -183,7 +193,8 @@ def cut(
     copies = {name: mx.contiguous(piece) for name, piece in pieces.items()}
     mx.eval(copies)
     return tuple(
-        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy)) for name, copy in copies.items()
+        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy), reaches.get(name, FULL))
+        for name, copy in copies.items()
     )
 
 

@@ -19,6 +19,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from cache.names.policy import FULL, Policy
+
 from .ring import RingCache
 
 if TYPE_CHECKING:
@@ -73,6 +75,11 @@ def describe(cache: Any) -> str:
         case ArraysCache():
             return f"{name}({len(cache.cache)})"
     return name
+
+
+def reach(cache: Any) -> Policy:
+    """Return which tokens a cache that is cut by tokens sees."""
+    return Policy(cache.sink, cache.window) if type(cache) is RingCache else FULL
 
 
 def num_tokens(cache: Any) -> int | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from .policy import FULL, Policy
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -83,9 +85,10 @@ def link(parent: bytes, packed: bytes) -> bytes:
 class Chain:
     """The names of a growing run of tokens, block by block; each block is hashed once."""
 
-    def __init__(self, root: bytes, block: int) -> None:
+    def __init__(self, root: bytes, block: int, policy: Policy = FULL) -> None:
         self.root = root
         self.block = block
+        self.policy = policy
         self._width = block * TOKEN_BYTES
         self._packed = b""
         self._names = [root]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .blocks import TOKEN_BYTES, Span, link
 from .errors import DoubtfulSnapshotError
+from .policy import FULL, Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
@@ -22,18 +25,26 @@ STATE: Final = "state."
 class Tensor:
     """One tensor as plain bytes. `dtype` is a key of `ITEM_BYTES`.
 
-    `shape` is (1, heads, tokens, head_dim); a state's tensor may have any shape.
+    `shape` is (1, heads, tokens, head_dim); a state's tensor may have any shape. `reach` says which tokens of
+    a session its layer sees.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    reach: Policy = FULL
 
     @property
     def of_state(self) -> bool:
         """Whether the tensor belongs to a state, which is valid at the snapshot's end only."""
         return self.name.startswith(STATE)
+
+
+def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Group tensors into the sections of a file: runs of one reach, then the state."""
+    for _, run in groupby(tensors, key=lambda tensor: (tensor.of_state, tensor.reach)):
+        yield tuple(run)
 
 
 #: Name, type and shape (the token axis left out) of every tensor that is cut by tokens: equal in all
@@ -43,6 +54,16 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 #: Name, type and whole shape of every tensor of a state.
 States = tuple[tuple[str, str, tuple[int, ...]], ...]
 
+
+def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
+    """List what a layer of this reach sees of a session's `num_tokens` tokens: the sinks, then the window."""
+    first = reach.visible_from(num_tokens)
+    if not first:
+        return (Span(0, num_tokens),)
+    window = Span(first, num_tokens)
+    return (Span(0, reach.sink), window) if reach.sink else (window,)
+
+
 #: The axis along which a window's or a chunk's keys and values grow, up to the tokens that were run.
 GROWING: Final = 2
 
@@ -51,14 +72,45 @@ GROWING: Final = 2
 class ModelLayout:
     """What a model's snapshots hold, as its own caches have it; a file that differs is not used.
 
-    `kv` are the tensors that are cut by tokens, `states` those of a state; -1 along `GROWING` means any
+    `kv` are the tensors that are cut by tokens, tensors of one reach together; `reaches` says of each which
+    tokens its layer sees, by default all. `states` are the tensors of a state; -1 along `GROWING` means any
     length. `prove(tensors, num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors,
     as when the numbers in a state make no sense.
     """
 
     kv: Layout
     states: States = ()
-    prove: Callable[[dict[str, Any], int], None] | None = None
+    prove: Callable[..., None] | None = None
+    reaches: tuple[Policy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.reaches:
+            object.__setattr__(self, "reaches", (FULL,) * len(self.kv))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some layer does not see all tokens."""
+        return any(reach != FULL for reach in self.reaches)
+
+    def under(self, policy: Policy) -> ModelLayout:
+        """Return the layout of the same model under a policy, which limits layers that see all tokens."""
+        if policy == FULL:
+            return self
+        reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)
+        prove = self.prove and partial(self.prove, policy=policy)
+        return replace(self, reaches=reaches, prove=prove)
+
+    def seen(self, num_tokens: int) -> tuple[Span, ...]:
+        """List what the layers of a session of `num_tokens` tokens see; spans may overlap."""
+        return tuple({span: None for reach in set(self.reaches) for span in seen(reach, num_tokens)})
+
+    def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Sort a snapshot's tensors into this order, the state last. Raises `ValueError` for others."""
+        kv = {tensor.name: tensor for tensor in tensors if not tensor.of_state}
+        reaches = {name: reach for (name, _, _), reach in zip(self.kv, self.reaches, strict=True)}
+        if any(reaches.get(name) != tensor.reach for name, tensor in kv.items()):
+            raise ValueError("these tensors are of other layers or of another policy than the chain")
+        return (*(kv[name] for name in reaches if name in kv), *(one for one in tensors if one.of_state))
 
     def check_states(self, states: States, num_tokens: int) -> None:
         """Raise `DoubtfulSnapshotError` unless these are the tensors of a state after `num_tokens` tokens."""
@@ -102,7 +154,26 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each."""
+    """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each.
+
+    A buffer holds the tokens of `spans`, in order; `reach` is the tensor's.
+    """
 
     rows: tuple[memoryview, ...]
     token_bytes: int
+    reach: Policy
+    spans: tuple[Span, ...]
+
+    def segments(self, span: Span) -> Iterator[tuple[int | None, int]]:
+        """Split a span into runs: (index in the buffer, or None for tokens without a place; tokens)."""
+        done, at = span.start, 0
+        for own in self.spans:
+            start, end = max(own.start, span.start), min(own.end, span.end)
+            if start < end:
+                if done < start:
+                    yield None, start - done
+                yield at + start - own.start, end - start
+                done = end
+            at += own.num_tokens
+        if done < span.end:
+            yield None, span.end - done

@@ -45,11 +45,11 @@ def sound(tmp_path: Path) -> bytes:
 
 
 def signed(text: bytes, payload: bytes) -> bytes:
-    """Put a file together whose checksum is right."""
-    blank = struct.pack("<Q", len(text)) + text + payload
+    """Put a file together whose header has the right checksum."""
+    blank = struct.pack("<Q", len(text)) + text
     at = 8 + len(b'{"__metadata__":{"checksum":"')
     blank = blank[:at] + b"0" * 32 + blank[at + 32 :]
-    return blank[:at] + xxhash.xxh3_128(blank).hexdigest().encode() + blank[at + 32 :]
+    return blank[:at] + xxhash.xxh3_128(blank).hexdigest().encode() + blank[at + 32 :] + payload
 
 
 def crafted(whole: bytes, changes: dict[str, Any]) -> tuple[bytes, str]:
@@ -111,9 +111,14 @@ CRAFTED = [
     {"version": [["2"]]},
     {"version": "\ud800"},
     {"checksum": None},
-    {"state": "0" * 31},
-    {"state": "0" * 32 + "-000000000000001"},
-    {"state": "0" * 32 + "   0x0          "},
+    {"sections": "0" * 31},
+    {"sections": "0" * 32 + "-000000000000001"},
+    {"sections": "0" * 32 + "   0x0          "},
+    {"sections": ""},
+    {"sections": "0" * 32 + f"{1 << 60:016x}"},
+    {"sections": "0" * 32 + f"{191:016x}" + "0" * 32 + f"{193:016x}"},
+    {"sections": ["0" * 48]},
+    {"state": "0" * 48},
     {"more": 1},
 ]
 

@@ -184,7 +184,6 @@ def load(path, name: Name, *, state: bool = True):
         *wanted,
         layout=layout,
         places=blank.places,
-        num_tokens=name.num_tokens,
         state=blank.state if state else None,
     )
     return blank.arrays()

@@ -20,6 +20,7 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from cache.names.blocks import as_tokens
 from cache.names.identity import Identity
+from cache.names.policy import FULL
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.store import Store
 from turnkeep_client.subjects import SessionKey
@@ -537,7 +538,7 @@ async def test_a_sound_file_that_is_not_of_the_models_layout_is_a_miss_and_goes(
     tokens = prompt(BLOCK + 3)
     async with open_process(kind=kind) as before:
         await before.append(tokens)
-        identity = before.store._identity
+        identity = before.store._form(FULL).identity
     for path in (tmp_path / "snapshots" / "snapshots").iterdir():
         remade(path, identity, change)
     async with open_process(kind=kind) as after:

@@ -119,7 +119,7 @@ class Runner:
         self.unsupported_cache = layers.unsupported(caches)
         self.layout = ModelLayout(())
         if self.unsupported_cache is None:
-            self.layout = layers.layout(caches, partial(make_prompt_cache, loaded.model))
+            self.layout = layers.layout(caches, partial(layers.make, loaded.model))
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)

@@ -1,0 +1,244 @@
+"""Layers that look at a part of a session's tokens: stored whole, restored without what nobody looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from cache.disk.header import read_header
+from cache.kv import layers
+from cache.names.blocks import Span
+from cache.names.policy import FULL, Policy
+from cache.names.snapshot import ModelLayout, Place, seen
+
+POLICY = Policy(2, 6)
+#: Layer 0 looks at all tokens, layer 1 at its sinks and a window.
+HYBRID = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, POLICY, POLICY))
+TOKENS = list(range(20, 61))
+
+
+def tensors_of(layout: ModelLayout, tokens, span):
+    """Cut KV as a device whose layers have these reaches would, in the order of its layers."""
+    reaches = {name: reach for (name, _, _), reach in zip(layout.kv, layout.reaches, strict=True)}
+    return tuple(replace(tensor, reach=reaches[tensor.name]) for tensor in cut(tokens, span))
+
+
+def save(store, layout, chain, tokens, start=0) -> None:
+    for span in store.wanted(chain, tokens, start, len(tokens)):
+        assert store.save(chain, tokens, span, tensors_of(layout, tokens, span))
+
+
+def assert_restored(restored, layout, tokens) -> None:
+    """What each layer looks at is there, bit by bit, and a limited one has nothing else."""
+    assert restored.num_tokens == len(tokens)
+    expected = kv(tokens)
+    assert restored.tensors.keys() == expected.keys()
+    for (name, _, _), reach in zip(layout.kv, layout.reaches, strict=True):
+        spans = seen(reach, len(tokens))
+        visible = np.concatenate([expected[name][:, :, span.start : span.end] for span in spans], axis=2)
+        found = np.array(restored.tensors[name])
+        if reach != FULL:
+            assert found.shape == visible.shape, name
+        assert np.array_equal(found[:, :, : visible.shape[2]], visible), name
+
+
+def file_of(store, node):
+    return store._folder.path(node.digest)
+
+
+def test_a_place_knows_what_of_a_span_lies_where() -> None:
+    place = Place((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
+    assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
+    assert [*place.segments(Span(4, 8))] == [(None, 4)]
+    assert [*place.segments(Span(12, 16))] == [(None, 2), (2, 2)]
+    assert [*place.segments(Span(16, 24))] == [(4, 4), (None, 4)]
+    assert [*place.segments(Span(0, 24))] == [(0, 2), (None, 12), (2, 6), (None, 4)]
+    assert seen(Policy(2, 6), 8) == (Span(0, 8),)
+    assert seen(Policy(0, 6), 8) == (Span(2, 8),)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 8, 9, 12, 14, 25, 40, 41])
+@pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9))])
+async def test_each_layer_gets_what_it_looks_at(open_store, layout, num_tokens) -> None:
+    """At, before and behind the edges of blocks, of sinks and of windows; a match may end within a file."""
+    store = await open_store(layout=layout)
+    save(store, layout, "a", TOKENS)
+    assert await store.barrier(5)
+    match = store.match("a", TOKENS[:num_tokens])
+    assert match.num_tokens == num_tokens
+    assert_restored(await store.load(match, room_tokens=300), layout, TOKENS[:num_tokens])
+
+
+async def test_a_restore_reads_no_more_than_its_layers_look_at(open_store) -> None:
+    store = await open_store(layout=HYBRID)
+    save(store, HYBRID, "a", TOKENS)
+    assert await store.barrier(5)
+    match = store.match("a", TOKENS[:40])
+    sections = [read_header(file_of(store, node)).sections for node in match.nodes]
+    heads = [
+        node.size_bytes - sum(one.size_bytes for one in found)
+        for node, found in zip(match.nodes, sections, strict=True)
+    ]
+    assert {len(found) for found in sections} == {2}
+    limited = [0, 8, 9]  # tokens 0 and 1, and 34 to 39
+    expected = sum(heads) + sum(found[0].size_bytes for found in sections)
+    expected += sum(sections[i][1].size_bytes for i in limited)
+    assert (await store.load(match)).size_bytes == expected
+
+
+async def test_under_a_policy_a_restore_costs_the_same_at_any_length(open_store) -> None:
+    """Files in the middle are not even opened: a session restores without them."""
+    store = await open_store()
+    chain, layout = store.chain("a", POLICY), LAYOUT.under(POLICY)
+    save(store, layout, chain, TOKENS)
+    assert await store.barrier(5)
+    sizes = []
+    for num_tokens in (20, 40):
+        match = store.match(chain, TOKENS[:num_tokens])
+        needed = [match.nodes[0], *match.nodes[-2:]]
+        hidden = [file_of(store, node) for node in match.nodes if node not in needed]
+        for path in hidden:
+            path.rename(path.with_suffix(".hidden"))
+        restored = await store.load(match)
+        assert_restored(restored, layout, TOKENS[:num_tokens])
+        assert restored.size_bytes == sum(node.size_bytes for node in needed)
+        sizes.append(restored.size_bytes)
+        for path in hidden:
+            path.with_suffix(".hidden").rename(path)
+    assert max(sizes) - min(sizes) < 32, "but for the digits of positions"
+    assert store.stats().restored_bytes == sum(sizes)
+
+
+@pytest.mark.parametrize(("node", "section", "num_left"), [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)])
+async def test_damage_in_a_section_that_is_needed_costs_what_continues_it(
+    open_store, node, section, num_left
+) -> None:
+    """Before it is another prefix, whose window may be elsewhere: it is matched anew."""
+    store = await open_store(layout=HYBRID)
+    save(store, HYBRID, "a", TOKENS[:40])
+    assert await store.barrier(5)
+    match = store.match("a", TOKENS[:40])
+    flip(file_of(store, match.nodes[node]), section)
+    assert await store.load(match) is None
+    assert store.stats().rejected == 1
+    again = store.match("a", TOKENS[:40])
+    assert again.num_tokens == num_left
+    if num_left:
+        assert_restored(await store.load(again), HYBRID, TOKENS[:num_left])
+    assert_sum_rule(store)
+
+
+async def test_damage_where_nobody_looks_costs_nothing_until_somebody_does(open_store) -> None:
+    store = await open_store(layout=HYBRID)
+    save(store, HYBRID, "a", TOKENS[:40])
+    assert await store.barrier(5)
+    match = store.match("a", TOKENS[:40])
+    flip(file_of(store, match.nodes[3]), 1)
+    assert_restored(await store.load(match), HYBRID, TOKENS[:40])
+    rewound = store.match("a", TOKENS[:16])
+    assert await store.load(rewound) is None
+    assert store.match("a", TOKENS[:40]).num_tokens == 12
+
+
+def flip(path, section) -> None:
+    """Change a byte in a section of a file."""
+    header, content = read_header(path), bytearray(path.read_bytes())
+    behind = sum(one.size_bytes for one in header.sections[section:])
+    content[len(content) - behind + header.sections[section].size_bytes // 2] ^= 1
+    path.write_bytes(content)
+
+
+async def test_a_file_whose_sections_are_another_models_is_doubtful(open_store) -> None:
+    """It is of the same tensors, put together in another way: nothing but its sections differs."""
+    store = await open_store()
+    save(store, LAYOUT, "a", TOKENS[:8])
+    assert await store.close()
+    store = await open_store(layout=HYBRID)
+    assert await store.load(store.match("a", TOKENS[:8])) is None
+    assert store.stats().rejected == 1
+
+
+async def test_a_state_stands_behind_the_other_sections(open_store) -> None:
+    states = (("state.2.numbers", "I64", (2,)),)
+    layout = ModelLayout(LAYOUT.kv, states, reaches=HYBRID.reaches)
+    store = await open_store(layout=layout)
+    for span in store.wanted("a", TOKENS, 0, 24):
+        data = memoryview(np.array([span.end, 1], np.int64)).cast("B")
+        state = replace(cut(TOKENS, span)[0], name="state.2.numbers", dtype="I64", shape=(2,), data=data)
+        assert store.save("a", TOKENS, span, (*tensors_of(layout, TOKENS, span), state))
+    assert await store.barrier(5)
+    match = store.match("a", TOKENS)
+    assert match.num_tokens == 24
+    restored = await store.load(match)
+    assert np.array(restored.tensors.pop("state.2.numbers")).tolist() == [24, 1]
+    assert_restored(restored, layout, TOKENS[:24])
+
+
+async def test_policies_share_nothing_and_are_all_forgotten(open_store) -> None:
+    store = await open_store()
+    chains = [store.chain("a"), store.chain("a", POLICY), store.chain("a", Policy(2, 7))]
+    for chain in chains:
+        assert store.match(chain, TOKENS).num_tokens == 0
+        save(store, LAYOUT.under(chain.policy), chain, TOKENS)
+    assert await store.close()
+    store = await open_store()
+    assert store.stats().stored == 3 * 11
+    kept = store.chain("a", Policy(2, 7))
+    assert (await store.pin(kept, TOKENS)).num_stored == len(TOKENS)
+    forgotten = await store.erase("a", TOKENS)
+    assert (forgotten.num_snapshots, forgotten.settled) == (2 * 11, True)
+    assert [store.match(chain, TOKENS).num_tokens for chain in chains] == [0, 0, len(TOKENS)]
+    assert store.unpin("a", TOKENS) == []
+    assert store.unpin(kept, TOKENS) == [len(TOKENS)]
+
+
+async def test_kv_of_another_policy_is_not_saved(open_store) -> None:
+    """Its numbers are others': under the wrong name they would be a wrong answer."""
+    store = await open_store()
+    chain, span = store.chain("a", POLICY), Span(0, BLOCK)
+    with pytest.raises(ValueError, match="another policy"):
+        store.save(chain, TOKENS, span, cut(TOKENS, span))
+    with pytest.raises(ValueError, match="another policy"):
+        store.save("a", TOKENS, span, tensors_of(LAYOUT.under(POLICY), TOKENS, span))
+    assert store.stats().accepted == 0
+
+
+@pytest.mark.parametrize("policy", [FULL, POLICY, Policy(0, 5)])
+async def test_caches_go_through_files_and_come_back(open_store, policy) -> None:
+    """Plain layers and a window of the model's own; where both look equally far back, too."""
+    model = SimpleNamespace(make_cache=lambda: [RotatingKVCache(5), KVCache(), RotatingKVCache(5)])
+    sample = run(layers.make(model, rings=True), 1)
+    base = layers.layout(sample, lambda given=FULL: layers.make(model, given, rings=True))
+    store = await open_store(layout=base, identity=identity(caches=layers.describe(sample)))
+    chain = store.chain("a", policy)
+    caches = run(layers.make(model, policy, rings=True), 37)
+    for span in store.wanted(chain, TOKENS, 0, 37):
+        assert store.save(chain, TOKENS, span, layers.cut(caches, span.start, span.end))
+    assert await store.barrier(5)
+    restored = await store.load(store.match(chain, TOKENS))
+    again = layers.rebuild(restored.tensors, layers.make(model, policy, rings=True), restored.num_tokens)
+    for one, other in zip(caches, again, strict=True):
+        assert one.offset == other.offset == 37
+        reach = FULL if type(one) is KVCache else Policy(one.sink, one.window)
+        for span in seen(reach, 37):
+            mine, its = (layers.cut([cache], span.start, span.end) for cache in (one, other))
+            assert [bytes(t.data) for t in mine] == [bytes(t.data) for t in its]
+
+
+def run(caches, num_tokens):
+    """Write some KV."""
+    mx.random.seed(3)
+    keys, values = (mx.random.normal((1, 2, num_tokens, 8)) for _ in range(2))
+    for cache in caches:
+        if isinstance(cache, KVCache):
+            cache.update_and_fetch(keys, values)
+        else:
+            cache.write([keys], [values])
+    mx.eval([cache.state for cache in caches])
+    return caches
