@@ -94,14 +94,14 @@ def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     divisor, name = _scale(plot.measures, findings)
     most = max(sample.x or 0.0 for _, _, some in groups for sample in some)
     span, span_name = scale(most or 1.0, "s") if over_time else (1.0, "")
-    style: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 3, "alpha": 0.7}
-    if over_time:
-        style = {"linewidth": 1.3}
-    for label, colour, some in groups:
+    line: dict[str, Any] = {"linewidth": 1.3}
+    for i, (label, colour, some) in enumerate(groups, 1):
+        # What lies at the same place is seen around what lies on it.
+        mark = {"marker": "o", "linestyle": "", "markersize": 3 + 2 * (len(groups) - i), "alpha": 0.7}
         points = sorted((sample.x or 0.0, sample.value) for sample in some)
         points = points[:: max(1, len(points) // MAX_SHAPES)]
         xs, ys = zip(*((x / span, y / divisor) for x, y in points), strict=True)
-        axes.plot(xs, ys, color=colour, label=label, **style)
+        axes.plot(xs, ys, color=colour, label=label, **(line if over_time else mark))
     axis = findings.level_name(plot.measures[0]) or plot.x
     axes.set(xlabel=f"time ({span_name})" if over_time else axis, ylabel=_name(plot, name))
     _numbers(axes.xaxis, log=False, whole=not over_time)

@@ -118,7 +118,7 @@ async def measure(run: Run[Plan]) -> None:
     """Run the program."""
     plan = run.plan
     options = [f"--{name}={getattr(plan, name)}" for name in ("window", "windows", "answer", "answers")]
-    run.facts["model"] = run.where.model or "packaged"
+    run.facts["model"] = run.where.model or "the packaged model"
     if run.where.model is not None:
         options.append(f"--model={run.where.model}")
     module, *told = run.where.program
