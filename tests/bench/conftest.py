@@ -1,15 +1,11 @@
 """What every test of a bench needs."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_runs import end_all
 from parts import make_tiny_model
-
-from worker.batch.shared_pass import SharedPass
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +19,3 @@ def nothing_goes_on() -> Iterator[None]:
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose heads are wide enough for KV in fewer bits."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", num_attention_heads=2)
-
-
-@pytest.fixture
-def let_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let reading a token take so many seconds: a tiny model is so fast that a busy machine hides it."""
-
-    def let(seconds: float) -> None:
-        step = SharedPass.step
-
-        def slow(self: SharedPass, pieces: Any, **more: Any) -> None:
-            time.sleep(seconds * sum(len(piece.tokens) for piece in pieces))
-            step(self, pieces, **more)
-
-        monkeypatch.setattr(SharedPass, "step", slow)
-
-    return let

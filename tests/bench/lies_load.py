@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite, forget_sessions, let_tokens_cost, outgrow_memory
+from saboteurs import PREFILL_S, Lie, Suite, forget_sessions, let_tokens_cost, outgrow_memory, wait_for_all
 
 from bench.load import ACCOUNT, ANSWER, BEGINNING, BENCH, KV, MEMORY, OPENING, PROCESS, SSD, Plan
 from bench.samples import Sample, Turn
 
 PLAN = Plan(concurrency=(1, 4), sessions=8, long_prompt=4000, crowd=30, corpus="built-in")
-PREFILL_S, MIB, ASKED = 0.003, 2**20, 60
+MIB, ASKED = 2**20, 60
 
 
 def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
@@ -52,10 +52,6 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
     samples = [Sample(KV.name, "", float(i), 0, 0.9) for i in range(100)]
     samples += [Sample(PROCESS.name, "", 60.0 * i, 0, 700 * MIB + noise.gauss(0, MIB)) for i in range(80)]
     return turns, samples
-
-
-def wait_for_all(turn: Turn) -> Turn:
-    return replace(turn, first_s=turn.first_s + PREFILL_S * turn.facts["held"])
 
 
 def starve(turn: Turn) -> Turn:

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite, never_restore, only
+from saboteurs import Lie, Suite, never_restore, only, told
 
 from bench.overhead import BENCH, CASES, FAILING, IDLE, IN_PROCESS, OFF, ON, SLOW, WORKER, Plan
 from bench.samples import Sample, Turn
@@ -58,10 +58,6 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
 def of(*cases: str, bend: Callable[[Turn], Turn]) -> Callable[[Turn], Turn]:
     """Bend the turns of some sides."""
     return lambda turn: bend(turn) if turn.case in cases else turn
-
-
-def told(case: str, **facts: float) -> Callable[[Turn], Turn]:
-    return of(case, bend=lambda turn: replace(turn, facts=turn.facts | facts))
 
 
 def find(turn: Turn) -> Turn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite
+from saboteurs import Lie, Suite, told
 
 from bench.openai import OWN
 from bench.peers import BENCH, CHAT, CONCURRENT, KILL, TURNKEEP, WARM, Plan
@@ -39,14 +39,10 @@ def shorter(turn: Turn) -> Turn:
     return replace(turn, prompt_tokens=turn.prompt_tokens - gone, cached_tokens=turn.cached_tokens - gone)
 
 
-def told(**facts: float | str):
-    return lambda turn: replace(turn, facts=turn.facts | facts) if turn.case == OWN else turn
-
-
 LIES = (
     Lie("forgets what was said first", "all sides held the same conversation", shorter),
-    Lie("works while it should be idle", "a side is idle", told(others_busy=0.5)),
-    Lie("multiplies otherwise", "all processes multiply", told(blas="libmkl.so")),
+    Lie("works while it should be idle", "a side is idle", told(OWN, others_busy=0.5)),
+    Lie("multiplies otherwise", "all processes multiply", told(OWN, blas="libmkl.so")),
 )
 LONG = ("--part", "chat", "--corpus", "built-in", "--chats", "1000", "--turns", "3", "--turn-tokens", "20")
 SUITE = Suite(BENCH, PLAN, honest, LIES, (*LONG, "--max-tokens", "4"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 
 from msgspec.structs import replace
-from saboteurs import Lie, Suite, let_tokens_cost, prefill_anew, report_no_kv
+from saboteurs import PREFILL_S, Lie, Suite, let_tokens_cost, prefill_anew, report_no_kv, wait_for_all
 
 from bench.samples import Sample, Turn
 from bench.session import BENCH, Plan
 
 PLAN = Plan(duration=14_400, every=120, corpus="built-in")
 TURNS = 120
-PREFILL_S = 0.003
 MIB = 2**20
 
 
@@ -34,10 +33,6 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
         turns.append(Turn(block=block, kv_live_bytes=kv, facts=facts, **times, **counts, **answer))
         held = context + 64
     return turns, []
-
-
-def wait_for_all(turn: Turn) -> Turn:
-    return replace(turn, first_s=turn.first_s + PREFILL_S * turn.facts["held"])
 
 
 def leak(turn: Turn) -> Turn:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from bench.spec import AnyBench
 
 
+#: What prefilling a token takes in honest runs of long sessions.
+PREFILL_S = 0.003
+
+
 @dataclass(frozen=True)
 class Lie:
     """`name` is what the worker does, `check` how the name of the check begins that catches it.
@@ -77,6 +81,16 @@ class Suite:
 def only(case: str, **changes: Any) -> Callable[[Turn], Turn]:
     """Bend the turns of one case."""
     return lambda turn: replace(turn, **changes) if turn.case == case else turn
+
+
+def told(case: str, **facts: float | str) -> Callable[[Turn], Turn]:
+    """Bend what turns of one case came to."""
+    return lambda turn: replace(turn, facts=turn.facts | facts) if turn.case == case else turn
+
+
+def wait_for_all(turn: Turn) -> Turn:
+    """Take the time of prefilling all that the session holds."""
+    return replace(turn, first_s=turn.first_s + PREFILL_S * turn.facts["held"])
 
 
 def never_restore() -> None:
