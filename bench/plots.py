@@ -217,9 +217,10 @@ def _numbers(axis: Any, *, log: bool, whole: bool = False) -> None:
     if log:
         axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
         low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=12))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,), numticks=12))
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
+        least = 2 if whole else 4
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=least))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))

@@ -92,7 +92,7 @@ EQUAL = Measure("answer equal up to the first difference", "share", "higher", _f
 LATE = Measure("sent later than due", "s", of=_fact("late_s"), log=False)
 TIMES = (TURNAROUND, FIRST, PER_TOKEN, WHOLE)
 
-SENT = "By when it was sent. At the recorded pace both lines have the same load behind them."
+SENT = "By when it was sent. At the recorded pace both have the same load behind them."
 PLOTS = (
     *(Plot("cdf", one.name.capitalize(), (one,), "Each step is a request.") for one in TIMES),
     Plot("points", "Turnaround of each request", (TURNAROUND,), SENT, x="sent (s)"),
