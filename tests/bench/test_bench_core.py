@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from bench import compare, environment, plan, plots, report, stats
 from bench.checks import Check, Verdict, judge
-from bench.cli import bench
-from bench.commands import command
+from bench.cli import bench, command
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
