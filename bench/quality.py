@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FULL, EIGHT, FOUR = CASES = ("full precision", "8 bits", "4 bits")
 BITS: Final = {None: FULL, 8: EIGHT, 4: FOUR}
-#: The most perplexity, relative to full precision; the packaged model has 1.0007 and 1.11.
+#: The most perplexity, relative to full precision; the packaged model has 1.002 and 1.13.
 PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
 #: The least share of an answer's tokens before the first difference; the packaged model has 0.87 (8 bits).
 EQUAL_BOUND: Final = 0.5
