@@ -56,7 +56,8 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    if not any(findings.of(measure) for measure in plot.measures):
+    shown = (sample for measure in plot.measures for sample in findings.of(measure))
+    if all(plot.kind == "by x" and sample.x is None for sample in shown):
         return None
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(4.5, 3.1), layout="constrained")
@@ -114,7 +115,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     divisor, name = _scale([measure], findings)
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
     cases = findings.cases(measure)
-    aside = 0.05 * min((later - sooner for sooner, later in pairwise(xs)), default=1.0)
+    apart = min((later - sooner for sooner, later in pairwise(xs)), default=1.0)
     for i, case in enumerate(cases):
         found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
         if not found:
@@ -122,7 +123,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
         bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
         axes.errorbar(
-            [x + aside * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
+            [x + 0.05 * apart * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
             [one.value / divisor for _, one in found],
             yerr=bars,
             color=_LINES[i % len(_LINES)],
@@ -136,6 +137,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     _numbers(axes.xaxis, log=False, whole=True)
     if len(xs) <= MAX_TICKS:
         axes.set_xticks(xs)
+    axes.set_xlim(xs[0] - 0.4 * apart, xs[-1] + 0.4 * apart)
     _vertical(axes, plot)
 
 

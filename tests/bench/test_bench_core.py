@@ -255,6 +255,8 @@ def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values:
 
 def test_a_page_of_nothing_has_no_plots_and_breaks_on_nothing() -> None:
     assert "<svg" not in render(BENCH, make_report([]), warn=print)
+    nowhere = [replace(turn, x=None) for turn in lies_restart.honest(1)[0]]
+    assert plots.draw(Plot("by x", "", (FIRST,)), make_report(nowhere).findings(BENCH)) is None
 
 
 @pytest.mark.parametrize(
