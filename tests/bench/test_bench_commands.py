@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -82,8 +83,9 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
 def test_a_worker_that_dies_is_one_line_in_the_report_too(suite: Suite, tmp_path: Path, model: Path) -> None:
     process, path = start(suite, tmp_path, model)
     while process.poll() is None:  # again: the first may have been one that the bench was about to end
-        for worker in psutil.Process(process.pid).children():
-            worker.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            for worker in psutil.Process(process.pid).children():
+                worker.kill()
         time.sleep(0.05)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
