@@ -226,8 +226,8 @@ class App:
             folder=str(folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
-            kv_bytes_per_token=loaded.kv.bytes_per_token,
-            kv_bounded_bytes=loaded.kv.bounded_bytes,
+            kv_bytes_per_token=self._device.estimator.kv.bytes_per_token,
+            kv_bounded_bytes=self._device.estimator.kv.bounded_bytes,
             caches=self._device.caches,
         )
         if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
@@ -329,7 +329,7 @@ class App:
             Ledger(self._kv_bytes),
             self._store,
             self._telemetry,
-            kv=loaded.kv,
+            kv=self._device.estimator.kv,
             piece_tokens=settings.block_tokens,
             max_tenant_bytes=settings.max_memory_per_tenant,
             has_unopened=self._has_unopened,

@@ -14,6 +14,7 @@ import structlog
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
@@ -58,12 +59,14 @@ def batch_for(
         and forward.rotations is not None
         and trials.way("rings", lambda: 0 if _fits(model, "rings", turns) else None, 1) is not None
     )
-    classes = {type(cache) for cache in make_prompt_cache(model)}
-    if shares and classes <= {KVCache, QuantizedKVCache}:
-        return SharedPass(forward, room, pools=classes == {KVCache}, max_draft=max_draft, has_rings=has_rings)
+    classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
+    if shares and classes <= {KVCache, QuantizedKVCache, RingCache}:
+        return SharedPass(
+            forward, room, pools=QuantizedKVCache not in classes, max_draft=max_draft, has_rings=has_rings
+        )
     merged = merged_for(model, trials)
     if shares:
-        return MergedRows(model, merged or MergedCaches(model, {}), forward, room, has_rings=has_rings)
+        return MergedRows(model, merged or MergedCaches(model, {}), forward, room)
     if merged is not None:
         log.info("this model's prompts run one after the other; its answers decode together")
         return MergedRows(model, merged, None, room)

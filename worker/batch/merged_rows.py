@@ -34,15 +34,12 @@ class MergedRows(Batch):
         merged: MergedCaches[Row],
         forward: Forward | None,
         room: Callable[[int], bool],
-        *,
-        has_rings: bool = False,
     ) -> None:
         """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
 
         `room` says whether so many bytes more may be allocated.
         """
         super().__init__()
-        self.has_rings = has_rings
         self._model = model
         self._merged = merged
         self._forward = forward

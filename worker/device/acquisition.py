@@ -16,6 +16,9 @@ from .sharing import Sharing
 from .turn import ResidentKv, num_common
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cache.names.policy import Policy
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
@@ -28,9 +31,17 @@ log = structlog.get_logger()
 class Acquisition:
     """Gives turns their caches; called by the runner."""
 
-    def __init__(self, loaded: LoadedModel, batch: Batch, room: Room, *, trimmable: bool) -> None:
-        """`trimmable` says that KV can be cut at any token."""
-        self._model = loaded.model
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        batch: Batch,
+        room: Room,
+        make: Callable[[Policy], list[Any]],
+        *,
+        trimmable: bool,
+    ) -> None:
+        """`make` makes new caches under a policy; `trimmable` says that KV can be cut at any token."""
+        self._make = make
         self._vocab_size = loaded.vocab_size
         self._batch = batch
         self._room = room
@@ -153,7 +164,7 @@ class Acquisition:
         turn.caches, turn.num_cached = kv.caches, num_tokens
 
     def _new(self, turn: Turn) -> list[Any]:
-        return layers.make(self._model, turn.policy)
+        return self._make(turn.policy)
 
 
 def _reaches(kv: ResidentKv, num_tokens: int) -> bool:

@@ -445,7 +445,8 @@ class Engine:
             return
         try:
             tokens = cut.turn.tokens(cut.span.end)
-            self._store.save(cut.turn.chain or cut.turn.tenant, tokens, cut.span, cut.tensors)
+            chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
+            self._store.save(chain, tokens, cut.span, cut.tensors)
         except Exception:
             # The turn's end may be the next event, and must not get lost with a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))

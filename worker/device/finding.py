@@ -82,7 +82,7 @@ class Finder:
             return
         found = max(turn.num_kept, num_shared)
         least = found + found // _RESTORE_GAIN
-        turn.chain = self._store.chain(turn.key.tenant)
+        turn.chain = self._store.chain(turn.key.tenant, turn.policy)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break

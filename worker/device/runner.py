@@ -72,7 +72,7 @@ def _estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int | None) 
         shape=shape_of(loaded.config),
         limit_bytes=limit_bytes or machine.default_limit_bytes(),
         weight_bytes=loaded.weight_bytes,
-        kv=loaded.kv,
+        kv=layers.sizes(caches),
         num_layers=len(caches),
         fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
@@ -112,26 +112,29 @@ class Runner:
         mx.reset_peak_memory()
         self._report = report
         self._block = block_tokens
-        caches = make_prompt_cache(loaded.model)
-        mx.eval(loaded.model(mx.array([[0]]), cache=caches))
+        own = make_prompt_cache(loaded.model)
+        mx.eval(loaded.model(mx.array([[0]]), cache=own))
+        self._batch = batch_for(
+            loaded.model,
+            self._has_room,
+            max_draft=max_draft,
+            trials=Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None,
+        )
+        make = partial(layers.make, loaded.model, rings=self._batch.has_rings)
+        caches = make()
+        self._batch.step([PrefillPiece(caches, 0, [0])])
         #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
         #: whether KV can be cut and trimmed at any token.
         self.unsupported_cache = layers.unsupported(caches)
         self.layout = ModelLayout(())
         if self.unsupported_cache is None:
-            self.layout = layers.layout(caches, partial(layers.make, loaded.model))
+            self.layout = layers.layout(caches, make)
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         self.estimator = _estimator(loaded, caches, limit_bytes)
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
-        self._batch = batch_for(
-            loaded.model,
-            self.room.has_or_asks,
-            max_draft=max_draft,
-            trials=Trials(trials, _trial_key(loaded, self.caches)) if trials else None,
-        )
         #: Why sessions of this model cannot have sinks and a window; None if they can.
         self.refusal = _refusal(loaded.model, self._batch)
         #: Cuts snapshots for the disk, once its `room` is set.
@@ -140,12 +143,15 @@ class Runner:
         )
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens)
-        self._acquisition = Acquisition(loaded, self._batch, self.room, trimmable=self.trimmable)
+        self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self.room.has_or_asks(size_bytes)
 
     @property
     def is_busy(self) -> bool:

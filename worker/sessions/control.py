@@ -28,12 +28,12 @@ from .policies import in_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cache.names.blocks import Tokens
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, ControlRequest, Failed, Metrics, PinRequest
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
 
+    from .history import History
     from .session import Session
     from .sessions import Sessions
 
@@ -83,7 +83,7 @@ class Control:
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
                 return await self._info(session, request)
-            return await self._pin(key, history.tokens, request)
+            return await self._pin(key, history, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         return failure(
@@ -125,20 +125,21 @@ class Control:
         )
 
     async def _pin(
-        self, key: SessionKey, tokens: Tokens, request: PinRequest | UnpinRequest
+        self, key: SessionKey, history: History, request: PinRequest | UnpinRequest
     ) -> Pinned | Unpinned | Failed:
         """Pin or unpin the first tokens of a session, all by default; takes about 2 s at most."""
-        store = self._store
+        store, tokens = self._store, history.tokens
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")
         num_tokens = request.position or len(tokens)
         if not 0 < num_tokens <= len(tokens):
             return _refused(f"the session holds {len(tokens)} tokens: a position must be from 1 to that")
+        chain = store.chain(key.tenant, history.policy)
         if isinstance(request, UnpinRequest):
-            gone = store.unpin(key.tenant, tokens[:num_tokens], exactly=request.position is not None)
+            gone = store.unpin(chain, tokens[:num_tokens], exactly=request.position is not None)
             return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)
         try:
-            pinned = await store.pin(key.tenant, tokens[:num_tokens])
+            pinned = await store.pin(chain, tokens[:num_tokens])
         except PinRefusedError as error:
             return _refused(str(error))
         return Pinned(
