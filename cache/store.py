@@ -94,7 +94,7 @@ class _Form:
         self.digest = identity.digest()
         self.layout = layout
         self.stateful = bool(layout.states)
-        self.prefixes = Prefixes(index, identity.block_tokens, stateful=self.stateful)
+        self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
@@ -195,7 +195,10 @@ class Store:
         """
         form = self._form(policy)
         self._writer.note_identity(form.digest, self._model)
-        return Chain(blocks.root(form.digest, tenant), form.identity.block_tokens, policy)
+        root = blocks.root(form.digest, tenant)
+        if form.layout.reach != FULL:
+            self._index.limit(root, form.layout.reach)
+        return Chain(root, form.identity.block_tokens, policy)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
@@ -325,7 +328,7 @@ class Store:
         # Added before the eviction: as a child on its way the node protects its own chain.
         node = self._index.add(name, encoded.size_bytes)
         if not self._room.make(encoded.size_bytes):
-            self._index.remove(node)
+            self._index.undo_add(node)
             self._writer.drop("disk_limit")
             return False
         self._writer.write(node, encoded)

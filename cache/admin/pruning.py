@@ -83,7 +83,8 @@ def prune(
         for node in victims:
             folder.remove(node.digest)
         catalog.remove(node.row for node in victims)
-    return Pruned(len(victims), sum(node.size_bytes for node in victims), num_pinned, left_bytes)
+    num_files = sum(not node.is_gap for node in victims)
+    return Pruned(num_files, sum(node.size_bytes for node in victims), num_pinned, left_bytes)
 
 
 def prune_all(directory: Path) -> Pruned:
@@ -113,7 +114,12 @@ def unpin(directory: Path, names: list[str]) -> list[Pin]:
 def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
     def is_of_model(node: Node) -> bool:
         try:
-            return model is None or read_header(folder.path(node.digest)).identity.startswith(model.lower())
+            # A gap is left alone with what continues it: only then it comes here.
+            return (
+                model is None
+                or node.is_gap
+                or read_header(folder.path(node.digest)).identity.startswith(model.lower())
+            )
         except (DoubtfulSnapshotError, OSError):
             return False
 

@@ -117,7 +117,8 @@ def inspect(directory: Path) -> Survey:
             sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
-            for i, more in enumerate((1, len(new), sum(link.size_bytes for link in new))):
+            files = sum(not link.is_gap for link in new)
+            for i, more in enumerate((1, files, sum(link.size_bytes for link in new))):
                 sums[i] += more
     survey.chains.sort(key=lambda chain: -chain.used_s)
     survey.usage = [ModelUsage(models[identity], *sums) for identity, sums in usage.items()]
@@ -201,6 +202,8 @@ def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
             survey.doubtful.append((file.name, str(error)))
             continue
         rows.append(row)
+    there = {row.digest for row in rows}
+    rows += [row for row in known.values() if not row.size_bytes and row.digest not in there]  # gaps
     return rows, survey, names
 
 
@@ -255,7 +258,7 @@ def _stored_chain(node: Node, links: list[Node], model: Model) -> StoredChain:
         digest=node.digest,
         model=model,
         num_tokens=node.end,
-        num_files=len(links),
+        num_files=sum(not link.is_gap for link in links),
         size_bytes=sum(link.size_bytes for link in links),
         own_bytes=own_bytes,
         used_s=node.used / 1e6,

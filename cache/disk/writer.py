@@ -219,6 +219,12 @@ class Writer:
         work = partial(self._unlink, rows, quarantined=quarantined)
         self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
 
+    def make_gaps(self, rows: list[Row]) -> None:
+        """Queue the removal of files whose rows stay, with a size of 0. Never waits."""
+        size_bytes = sum(row.size_bytes for row in rows)
+        self.unlinking_bytes += size_bytes
+        self._jobs.put(_Job(partial(self._make_gaps, rows), partial(self._unlinked, size_bytes)))
+
     def use(self, used: int, digest: bytes) -> None:
         """Queue the last use of a snapshot for the catalog."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
@@ -383,8 +389,18 @@ class Writer:
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
+    def _make_gaps(self, rows: list[Row]) -> None:
+        # A start takes up a file whose row has no size; a row without its file would break the chain.
+        self._in_catalog(self._catalog.put, [row._replace(size_bytes=0) for row in rows])
+        self._remove_files(rows)
+
     def _remove(self, rows: list[Row]) -> None:
         """Remove files and rows. Failures are kept for the next erasure; the next start finds them too."""
+        self._remove_files(rows)
+        if not self._in_catalog(self._catalog.remove, rows):
+            self._left.update((row.digest, row) for row in rows)
+
+    def _remove_files(self, rows: list[Row]) -> None:
         for row in rows:
             try:
                 self._folder.remove(row.digest)
@@ -393,8 +409,6 @@ class Writer:
                 if row.digest not in self._left:
                     _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
                 self._left[row.digest] = row
-        if not self._in_catalog(self._catalog.remove, rows):
-            self._left.update((row.digest, row) for row in rows)
 
     def _erase(self, job: Erasure) -> None:
         packed = job.packed

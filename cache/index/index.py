@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Final
 from cache.disk.rows import Row
 from cache.names.blocks import TOKEN_BYTES, num_common
 
+from . import gaps
 from .nodes import BY_TOKENS, Node, Parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from cache.names.policy import Policy
     from cache.names.snapshot import Name
 
 #: More than the packed tokens of any snapshot: searches behind a name look at this many bytes.
@@ -28,12 +30,14 @@ class Index:
 
     Only leaves are removed, so the whole chain of every node is in the tree. A chain is therefore held or
     used by its last node alone, without a walk. A removed node passes its last use and its holds to the
-    node before it.
+    node before it. A node that no session sees may lose its file alone, and stays as a gap (see `gaps`).
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
         self._clock = clock
         self._now = 0
+        #: By root: the most that a layer of the sessions behind it sees.
+        self._reaches: dict[bytes, Policy] = {}
         #: Called with every node that was added or removed.
         self.changed: Callable[[Node], None] = lambda _: None
         self._fill(stored)
@@ -57,7 +61,7 @@ class Index:
         #: Nodes that a load or a turn holds, or that are on their way to the disk; their chains are held too.
         self._held: set[Node] = set()
         self._now = max(self._now, max((row.used for row in stored), default=0))
-        self.stored = len(self._nodes)
+        self.stored = sum(row.size_bytes > 0 for row in stored)
         self.stored_bytes = sum(row.size_bytes for row in stored)
         #: Of nodes that are not stored yet.
         self.on_its_way_bytes = 0
@@ -105,24 +109,49 @@ class Index:
         node = self._nodes.get(digest) or self._roots.get(digest)
         return node.children if node is not None else ()
 
+    def limit(self, root: bytes, reach: Policy) -> None:
+        """Note that no layer of the sessions behind a root sees more than `reach`."""
+        if root in self._reaches:
+            return
+        self._reaches[root] = reach
+        parent = self._roots.get(root)
+        if parent is not None:
+            parent.reach = reach
+            for node in self.descendants(parent):
+                node.reach = reach
+            self._rebuild_heap()
+
     def next_use(self) -> int:
         """Return the time of day in microseconds, made strictly increasing: the clock of uses."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Node:
-        """Add a snapshot that is on its way to the disk, as the most recently used one."""
+        """Add a snapshot that is on its way to the disk, as the most recently used one; it may fill a gap."""
         digest, up = name.digest, self._parent(name.parent)
         row = Row.of(digest, name, size_bytes, self.next_use())
-        node = self._nodes[digest] = Node(row, up, durable=False)
-        if isinstance(up.children, list):
-            insort(up.children, node, key=BY_TOKENS)
+        node = self._nodes.get(digest)
+        if node is not None:
+            node.size_bytes, node.used, node.resumable = size_bytes, row.used, name.resumable
+            node.durable = False
+            self.kept_bytes += size_bytes * (node.kept > 0)
         else:
-            up.children = [node]
+            node = self._nodes[digest] = Node(row, up, durable=False)
+            if isinstance(up.children, list):
+                insort(up.children, node, key=BY_TOKENS)
+            else:
+                up.children = [node]
         self._held.add(node)
         self.on_its_way_bytes += size_bytes
         self.changed(node)
         return node
+
+    def undo_add(self, node: Node) -> None:
+        """Remove a snapshot that was just added; a gap that it was to fill is one again."""
+        if node.children:
+            self.make_gap(node)
+        else:
+            self.remove(node)
 
     def mark_durable(self, node: Node) -> None:
         """Mark a node's file as complete on disk."""
@@ -132,15 +161,27 @@ class Index:
         self.stored_bytes += node.size_bytes
         self._reclassify(node)
 
-    def remove(self, node: Node) -> None:
-        """Remove a leaf."""
-        del self._nodes[node.digest]
-        self._held.discard(node)
+    def make_gap(self, node: Node) -> None:
+        """Keep the name alone of a node whose file is evicted, or was not written."""
         if node.durable:
             self.stored -= 1
             self.stored_bytes -= node.size_bytes
         else:
             self.on_its_way_bytes -= node.size_bytes
+        self.kept_bytes -= node.size_bytes * (node.kept > 0)
+        node.size_bytes, node.durable = 0, True
+        self._reclassify(node)
+
+    def remove(self, node: Node) -> None:
+        """Remove a leaf."""
+        del self._nodes[node.digest]
+        self._held.discard(node)
+        if node.durable:
+            self.stored -= not node.is_gap
+            self.stored_bytes -= node.size_bytes
+        else:
+            self.on_its_way_bytes -= node.size_bytes
+        self._push(gaps.passed_by(node))
         up = node.up
         if isinstance(up.children, list) and len(up.children) > 1:
             del up.children[bisect_left(up.children, BY_TOKENS(node), key=BY_TOKENS)]
@@ -190,23 +231,25 @@ class Index:
             self._reclassify(node)
 
     def held_bytes(self) -> int:
-        """Return the bytes of pinned and held nodes, stored or not, and of their chains."""
+        """Return the bytes of pinned and held nodes, stored or not, and of what they need of their chains."""
         seen: set[Node] = set()
         size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
         for held in self._held:
-            for node in held.chain():
+            for node in held.chain() if held.reach is None else gaps.needed_by(held):
                 if node.kept or node in seen:
-                    break
+                    if held.reach is None:
+                        break  # and so is all before it
+                    continue
                 seen.add(node)
                 size_bytes += node.size_bytes
         return size_bytes
 
     def oldest(self) -> Node | None:
-        """Return the least recently used evictable node; None if there is none."""
+        """Return the least recently used node that may be evicted: a leaf, or one that may become a gap."""
         while self._eviction_heap:
             used, digest = self._eviction_heap[0]
             node = self._nodes.get(digest)
-            if node is None or not node.evictable:
+            if node is None or not (node.evictable or gaps.may_become_gap(node)):
                 heapq.heappop(self._eviction_heap)  # pushed again once it is evictable
             elif node.used != used:
                 heapq.heapreplace(self._eviction_heap, (node.used, digest))
@@ -220,32 +263,47 @@ class Index:
             self._held.add(node)
         else:
             self._held.discard(node)
-        if node.evictable:
+        self._push((node,) if node.evictable else ())
+        if node not in self._held:
+            self._push(gaps.passed_by(node))
+
+    def _push(self, nodes: Iterable[Node]) -> None:
+        """Push nodes on the heap that may be evicted, or may become gaps once nothing sees them."""
+        for node in nodes:
             heapq.heappush(self._eviction_heap, (node.used, node.digest))
-            if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
-                self._rebuild_heap()  # at least a third of it is stale
+        if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
+            self._rebuild_heap()  # at least a third of it is stale
 
     def _rebuild_heap(self) -> None:
-        """Rebuild the heap from all evictable nodes."""
-        leaves = (node for node in self._nodes.values() if not node.children)
-        self._eviction_heap = [(node.used, node.digest) for node in leaves if node.evictable]
+        """Rebuild the heap from all nodes that may be evicted."""
+        self._eviction_heap = [
+            (node.used, node.digest)
+            for node in self._nodes.values()
+            if (node.evictable if node.reach is None or not node.children else not node.is_gap)
+        ]
         heapq.heapify(self._eviction_heap)
 
     def _parent(self, digest: bytes) -> Parent:
         """Return the node of a name, or else its root, new if necessary."""
-        return self._nodes.get(digest) or self._roots.setdefault(digest, Parent(digest))
+        return self._nodes.get(digest) or self._roots.setdefault(
+            digest, Parent(digest, self._reaches.get(digest))
+        )
 
-    def closest_child(self, parent: bytes, packed: bytes, *, usable: bool = True) -> tuple[Node, int] | None:
+    def closest_child(
+        self, parent: bytes, packed: bytes, *, usable: bool = True, gaps: bool = False
+    ) -> tuple[Node, int] | None:
         """Return the child of `parent` that shares the most leading tokens with `packed`, and how many.
 
         Siblings are sorted by their tokens, so it is a neighbour of where `packed` would be inserted. Of two
-        that share as many, the smaller one is faster to read. `usable` skips nodes that a match may not use.
+        that share as many, the smaller one is faster to read. `usable` skips nodes that a match may not use,
+        `gaps` includes gaps.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
         found: list[tuple[int, int, Node]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
-            node = next((siblings[i] for i in side if siblings[i].usable or not usable), None)
+            near = (siblings[i] for i in side if siblings[i].usable or not usable)
+            node = next((one for one in near if gaps or not one.is_gap), None)
             if node is not None and (num_tokens := num_common(node.tokens, packed)):
                 found.append((num_tokens, -node.size_bytes, node))
         num_tokens, _, node = max(found, key=lambda one: one[:2], default=(0, 0, None))
@@ -264,7 +322,7 @@ class Index:
         if part is not None and part[1] >= min_share * part[0].num_tokens:
             best = (part[0],), part[1]
         for node in self._prefix_children(parent, packed):
-            if usable and not node.usable:
+            if node.is_gap or (usable and not node.usable):
                 continue
             rest = packed[len(node.tokens) :]
             path, num_tokens = self.longest_path(node.digest, rest, usable=usable, min_share=min_share)
@@ -312,9 +370,9 @@ class Index:
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
 
-    def descendants(self, node: Node) -> list[Node]:
+    def descendants(self, node: Parent) -> list[Node]:
         """Return all nodes that continue this one, children before parents."""
-        found = [node]
+        found = [*node.children]
         for parent in found:
             found += parent.children
-        return found[:0:-1]
+        return found[::-1]

@@ -15,6 +15,8 @@ from cache.names.snapshot import Name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cache.names.policy import Policy
+
 #: The order of siblings. Files of another format version have no known tokens.
 BY_TOKENS: Final = attrgetter("tokens", "digest")
 
@@ -22,10 +24,12 @@ BY_TOKENS: Final = attrgetter("tokens", "digest")
 class Parent:
     """What snapshots continue: a root (a tenant's empty prefix), or a node."""
 
-    __slots__ = ("children", "digest")
+    __slots__ = ("children", "digest", "reach")
 
-    def __init__(self, digest: bytes) -> None:
+    def __init__(self, digest: bytes, reach: Policy | None = None) -> None:
         self.digest = digest
+        #: The most that a layer of the sessions behind it sees; None: unknown, or all tokens.
+        self.reach = reach
         #: In the order of `BY_TOKENS`; a tuple while empty, since most nodes are leaves.
         self.children: list[Node] | tuple[()] = ()
 
@@ -53,6 +57,7 @@ class Node(Parent):
         self.children = ()
         #: The root or node that this one continues.
         self.up = up
+        self.reach = up.reach
         #: Its own last use, in microseconds since 1970; its descendants have theirs.
         self.used: int
         self.digest, _, self.start, self.tokens, self.size_bytes, self.used, resumable, _ = row
@@ -87,8 +92,13 @@ class Node(Parent):
 
     @property
     def usable(self) -> bool:
-        """Whether a match may contain the snapshot."""
-        return self.durable and not self.doomed
+        """Whether a match may end with the snapshot."""
+        return self.durable and not self.doomed and not self.is_gap
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether its file was evicted: only its name is there, for the snapshots that continue it."""
+        return not self.size_bytes
 
     @property
     def evictable(self) -> bool:

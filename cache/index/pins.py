@@ -152,5 +152,7 @@ class Pins:
 
         If that child is not stored yet, return the best stored one too: the write may fail.
         """
-        both = (self._index.closest_child(parent, packed, usable=usable) for usable in (True, False))
+        both = (
+            self._index.closest_child(parent, packed, usable=usable, gaps=True) for usable in (True, False)
+        )
         return {found[0]: found[1] for found in both if found is not None}

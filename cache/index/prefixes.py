@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, Span
+from cache.names.policy import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cache.names.blocks import Chain
+    from cache.names.snapshot import ModelLayout
 
     from .index import Index
     from .nodes import Node
@@ -23,18 +27,31 @@ _MIN_SHARE: Final = 0.25
 
 
 class Prefixes:
-    """Searches an index, for a model with blocks of `block` tokens; `stateful` if its layers have states."""
+    """Searches an index, for a model of this layout with blocks of `block` tokens."""
 
-    def __init__(self, index: Index, block: int, *, stateful: bool) -> None:
+    def __init__(self, index: Index, block: int, layout: ModelLayout) -> None:
         self._index = index
         self._block = block
         self._width = block * TOKEN_BYTES
-        self._stateful = stateful
+        self._layout = layout
+        self._stateful = bool(layout.states)
 
     def longest(self, chain: Chain, packed: bytes) -> tuple[int, list[Node]]:
         """Return the longest stored prefix: its length in tokens, and its nodes in order."""
         nodes = self._index.follow(chain.names(packed)[1:], usable=True)
+        while True:
+            num_tokens, found = self._end(chain, packed, nodes)
+            missing = self._missing(found, num_tokens)
+            if not missing:
+                return num_tokens, found
+            nodes = found[: missing[-1]]
+            while nodes and not nodes[-1].usable:
+                nodes.pop()
+
+    def _end(self, chain: Chain, packed: bytes, nodes: list[Node]) -> tuple[int, list[Node]]:
+        """Add to blocks what continues them, or with states end where a session can be resumed."""
         if self._stateful:
+            nodes = [*nodes]
             self._end_resumable(chain.root, packed, nodes)
             return nodes[-1].end if nodes else 0, nodes
         parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (chain.root, 0)
@@ -42,9 +59,21 @@ class Prefixes:
         path, num_shared = self._index.longest_path(parent, piece, usable=True, min_share=_MIN_SHARE)
         return at + num_shared, [*nodes, *path]
 
+    def _missing(self, nodes: list[Node], num_tokens: int) -> list[int]:
+        """Return the indices of nodes that a session of `num_tokens` tokens sees and that are not stored."""
+        if self._layout.reach == FULL:
+            return []  # without gaps, only the end of a chain is not stored
+        seen = self._layout.seen(num_tokens)
+        return [i for i, node in enumerate(nodes) if not node.usable and _overlaps(node, seen)]
+
     def known(self, chain: Chain, packed: bytes) -> tuple[tuple[int, ...], list[Node]]:
-        """Return what is stored or on its way: the edges of the tail's pieces, and all nodes in order."""
+        """Return what is stored or on its way: the edges of the tail's pieces, and all nodes in order.
+
+        Ends before the first gap that a session of these tokens sees.
+        """
         nodes = self._index.follow(chain.names(packed)[1:], usable=False)
+        gaps = (i for i in self._missing(nodes, len(packed) // TOKEN_BYTES) if nodes[i].is_gap)
+        nodes = nodes[: next(gaps, None)]
         start = len(nodes) * self._block
         path = self._pieces(nodes[-1].digest if nodes else chain.root, packed[start * TOKEN_BYTES :])
         return (start, *(node.end for node in path)), [*nodes, *path]
@@ -59,9 +88,10 @@ class Prefixes:
         if spans[0].start and self._index.get(names[0]) is None:
             return []
         wanted = []
+        seen = self._layout.seen(spans[-1].end)
         for span, parent in zip(spans, names, strict=True):
             piece = packed[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
-            if not self._covered(parent, piece):
+            if not self._covered(parent, piece) and not self._is_unseen_gap(parent, piece, span, seen):
                 if span.num_tokens < self._block:
                     edges = [span.start, *(node.end for node in self._pieces(parent, piece))]
                     span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
@@ -91,6 +121,12 @@ class Prefixes:
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
+    def _is_unseen_gap(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
+        if self._layout.reach == FULL or _overlaps(span, seen):
+            return False
+        node = self._index.get(blocks.link(parent, piece))
+        return node is not None and node.is_gap
+
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
         """Return the pieces behind a block that hold the longest beginning of `packed`, and nothing else."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
@@ -103,9 +139,13 @@ class Prefixes:
             if path:
                 nodes += path
                 return
-            if not nodes or nodes[-1].resumable:
+            if not nodes or (nodes[-1].resumable and nodes[-1].usable):
                 return
             nodes.pop()
+
+
+def _overlaps(part: Node | Span, spans: Sequence[Span]) -> bool:
+    return any(span.start < part.end and part.start < span.end for span in spans)
 
 
 def _piece(packed: bytes, start: int, num_tokens: int) -> bytes:

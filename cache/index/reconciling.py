@@ -59,12 +59,16 @@ def _is_in_order(stored: list[Row], files: set[str]) -> bool:
             return False
     except (TypeError, ValueError):  # fields of wrong types
         return False
-    there = {file_name(row.digest) for row in stored}
+    there = {file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
     return there <= files and not any(map(digest_of, files - there))
 
 
 def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) -> tuple[list[Row], int]:
-    known = {row.digest: row for row in rows if _is_right(row) and file_name(row.digest) in files}
+    known = {
+        row.digest: row
+        for row in rows
+        if _is_right(row) and (file_name(row.digest) in files) == (row.size_bytes > 0)
+    }
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}

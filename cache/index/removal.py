@@ -15,6 +15,7 @@ from cache.disk.writer import DropReason, WriteState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cache.disk.rows import Row
     from cache.disk.writer import Write, Writer
 
     from .index import Index
@@ -32,15 +33,29 @@ class Removal:
         #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.
         self._left: set[bytes] = set()
 
-    def evict(self, need_bytes: int, limit: int) -> list[Node]:
-        """Evict least recently used leaves until `need_bytes` are free, at most `limit`; return them."""
-        victims: list[Node] = []
+    def evict(self, need_bytes: int, limit: int) -> list[Row]:
+        """Evict least recently used files until `need_bytes` are free, at most `limit`; return their rows.
+
+        These are leaves, and nodes that no session sees any more, which become gaps.
+        """
+        victims: list[Row] = []
+        removed: list[Row] = []
+        gaps: list[Row] = []
         while need_bytes > 0 and len(victims) < limit and (victim := self._index.oldest()) is not None:
-            self._index.remove(victim)
-            need_bytes -= victim.size_bytes
-            victims.append(victim)
-        if victims:
-            self._writer.unlink([victim.row for victim in victims])
+            row = victim.row
+            if victim.children:
+                self._index.make_gap(victim)
+                gaps.append(row)
+            else:
+                self._index.remove(victim)
+                removed.append(row)
+            if row.size_bytes:  # a gap that nothing continues any more frees nothing
+                need_bytes -= row.size_bytes
+                victims.append(row)
+        if gaps:
+            self._writer.make_gaps(gaps)  # before the removals, which may be of the same nodes
+        if removed:
+            self._writer.unlink(removed)
         return victims
 
     def discard(self, nodes: Iterable[Node]) -> int:
@@ -89,7 +104,12 @@ class Removal:
                 self.discard(self._index.superseded(node))
             return
         if self._index.has(node):
-            self._remove([*self._index.descendants(node), node], "no_parent")
+            descendants = self._index.descendants(node)
+            if any(other.durable for other in descendants):  # the node was to fill a gap
+                self._index.make_gap(node)
+                self._writer.make_gaps([node.row])  # its file may be on disk all the same
+                return
+            self._remove([*descendants, node], "no_parent")
         # The file may be on disk: the write was abandoned after the writer's last check, or the sync of the
         # directory failed. A later save of the same snapshot is queued already and replaces the file, unless
         # that save is abandoned too.

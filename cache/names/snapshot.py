@@ -92,6 +92,15 @@ class ModelLayout:
         """Whether some layer does not see all tokens."""
         return any(reach != FULL for reach in self.reaches)
 
+    @property
+    def reach(self) -> Policy:
+        """The most that a layer sees: the sinks and the window that hold those of all layers."""
+        if not self.reaches or FULL in self.reaches:
+            return FULL
+        return Policy(
+            max(reach.sink for reach in self.reaches), max(reach.window or 0 for reach in self.reaches)
+        )
+
     def under(self, policy: Policy) -> ModelLayout:
         """Return the layout of the same model under a policy, which limits layers that see all tokens."""
         if policy == FULL:

@@ -1,0 +1,65 @@
+"""Gaps: nodes whose files were evicted from the middle of a chain, while their names stay in the tree.
+
+A session whose layers see a part of its tokens needs the first and the last blocks of its chain. The blocks
+between them may be evicted before the chain's end. The tree stays whole, and so does all that relies on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .nodes import Node
+
+#: A search gives up after so many nodes, and takes the node for needed.
+_MOST_NODES: Final = 1000
+
+
+def may_become_gap(node: Node) -> bool:
+    """Whether no chain that contains the node ends where it, or a match in its last node, sees the node."""
+    window = _window(node)
+    if window is None or node.reach is None or node.start < node.reach.sink:
+        return False
+    if not (node.children and node.usable) or node.holds or node.kept:
+        return False
+    to_do, num_done = [*node.children], 0
+    while to_do:
+        other = to_do.pop()
+        num_done += 1
+        if other.start >= node.end + window:
+            continue
+        if not other.children or other.holds or not other.durable or num_done > _MOST_NODES:
+            return False
+        to_do += other.children
+    return True
+
+
+def needed_by(node: Node) -> Iterator[Node]:
+    """Yield the nodes of a chain, from its last node upwards, that a match in this last node sees."""
+    window = _window(node)
+    for other in node.chain():
+        if (
+            window is None
+            or node.reach is None
+            or other.start < node.reach.sink
+            or other.end > node.start - window
+        ):
+            yield other
+
+
+def passed_by(node: Node) -> Iterator[Node]:
+    """Yield the nodes before this one that may become gaps when this one is added, released or removed."""
+    window = _window(node)
+    if window is None:
+        return
+    for other in node.chain():
+        if other is not node:
+            yield other
+        if other.end <= node.start - window:
+            return
+
+
+def _window(node: Node) -> int | None:
+    return None if node.reach is None else node.reach.window
