@@ -1,1 +1,1 @@
-"""What surrounds running workers, through `protocol` alone. Empty so far."""
+"""What surrounds running workers: metrics for people and programs. Imports `protocol` alone."""

@@ -10,7 +10,7 @@ CLIENT = "turnkeep_client"  # the one package of the room `protocol`
 ROOMS = {
     "protocol": {CLIENT},
     "cache": {"cache"},
-    "worker": {"worker", CLIENT, "cache", "bench"},  # bench: its commands, in cli.py alone
+    "worker": {"worker", CLIENT, "cache", "bench", "ops"},  # bench, ops: their commands, in cli.py alone
     "bench": {"bench", CLIENT},
     "ops": {"ops", CLIENT},
 }

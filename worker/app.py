@@ -475,4 +475,5 @@ class App:
             model=self._loaded.name,
             worker=self._settings.worker,
             version=VERSION,
+            interval_s=self._settings.metrics_interval_s,
         )

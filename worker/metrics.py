@@ -34,6 +34,7 @@ def collect(
     model: str,
     worker: str,
     version: str,
+    interval_s: float,
 ) -> Metrics:
     """Build the message from the parts' current counters. Event loop only."""
     return Metrics(
@@ -62,6 +63,9 @@ def collect(
         time_per_output_token=telemetry.time_per_output_token.histogram(),
         batch_size=telemetry.batch_size.histogram(),
         event_loop_lag=telemetry.event_loop_lag.histogram(),
+        interval_s=interval_s,
+        queue_time=telemetry.queue_time.histogram(),
+        request_duration=telemetry.request_duration.histogram(),
         kv_layers=device.kv_layers,
         resident_kv_bytes=engine.ledger.used_bytes,
         max_memory_bytes=engine.ledger.max_bytes,

@@ -14,6 +14,7 @@ from turnkeep_client.messages import Histogram
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+DURATION_BOUNDS = tuple(0.01 * 2**power for power in range(14))
 LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 _LAG_PERIOD_S = 0.1
@@ -53,6 +54,8 @@ class Telemetry:
         self.time_to_first_token = Distribution(FIRST_TOKEN_BOUNDS)
         self.time_per_output_token = Distribution(PER_TOKEN_BOUNDS)
         self.batch_size = Distribution(BATCH_BOUNDS)
+        self.queue_time = Distribution(DURATION_BOUNDS)
+        self.request_duration = Distribution(DURATION_BOUNDS)
         self.event_loop_lag = Distribution(LAG_BOUNDS)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ from .messages import (
 from .nats_client import Nats
 from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
-from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
+from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -85,6 +86,15 @@ async def connect(
     wire = _NatsWire(Subjects(prefix))
     await wire.connect(url, connect_timeout_s, name=name, **nats_options)
     return Client(wire, tenant, control_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Requests in the log that wait for a worker, that workers hold, and that were delivered again so far."""
+
+    num_pending: int
+    num_ack_pending: int
+    num_redelivered: int
 
 
 class Client:
@@ -171,6 +181,18 @@ class Client:
             found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
             yield [one for one in found if one is not None]
             end, num_entries = start, 4 * num_entries
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now; a lost one is made again by itself."""
+        return self._wire.connected
+
+    async def backlog(self) -> Backlog:
+        """Return what the log's consumer has to deliver, for all tenants; the user must be allowed to ask.
+
+        Raises `NoWorkerError` if there is no consumer, or no answer.
+        """
+        return await self._wire.backlog()
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed."""
@@ -296,6 +318,19 @@ class _NatsWire:
         except _NATS_ERRORS as error:
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
         return int((reply.headers or {}).get("Nats-Sequence", "0"))
+
+    @property
+    def connected(self) -> bool:
+        return self._connected.is_set() and not self.closed
+
+    async def backlog(self) -> Backlog:
+        call = self._jetstream.consumer_info(self.subjects.log_stream, CONSUMER, timeout=READ_S)
+        try:
+            found = await _cancellable(call)
+        except _NATS_ERRORS as error:
+            why = getattr(error, "description", None) or str(error) or type(error).__name__
+            raise NoWorkerError(f"the consumer of {self.subjects.log_stream} cannot be read: {why}") from None
+        return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
     async def lacks(self, stream: str, subject: str, seq: int) -> bool:
         with contextlib.suppress(NoWorkerError):

@@ -466,6 +466,10 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     them wait for device memory only. `returned` counts requests handed back to the log's consumer because
     their tenant has its maximum of sessions at work. `ignored` counts, by kind, entries and chunks that no
     worker can have published. `kv_layers` names the layers of each kind of KV.
+
+    `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
+    generates from the moment when the log stored them, by the server's clock: until they began to run, and of
+    the successful ones until their results were stored. Workers of earlier versions send neither.
     """
 
     worker: str
@@ -493,6 +497,9 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     time_per_output_token: Histogram
     batch_size: Histogram
     event_loop_lag: Histogram
+    interval_s: float = 5.0
+    queue_time: Histogram | UnsetType = UNSET
+    request_duration: Histogram | UnsetType = UNSET
     resident_kv_bytes: int
     kv_layers: dict[str, str] = {}
     max_memory_bytes: int

@@ -23,6 +23,9 @@ DEFAULT_TENANT: Final = "default"
 ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?![\s\S])"
 ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
 
+#: The durable consumer of the log stream, from which workers pull requests.
+CONSUMER: Final = "worker"
+
 #: Answers to requests under names like `*` go to this name of the tenant; no session can have it.
 REFUSED: Final = "_refused"
 

@@ -405,6 +405,8 @@ async def test_metrics_add_up(wire: Start) -> None:
             metrics.time_per_output_token,
             metrics.batch_size,
             metrics.event_loop_lag,
+            metrics.queue_time,
+            metrics.request_duration,
         ):
             assert len(histogram.counts) == len(histogram.bounds) + 1
             assert sum(histogram.counts) == histogram.count
@@ -415,7 +417,8 @@ async def test_metrics_add_up(wire: Start) -> None:
     assert last.generated_tokens == sum(answer.usage.completion_tokens for answer in answers)
     assert last.prefilled_tokens == sum(answer.usage.prefilled_tokens for answer in answers)
     assert last.cached_tokens == sum(answer.usage.cached_tokens for answer in answers)
-    assert last.time_to_first_token.count == 4
+    assert last.time_to_first_token.count == last.queue_time.count == last.request_duration.count == 4
+    assert last.request_duration.sum >= last.queue_time.sum
     # Of the first token of an answer nobody can say how long it took: the prompt came before it.
     assert last.time_per_output_token.count == last.generated_tokens - len(answers)
     assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)

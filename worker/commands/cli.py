@@ -273,6 +273,35 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
     _talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
+@main.command()
+@click.option(
+    "--address",
+    metavar="HOST",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; whoever reaches it can read the metrics.",
+)
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=9422, show_default=True)
+@click.option(
+    "--forget-s",
+    metavar="SECONDS",
+    type=click.FloatRange(1),
+    default=300.0,
+    show_default=True,
+    help="Drop a worker that has been silent for so long.",
+)
+@with_settings(*_CLIENT_SETTINGS)
+def exporter(config: Path | None, address: str, port: int, forget_s: float, **flags: Any) -> None:
+    """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
+
+    Needs the extra ops: pip install 'turnkeep[ops]'.
+    """
+    from ops.exporter import run
+
+    settings = load_settings(config, flags)
+    _talk(settings, "default", lambda client: run(client, address=address, port=port, forget_s=forget_s))
+
+
 main.add_command(bench)
 main.add_command(cache)
 

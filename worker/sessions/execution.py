@@ -149,6 +149,7 @@ class Execution:
             )
             if turn is None or not turn.complete:
                 return withdrawn(pending, history), history
+            self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
             live_bytes = turn.live_bytes
             cached = turn.num_cached
             prefilled = turn.num_prefilled
@@ -253,6 +254,8 @@ class Execution:
             max_new=answer.max_tokens - num_known,
             publish=publish,
         )
+        if turn is not None and not num_known:
+            self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         if turn is not None and len(answer.tokens) > num_known:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
         return turn

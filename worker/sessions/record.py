@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -86,6 +86,10 @@ class Pending:
         if not isinstance(request, Append | Generate) or request.deadline_s is None:
             return None
         return self.stored.timestamp() + request.deadline_s
+
+    def waited_s(self, moment_s: float) -> float:
+        """Return the seconds from the log's time of the request to a moment of the monotonic clock."""
+        return max(time() - self.stored.timestamp() - (monotonic() - moment_s), 0.0)
 
     @property
     def priority(self) -> int:

@@ -19,6 +19,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
+    Appended,
     Cancelled,
     Chunk,
     Close,
@@ -611,6 +612,8 @@ class Session:
                 self._trail.add(delta)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
+        if isinstance(result, Appended | Generated) and result.repeat_of is None:
+            services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:

@@ -14,6 +14,7 @@ import structlog
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
+from turnkeep_client.subjects import CONSUMER
 from worker.formatting import size
 
 from .connection import BrokerError
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKind, Subjects
     from worker.settings import Settings
 
-#: The durable pull consumer of the log stream.
-CONSUMER: Final = "worker"
 #: Returned messages count too: with this many sessions waiting for a place, the server delivers nothing.
 MAX_ACK_PENDING: Final = 1_000_000
 

@@ -1,0 +1,98 @@
+"""`turnkeep exporter`: workers' metrics over HTTP, for Prometheus.
+
+The event loop listens to the metrics subject and looks at the log's consumer; a scrape only reads what is
+there, on a thread of its own. So a scrape never waits for NATS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import click
+
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
+
+from .fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from turnkeep_client.client import Backlog, Client
+
+#: How often the log's consumer is looked at.
+_LOOK_S: Final = 2.0
+
+
+class ExporterError(TurnkeepError):
+    """The exporter cannot run; the message says what would help."""
+
+
+async def run(client: Client, *, address: str, port: int, forget_s: float) -> NoReturn:
+    """Serve the metrics until cancelled. Raises `ExporterError`, also once NATS has closed the connection."""
+    exporter = Exporter(client, forget_s)
+    with serving(exporter, address, port) as url:
+        click.echo(f"serving metrics at {url}", err=True)
+        async with asyncio.TaskGroup() as tasks:
+            looking = tasks.create_task(exporter.look())
+            await exporter.listen()
+            looking.cancel()
+    raise ExporterError("the NATS server has closed the connection; its log says why")
+
+
+class Exporter:
+    """What the scrapes are answered from. `collect` may be called on any thread."""
+
+    def __init__(self, client: Client, forget_s: float) -> None:
+        self._client = client
+        self._fleet = Fleet(forget_s)
+        self._backlog: Backlog | None = None
+
+    async def listen(self) -> None:
+        """Hear the workers, until the client is closed."""
+        async for metrics in self._client.metrics():
+            self._fleet.hear(metrics)
+
+    async def look(self) -> NoReturn:
+        """Look at the log's consumer again and again; there may be none, or no right to see it."""
+        while True:
+            self._backlog = await self._looked()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _looked(self) -> Backlog | None:
+        with contextlib.suppress(NoWorkerError):
+            return await self._client.backlog()
+        return None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now, for prometheus_client."""
+        from .exposition import families
+
+        return families(self._fleet.sightings(), self._backlog, connected=self._client.connected)
+
+
+@contextlib.contextmanager
+def serving(exporter: Exporter, address: str, port: int) -> Iterator[str]:
+    """Answer scrapes on threads while the block runs; yields the address. Raises `ExporterError`."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise ExporterError("prometheus_client is missing; pip install 'turnkeep[ops]' brings it") from None
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise ExporterError(
+            f"cannot listen on {address}:{port} ({error.strerror}); choose another --address or --port"
+        ) from None
+    try:
+        host = f"[{address}]" if ":" in address else address
+        yield f"http://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,170 @@
+"""Workers' metrics in Prometheus's terms: which figure has which name, kind and labels.
+
+Pure. A figure is named after its field of the metrics message, with its unit behind it. Every figure of a
+worker has the labels `worker`, `model` and `device`.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from turnkeep_client.messages import Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from turnkeep_client.client import Backlog
+    from turnkeep_client.messages import Metrics
+
+    from .fleet import Sighting
+
+_WORKER: Final = ("worker", "model", "device")
+
+#: Name behind `turnkeep_`, field of the message, help, and a label for each level of a mapping.
+COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
+    ("requests", "requests", "Requests with a result, by type and outcome.", "type", "outcome"),
+    ("ignored_entries", "ignored", "Entries and chunks that no worker can have published.", "kind"),
+    ("prefilled_tokens", "prefilled_tokens", "Tokens of prompts that were run."),
+    ("cached_tokens", "cached_tokens", "Tokens of prompts whose KV was found."),
+    ("generated_tokens", "generated_tokens", "Tokens of answers."),
+    ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
+    ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
+    ("snapshots_accepted", "snapshots.accepted", "Snapshots that were handed to the writer."),
+    ("snapshots_durable", "snapshots.durable", "Snapshots that were written and synced."),
+    ("snapshots_dropped", "snapshots.dropped", "Snapshots that were given up before the disk.", "reason"),
+    ("snapshots_failed", "snapshots.failed", "Snapshots that could not be written."),
+    ("snapshots_cancelled", "snapshots.cancelled", "Snapshots of forgotten sessions."),
+    ("snapshots_evicted", "snapshots.evicted", "Snapshots that were removed to make room."),
+    ("snapshots_rejected", "snapshots.rejected", "Snapshot files that failed a check."),
+    ("snapshots_timed_out", "snapshots.timed_out", "Restores that the disk did not answer in time."),
+    ("snapshots_written_bytes", "snapshots.written_bytes", "Bytes written to the disk."),
+    ("snapshots_restored_bytes", "snapshots.restored_bytes", "Bytes read from the disk."),
+)
+GAUGES: Final[tuple[tuple[str, ...], ...]] = (
+    ("uptime_seconds", "uptime_s", "Time since the worker started."),
+    ("metrics_interval_seconds", "interval_s", "Time between two metrics messages."),
+    ("sessions", "sessions", "Sessions in memory."),
+    ("policy_sessions", "sessions_by_policy", "Sessions in memory, by cache policy.", "policy"),
+    ("resident_sessions", "resident_sessions", "Sessions with KV on the device."),
+    ("running_sessions", "running", "Sessions with a turn on the device."),
+    ("waiting_sessions", "waiting", "Sessions that the worker has taken up and that do not run."),
+    ("memory_waiting_sessions", "waiting_for_memory", "Waiting sessions that lack device memory only."),
+    ("returned_requests", "returned", "Requests that wait in the log for their tenant's share."),
+    ("log_bytes", "log_bytes", "Size of the log's stream."),
+    ("log_max_bytes", "log_max_bytes", "Size at which the log refuses requests."),
+    ("resident_kv_bytes", "resident_kv_bytes", "KV on the device."),
+    ("max_memory_bytes", "max_memory_bytes", "Limit of the KV on the device."),
+    ("device_memory_bytes", "device_memory_bytes", "Limit of all that is on the device."),
+    ("mlx_active_bytes", "mlx_active_bytes", "Memory that MLX has in use."),
+    ("mlx_peak_bytes", "mlx_peak_bytes", "Most memory that MLX had in use."),
+    ("estimated_scratch_bytes", "estimated_scratch_bytes", "Scratch memory of a step, as estimated."),
+    ("measured_scratch_bytes", "measured_scratch_bytes", "Scratch memory of a step, as measured."),
+    ("process_bytes", "process_bytes", "Resident memory of the process."),
+    ("snapshots_in_flight", "snapshots.in_flight", "Snapshots on their way to the disk."),
+    ("snapshots_in_flight_bytes", "snapshots.in_flight_bytes", "Size of the snapshots on their way."),
+    ("snapshots_stored", "snapshots.stored", "Snapshots on the disk."),
+    ("snapshots_stored_bytes", "snapshots.stored_bytes", "Size of the snapshots on the disk."),
+    ("snapshots_capacity_bytes", "snapshots.capacity_bytes", "Disk space for snapshots."),
+    ("snapshots_free_bytes", "snapshots.free_bytes", "Disk space to fill; negative above a limit."),
+    ("snapshots_pinned_bytes", "snapshots.pinned_bytes", "Disk space that must not be evicted now."),
+    ("snapshots_evictable_bytes", "snapshots.evictable_bytes", "Disk space that eviction can free."),
+    ("snapshots_kept_bytes", "snapshots.kept_bytes", "Disk space of pinned prefixes."),
+)
+HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
+    ("queue_time_seconds", "queue_time", "From the log's time of a request until it runs."),
+    ("time_to_first_token_seconds", "time_to_first_token", "From a generate's arrival to its first token."),
+    ("time_per_output_token_seconds", "time_per_output_token", "Time between two tokens of an answer."),
+    ("request_duration_seconds", "request_duration", "From the log's time of a request to its result."),
+    ("batch_size", "batch_size", "Answers that a step decodes."),
+    ("event_loop_lag_seconds", "event_loop_lag", "How late the event loop runs a task that is due."),
+)
+
+
+def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
+    """Yield all metric families.
+
+    A silent worker only has `up` and `last_seen_seconds`: nobody knows its figures. Without a `backlog` the
+    figures of the log's consumer are left out.
+    """
+    yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
+    if backlog is not None:
+        yield _single("consumer_pending", "Requests in the log that wait for a worker.", backlog.num_pending)
+        yield _single(
+            "consumer_ack_pending",
+            "Requests that workers hold; one of each session at work.",
+            backlog.num_ack_pending,
+        )
+        yield _single(
+            "consumer_redelivered",
+            "Requests that workers hold and that were delivered more than once.",
+            backlog.num_redelivered,
+        )
+    up = GaugeMetricFamily("turnkeep_up", "Whether the worker publishes metrics.", labels=_WORKER)
+    last_seen = GaugeMetricFamily(
+        "turnkeep_last_seen_seconds", "Time since the worker's last metrics.", labels=_WORKER
+    )
+    info = GaugeMetricFamily("turnkeep_worker_info", "The worker's version.", labels=(*_WORKER, "version"))
+    layers = GaugeMetricFamily(
+        "turnkeep_kv_layers_info", "The layers of each kind of KV.", labels=(*_WORKER, "kind", "layers")
+    )
+    for one in sightings:
+        worker = _labels(one.metrics)
+        up.add_metric(worker, one.up)
+        last_seen.add_metric(worker, one.age_s)
+        info.add_metric((*worker, one.metrics.version), 1)
+        for kind, numbers in one.metrics.kv_layers.items():
+            layers.add_metric((*worker, kind, numbers), 1)
+    yield from (up, last_seen, info, layers)
+    figures = [one.metrics for one in sightings if one.up]
+    for name, field, text, *labels in COUNTERS:
+        counter = CounterMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
+        yield _filled(counter, field, figures)
+    for name, field, text, *labels in GAUGES:
+        gauge = GaugeMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
+        yield _filled(gauge, field, figures)
+    for name, field, text in HISTOGRAMS:
+        histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
+        for metrics in figures:
+            value = attrgetter(field)(metrics)
+            if isinstance(value, Histogram):  # earlier workers lack some
+                histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
+        yield histogram
+
+
+def _single(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"turnkeep_{name}", text, value=value)
+
+
+def _labels(metrics: Metrics) -> tuple[str, str, str]:
+    return metrics.worker, metrics.model, metrics.device
+
+
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily, field: str, figures: Iterable[Metrics]
+) -> Metric:
+    for metrics in figures:
+        for labels, value in _values(attrgetter(field)(metrics)):
+            family.add_metric((*_labels(metrics), *labels), value)
+    return family
+
+
+def _values(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield the numbers of a field, which may be mappings in each other, with the keys that lead to each."""
+    if not isinstance(value, dict):
+        yield (), value
+        return
+    for key, inner in value.items():
+        for keys, number in _values(inner):
+            yield (key, *keys), number
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    counts = accumulate(histogram.counts)
+    bounds = [(str(bound), count) for bound, count in zip(histogram.bounds, counts, strict=False)]
+    return [*bounds, ("+Inf", histogram.count)]

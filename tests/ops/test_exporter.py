@@ -1,0 +1,288 @@
+"""The exporter: what workers publish, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from msgspec import UNSET, structs
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ops.exposition import COUNTERS, GAUGES, HISTOGRAMS, families
+from ops.fleet import Fleet
+from tests.commands.command_runs import environment, turnkeep
+from tests.parts import free_port
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.client import Backlog
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
+from turnkeep_client.subjects import Subjects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.parts import WorkerProcess
+
+#: Fields that become labels, or values of `turnkeep_..._info`.
+LABELS = {"worker", "model", "device", "version", "kv_layers", "snapshots"}
+LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(page: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return f"turnkeep_{name}", frozenset((LABEL | labels).items())
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def page(fleet: Fleet, backlog: Backlog | None = None) -> str:
+    class Registry:
+        def collect(self) -> Iterator[Any]:
+            return families(fleet.sightings(), backlog, connected=True)
+
+    return generate_latest(Registry()).decode()
+
+
+def shown(message: Metrics) -> Samples:
+    fleet = Fleet(60)
+    fleet.hear(message)
+    return samples(page(fleet))
+
+
+def test_every_figure_of_the_message_has_a_name() -> None:
+    exported = {field for _, field, *_ in (*COUNTERS, *GAUGES, *HISTOGRAMS)}
+    fields = {*Metrics.__struct_fields__} - LABELS
+    fields |= {f"snapshots.{name}" for name in SnapshotCounters.__struct_fields__}
+    assert exported == fields
+
+
+def test_figures_have_the_labels_of_their_worker_and_of_their_kind() -> None:
+    found = shown(metrics("w1"))
+    assert found[key("prefilled_tokens_total")] == 10
+    assert found[key("resident_kv_bytes")] == 1024
+    assert found[key("requests_total", type="default", outcome="appended")] == 2
+    assert found[key("snapshots_dropped_total", reason="queue_full")] == 1
+    assert found[key("worker_info", version="0.1.0")] == 1
+
+
+def test_buckets_are_cumulative_and_end_with_the_count() -> None:
+    found = shown(metrics("w1"))
+    name = "time_to_first_token_seconds"
+    assert [found[key(f"{name}_bucket", le=le)] for le in ("0.1", "1.0", "+Inf")] == [1, 3, 3]
+    assert (found[key(f"{name}_sum")], found[key(f"{name}_count")]) == (1.5, 3)
+
+
+def test_a_histogram_that_a_worker_does_not_send_is_left_out() -> None:
+    histogram = Histogram(bounds=(1.0,), counts=(1, 0), sum=0.5, count=1)
+    assert key("queue_time_seconds_count") in shown(structs.replace(metrics("w1"), queue_time=histogram))
+    assert key("queue_time_seconds_count") not in shown(structs.replace(metrics("w1"), queue_time=UNSET))
+
+
+def test_buckets_that_do_not_fit_their_bounds_do_not_break_the_page() -> None:
+    forged = Histogram(bounds=(1.0, 2.0), counts=(), sum=0.0, count=7)
+    assert shown(structs.replace(metrics("w1"), batch_size=forged))[key("batch_size_count")] == 7
+
+
+def test_a_silent_worker_is_down_then_gone_and_the_others_stay() -> None:
+    clock = Clock()
+    fleet = Fleet(60, clock)
+    fleet.hear(structs.replace(metrics("w1"), interval_s=2.0))
+    clock.now_s += 6
+    fleet.hear(metrics("w2"))
+    assert samples(page(fleet))[key("up")] == 1
+    clock.now_s += 1
+    found = samples(page(fleet))
+    assert (found[key("up")], found[key("last_seen_seconds")]) == (0, 7)
+    assert key("sessions") not in found
+    assert found[key("sessions", worker="w2")] == 3
+    clock.now_s += 54
+    assert "w1" not in page(fleet)
+    assert "w2" in page(fleet)
+
+
+def test_a_worker_that_comes_back_with_another_model_is_there_once() -> None:
+    fleet = Fleet(60)
+    fleet.hear(metrics("w1"))
+    fleet.hear(structs.replace(metrics("w1"), model="large"))
+    found = samples(page(fleet))
+    assert key("up") not in found
+    assert found[key("up", model="large")] == 1
+
+
+def test_promtool_has_nothing_to_say_about_names_types_and_help() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed; Debian's package prometheus has it")
+    fleet = Fleet(60)
+    histogram = metrics("w1").batch_size
+    for worker in ("w1", "w2"):
+        fleet.hear(structs.replace(metrics(worker), queue_time=histogram, request_duration=histogram))
+    text = page(fleet, Backlog(1, 2, 3))
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_page_about_running_it_has_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    rows = re.findall(r"^\| `(turnkeep_\w+)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    expected = [
+        (
+            one.name + ("_total" if one.type == "counter" else ""),
+            one.type,
+            one.documentation.removesuffix("."),
+            ", ".join(f"`{name}`" for name in getattr(one, "_labelnames", ())[3:]),
+        )
+        for one in families([], Backlog(0, 0, 0), connected=True)
+    ]
+    assert rows == expected
+
+
+class Exporter:
+    """`turnkeep exporter` as a process."""
+
+    def __init__(self, url: str, *options: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "worker", "exporter", "--nats", url, "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert self._process.stderr is not None
+        line = self._process.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/metrics", line)
+        assert found, line
+        self._url = found[0]
+
+    def scrape(self) -> str:
+        with urllib.request.urlopen(self._url, timeout=10) as reply:
+            return str(reply.read().decode())
+
+    async def scrape_until(self, is_it: Callable[[Samples], Any]) -> Samples:
+        async with asyncio.timeout(30):
+            while True:
+                found = samples(await asyncio.to_thread(self.scrape))
+                with contextlib.suppress(KeyError):
+                    if is_it(found):
+                        return found
+                await asyncio.sleep(0.05)
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(30)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        return code
+
+
+@pytest.fixture
+def exporter() -> Iterator[Callable[..., Exporter]]:
+    """Start exporters; they are stopped after the test."""
+    started: list[Exporter] = []
+
+    def start(url: str, *options: str) -> Exporter:
+        started.append(Exporter(url, *options))
+        return started[-1]
+
+    yield start
+    assert [one.stop() for one in started] == [143] * len(started)
+
+
+@pytest.mark.process
+async def test_a_worker_s_figures_are_served_until_it_dies(
+    worker_process: Callable[..., WorkerProcess], exporter: Callable[..., Exporter]
+) -> None:
+    worker = worker_process("--metrics-interval-s", "0.3", "--worker", "w1")
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s1").generate(text="abc", max_tokens=5)
+        serving = exporter(worker.url, "--forget-s", "3")
+        label = {"device": "cpu"}
+        found = await serving.scrape_until(
+            lambda found: found[key("requests_total", type="generate", outcome="ok")] == 1
+        )
+        assert 1 <= found[key("generated_tokens_total", **label)] <= 5
+        assert found[key("queue_time_seconds_count", **label)] == 1
+        assert found[key("request_duration_seconds_count", **label)] == 1
+        assert found[key("request_duration_seconds_sum")] >= found[key("queue_time_seconds_sum")] > 0
+        assert found[key("metrics_interval_seconds", **label)] == 0.3
+        # Of any number of workers.
+        other = await nats.connect(worker.url)
+        await other.publish(Subjects().metrics("w2"), encode(metrics("w2")))
+        await serving.scrape_until(lambda found: found[key("up", worker="w2")] == 1)
+        await other.close()
+
+        await serving.scrape_until(lambda found: found["turnkeep_consumer_pending", frozenset()] == 0)
+        worker.kill()
+        await serving.scrape_until(lambda found: found[key("up")] == 0 and key("sessions") not in found)
+        request = client.session("s1").append(text="def")
+        waiting = asyncio.ensure_future(request)
+        found = await serving.scrape_until(
+            lambda found: found["turnkeep_consumer_pending", frozenset()] == 1 and key("up") not in found
+        )
+        assert found["turnkeep_nats_connected", frozenset()] == 1
+        worker.start()
+        found = await serving.scrape_until(lambda found: found[key("up")] == 1)
+        await waiting
+
+
+def refused(*arguments: object) -> str:
+    """The one line that a command ends with."""
+    done = turnkeep("exporter", *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_port_in_use_is_one_line(nats_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refused("--nats", nats_url, "--port", port) == (
+            f"turnkeep: cannot listen on 127.0.0.1:{port} (Address already in use);"
+            " choose another --address or --port"
+        )
+
+
+def test_no_nats_server_is_one_line() -> None:
+    port = free_port()
+    assert refused("--nats", f"nats://127.0.0.1:{port}").startswith(
+        f"turnkeep: no NATS server at nats://127.0.0.1:{port}: "
+    )
+
+
+def test_a_missing_extra_is_one_line(nats_url: str) -> None:
+    program = "import sys; sys.modules['prometheus_client'] = None; from worker.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "exporter", "--nats", nats_url],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    expected = "turnkeep: prometheus_client is missing; pip install 'turnkeep[ops]' brings it\n"
+    assert (done.returncode, done.stderr) == (1, expected)

@@ -1,0 +1,64 @@
+"""The page about running it: its commands run as written, and its settings are what their programs take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nats
+import pytest
+
+from tests.commands.command_runs import environment
+from tests.parts import free_port
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.messages import encode
+from turnkeep_client.subjects import Subjects
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+
+
+def block(language: str, beginning: str) -> str:
+    """The one block of the page that begins so."""
+    (found,) = re.findall(rf"```{language}\n({re.escape(beginning)}.*?)```", PAGE, re.DOTALL)
+    return str(found)
+
+
+async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    port = str(free_port())
+
+    def here(command: str) -> str:
+        program = f"{shlex.quote(sys.executable)} -m worker"
+        command = re.sub(r"^turnkeep\b", program, command, flags=re.MULTILINE)
+        return command.replace("nats://127.0.0.1:4222", nats_url).replace("9422", port)
+
+    command = f"exec {here(block('sh', 'turnkeep exporter'))}"
+    exporter = subprocess.Popen(["sh", "-c", command], env=environment())  # noqa: ASYNC220
+    try:
+        look = ["sh", "-c", here(block("sh", "curl"))]
+        worker = await nats.connect(nats_url)
+        shown, deadline = "", time.monotonic() + 60
+        while 'turnkeep_up{device="cpu",model="tiny",worker="w1"} 1.0' not in shown:
+            assert time.monotonic() < deadline, shown
+            await worker.publish(Subjects().metrics("w1"), encode(metrics("w1")))
+            await worker.flush()
+            shown = subprocess.run(look, check=False, capture_output=True, text=True).stdout  # noqa: ASYNC221
+        await worker.close()
+    finally:
+        exporter.terminate()
+        exporter.wait(30)
+
+
+def test_prometheus_takes_the_scrape_job(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed; Debian's package prometheus has it")
+    (tmp_path / "prometheus.yml").write_text(block("yaml", "scrape_configs:"))
+    command = ["promtool", "check", "config", "prometheus.yml"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
