@@ -226,6 +226,7 @@ class App:
             folder=str(folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
+            cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=self._device.estimator.kv.bytes_per_token,
             kv_bounded_bytes=self._device.estimator.kv.bounded_bytes,
             caches=self._device.caches,

@@ -89,6 +89,21 @@ BAD_NUMBERS = [
 ]
 
 
+BAD_POLICIES = [
+    ({"policy": "paged"}, "cache.policy must be full or sink_window, not 'paged'"),
+    ({"policy": "full", "sink": 4}, "cache takes sink with the policy sink_window only"),
+    ({"window": 64}, "cache takes window with the policy sink_window only"),
+    ({"policy": "sink_window", "sink": 0}, "without them in sight answers fall apart"),
+    ({"policy": "sink_window", "window": 0}, "cache needs a window of 1 to 2147483647 tokens, not 0"),
+    ({"policy": "sink_window", "window": -1}, "cache needs a window of 1 to 2147483647 tokens, not -1"),
+    ({"policy": "sink_window", "window": 64.0}, "cache.window must be `int | null`, not `float`"),
+    ({"policy": "sink_window", "window": 31}, "smaller than this worker's block: it must have 32 or more"),
+    ({"policy": "sink_window", "window": 2045}, "exceed the context: together they may have 2048"),
+    ({"policy": "sink_window", "sink": 2**31 - 1}, "exceed the context: together they may have 2048"),
+    ({"policy": "sink_window", "window": 64, "kv_bits": 8}, "keeps KV in full precision, not in 8 bits"),
+]
+
+
 async def check_refused(
     wire: Wire, session: str, body: bytes | dict[str, Any], says: str, code: str = "invalid_request"
 ) -> dict[str, Any]:
@@ -112,6 +127,18 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
         result = await wire.send(session, generate(f"ordinary-{len(wire.results)}", text="go on"))
         assert result["type"] == "generated"
         assert result["position"] == before + 5 + len(result["tokens"])
+
+
+async def test_a_cache_policy_that_cannot_be_is_refused_with_what_would_be_right(wire: Start) -> None:
+    """The session does not begin; it may begin under another policy, which it then keeps."""
+    w = await wire()
+    for number, (cache, says) in enumerate(BAD_POLICIES):
+        await check_refused(w, "s", {"type": "open", "id": f"o{number}", "cache": cache}, says)
+    right = {"type": "open", "id": "o", "cache": {"policy": "sink_window", "window": 64}}
+    assert (await w.send("s", right))["cache"] == {"policy": "sink_window", "sink": 4, "window": 64}
+    await check_refused(w, "s", right | {"id": "again"}, "the session is open already")
+    await check_refused(w, "s", right | {"cache": {"policy": "full"}}, "used before", "id_conflict")
+    await check_goes_on(w, "s")
 
 
 @pytest.mark.parametrize("cases", [NO_JSON, NO_REQUEST], ids=["no-json", "no-request"])

@@ -85,6 +85,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"type": "generate", "id": "r", "text": "hello", "max_tokens": 2, "temperature": 0.5, "stop": ["x"]},
     {"type": "rewind", "id": "r", "position": 3},
     {"type": "open", "id": "r", "cache": {"kv_bits": 8}},
+    {"type": "open", "id": "r", "cache": {"policy": "sink_window", "sink": 4, "window": 64}},
     {"type": "close", "id": "r", "forget": True},
     {"type": "info", "skip": 0, "limit": 10},
     {"type": "cancel", "id": "r"},
