@@ -303,3 +303,18 @@ async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
     finally:
         os.close(terminal)
         os.close(end)
+
+
+async def test_a_pin_of_a_session_in_a_window_serves_sessions_under_the_same_policy(wire: Start) -> None:
+    """KV that was computed with fewer tokens in sight is other KV."""
+    w = await wire()
+    cache = {"policy": "sink_window", "sink": 2, "window": 4 * BLOCK}
+    session = w.worker.client.session("s", cache=cache)
+    await session.append(text=text("p"))
+    pinned = await session.pin()
+    assert (pinned.tokens, pinned.stored_tokens) == (3 * BLOCK, 3 * BLOCK - 1)
+    plain = w.worker.client.session("plain")
+    await plain.append(text=text("p"))
+    assert (await plain.unpin()).prefixes == ()
+    assert (await w.worker.client.session("other", cache=cache).append(text=text("p"))).cached_tokens > 0
+    assert (await w.worker.client.session("other").unpin()).prefixes == (3 * BLOCK,)

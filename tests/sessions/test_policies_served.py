@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import TINY_KV_BYTES
+from tests.parts import BLOCK, TINY_KV_BYTES
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 
@@ -88,6 +88,35 @@ async def test_kv_rises_by_the_formula_and_then_stays(local_worker: Callable) ->
     back = await session.rewind(60)
     assert (back.cache, back.visible_from) == (SAID, 28)
     assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
+
+
+async def test_after_a_restart_a_session_in_a_window_costs_what_is_new(
+    local_worker: Callable, endless_model: Path, tmp_path: Path
+) -> None:
+    """Also behind a rewind far before the window; with the tokens of a session that stayed in memory."""
+
+    async def live(restarts: bool, name: str) -> list[tuple[int, ...]]:
+        settings = {
+            "model": str(endless_model),
+            "data_dir": tmp_path / name,
+            "prefix": f"{tmp_path.name}-{name}",
+        }
+        worker = await local_worker(**settings)
+        answers = []
+        for turn in range(4):
+            session = worker.client.session("s", cache=CACHE)
+            if turn == 3:
+                await session.rewind(150)
+            answer = await session.generate(tokens=[5 + turn] * (150 if turn == 0 else 7), max_tokens=40)
+            answers.append(answer.tokens)
+            if restarts and turn:
+                assert answer.usage.prefilled_tokens <= 7 + 2 * BLOCK
+            if restarts:
+                await worker.stop()
+                worker = await local_worker(**settings)
+        return answers
+
+    assert await live(True, "restarted") == await live(False, "alone")
 
 
 @pytest.mark.process

@@ -131,6 +131,9 @@ class Control:
         store, tokens = self._store, history.tokens
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")
+        if (why := self._engine.refusal(history.policy)) is not None:
+            return _refused(why)
+        tokens, chain = history.tokens, store.chain(key.tenant, history.policy)
         num_tokens = request.position or len(tokens)
         if not 0 < num_tokens <= len(tokens):
             return _refused(f"the session holds {len(tokens)} tokens: a position must be from 1 to that")
