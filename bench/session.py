@@ -1,6 +1,7 @@
 """`turnkeep bench session`: one session over many turns, and what each turn costs as the session grows.
 
-A block is a stretch of the run. A full session is rewound to its beginning, which the report says.
+A block is a stretch of the run. A full session is rewound to its beginning, which the report says; one with
+a window goes on for ever, and its KV is to stay as large.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import click
 from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import CachePolicy
 
 from . import promises, stats
 from .ask import FAULT_PAUSE_S, FULL
@@ -58,8 +60,15 @@ class Plan:
     every: Annotated[float, Option("From turn to turn.", type=NOT_NEGATIVE, metavar="SECONDS")] = 0.0
     turns: Annotated[int | None, Option(LIMIT, smoke=12)] = None
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
+    window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
+    sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
+
+    @property
+    def kept(self) -> float:
+        """The most tokens that keep their KV."""
+        return math.inf if self.window is None else self.sink + self.window
 
     @property
     def limit(self) -> int | None:
@@ -89,9 +98,10 @@ PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens
 CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False, at=_at)
 PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"), at=_at)
 BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
+FORMULA = Measure("KV by its formula", "bytes", log=False)
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
 WRITTEN = Measure("written for a generated token", "bytes", log=False)
-MEASURES = (WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV)
+MEASURES = (WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA)
 
 PLOTS = (
     Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
@@ -99,12 +109,22 @@ PLOTS = (
     Plot("cdf", "First chunk, and each token after it", (FIRST, PACE), "Each step is a turn.", log=True),
     Plot("over time", "Tokens prefilled", (CONTEXT, PREFILLED), "A turn prefills its own only.", log=True),
     Plot("over time", "Memory", (PROCESS, KV), "Of the worker's whole process; of the session's KV."),
+    Plot(
+        "over time", "KV of the session", (KV, FORMULA), "One line, where what is held follows the formula."
+    ),
     Plot("over time", "Snapshots", (WRITTEN,), "The KV of prompts is among what is written."),
 )
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the bytes written per generated token, by block, since snapshots are written behind turns."""
+    """Yield what turns give together: KV by its formula, and by block the bytes written for a token.
+
+    Blocks, since snapshots are written behind turns.
+    """
+    answered = [turn for turn in turns if turn.error is None and turn.fact("kept")]
+    per_token = _bytes_per_token([_sizes(turn, turn.fact("kept") or 0.0) for turn in answered])
+    for turn in answered if per_token is not None else ():
+        yield Sample(FORMULA.name, "", turn.at_s, turn.block, (turn.fact("kept") or 0.0) * (per_token or 0.0))
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     known = [turn for turn in turns if turn.fact("written_bytes") is not None]
     for before, turn in pairwise(known):
@@ -122,7 +142,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     answered = [turn for turn in found.turns if turn.error is None]
     several = answered if len(answered) > 1 else []  # one turn fits any formula
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, breaking_the_formula(several), several)
+    yield count(name, breaking_the_formula(several, found.plan.kept), several)
     much = [turn for turn in answered if turn.prefilled_tokens > _own_tokens(turn)]
     yield count("only a turn's own tokens are prefilled", much, answered)
     yield promises.held_tokens_are_cheap({"": found.turns})
@@ -134,19 +154,26 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield promises.keeps_its_size(found.of(BESIDE))
 
 
-def breaking_the_formula(turns: Sequence[Turn]) -> list[Turn]:
+def breaking_the_formula(turns: Sequence[Turn], kept: float = math.inf) -> list[Turn]:
     """Return the turns whose KV has not the same bytes per token as that of most.
 
-    After a turn all tokens of the session have KV, or all but the last.
+    After a turn all tokens of the session have KV, or all but the last; of them `kept` at the most.
     """
-    sizes = [
-        {turn.kv_live_bytes / tokens for tokens in (position, position - 1) if tokens > 0}
-        for turn in turns
-        for position in (turn.position or 0,)
-    ]
-    votes = Counter(size for either in sizes for size in either if size)
-    right = max(votes, key=votes.__getitem__, default=None)
+    sizes = [_sizes(turn, kept) for turn in turns]
+    right = _bytes_per_token(sizes)
     return [turn for turn, either in zip(turns, sizes, strict=True) if right not in either]
+
+
+def _sizes(turn: Turn, kept: float) -> set[float]:
+    """Return what a token's KV takes, if all of a session's tokens have some, or all but the last."""
+    position = turn.position or 0
+    return {turn.kv_live_bytes / min(tokens, kept) for tokens in (position, position - 1) if tokens > 0}
+
+
+def _bytes_per_token(sizes: Sequence[set[float]]) -> float | None:
+    """Return the size that most turns have; None where there is none."""
+    votes = Counter(size for either in sizes for size in either if size)
+    return max(votes, key=votes.__getitem__, default=None)
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -160,7 +187,7 @@ async def measure(run: Run[Plan]) -> None:
     """Run the conversation."""
     plan, texts = run.plan, run.corpus.texts()
     async with run.target() as client:
-        session = client.session(f"bench-{uuid4().hex[:12]}")
+        session = client.session(f"bench-{uuid4().hex[:12]}", cache=_cache(plan))
         began_s, anew = run.elapsed_s, 0
         held: int | None = 0  # None after a fault
         try:
@@ -187,11 +214,15 @@ async def measure(run: Run[Plan]) -> None:
                 await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
 
+def _cache(plan: Plan) -> CachePolicy | None:
+    return CachePolicy("sink_window", plan.sink, plan.window) if plan.window is not None else None
+
+
 async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
     """Send one turn to a session of `held` tokens, then read the worker's memory and writes."""
     messages = [{"role": "user", "content": text}]
     turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)
-    facts: dict[str, float | str | None] = {"held": held}
+    facts: dict[str, float | str | None] = {"held": held, "kept": min(turn.position or 0, run.plan.kept)}
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import compare, environment, plan, plots, report, stats
+from bench import compare, environment, plan, plots, report, session, stats
 from bench.checks import Check, Verdict, judge
 from bench.cli import bench, command
 from bench.faults import BenchError, ReportError
@@ -389,3 +389,14 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     assert [turn.x for turn in sorted(found.turns, key=lambda turn: turn.x)] == [16, 64]
     assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
     assert render(module.BENCH, found, warn=print).count("<svg") == 2
+
+
+def test_kv_that_grows_beyond_a_session_s_window_is_told_from_kv_that_stays() -> None:
+    def turns(*kept: int) -> list[Turn]:
+        return [Turn(total_s=1, position=50 * i, kv_live_bytes=128 * n) for i, n in enumerate(kept, 1)]
+
+    flat = turns(49, 99, 120, 120, 120)
+    assert session.breaking_the_formula(flat, kept=120) == []
+    grown = turns(49, 99, 120, 120, 249)
+    assert session.breaking_the_formula(grown, kept=120) == [grown[4]]
+    assert session.breaking_the_formula(turns(49, 99, 149)) == []

@@ -120,7 +120,7 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
 def _deviation_turned(model: Any, forward: Forward) -> float:
     """Return how far logits over rings differ from those over mlx-lm's windows, relative to the largest.
 
-    Of 45 tokens in four pieces, against one by one, with a window of 16 in layers that have none: the rings
+    Of 45 tokens in four pieces, with a window of 16 in layers that have none: the rings
     count positions from a base that moves on every 16 tokens, so most keys stand on the other side of it.
     """
     caches = make_prompt_cache(model)
@@ -129,10 +129,12 @@ def _deviation_turned(model: Any, forward: Forward) -> float:
     sizes = [cache.max_size if type(cache) is RotatingKVCache else 16 for cache in caches]
     windows: list[Any] = [RotatingKVCache(size) for size in sizes]  # type: ignore[no-untyped-call]
     rings = [RingCache(0, size, grid=1 << (size - 1).bit_length()) for size in sizes]
-    found, tokens = [], _ids(45)
+    found, expected, tokens = [], [], _ids(45)
     for start, num in ((0, 21), (21, 3), (24, 20), (44, 1)):
-        found.append(forward([OwnPart(rings, start, num)], tokens[start : start + num]))
-    return _deviation(mx.concatenate(found), _alone(model, windows, tokens))
+        piece = tokens[start : start + num]
+        found.append(forward([OwnPart(rings, start, num)], piece))
+        expected.append(model(mx.array([piece]), cache=windows)[0])
+    return _deviation(mx.concatenate(found), mx.concatenate(expected))
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
