@@ -34,6 +34,7 @@ class RingCache:
         self.window = window
         self.group_size = group_size
         self.bits = bits
+        # Stored keys depend on the grid: another formula needs another `FORMAT_VERSION`.
         self.grid = grid or 1 << max(12, (2 * (sink + window) - 1).bit_length())
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
