@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -82,23 +82,25 @@ class ModelLayout:
     states: States = ()
     prove: Callable[..., None] | None = None
     reaches: tuple[Policy, ...] = ()
+    _distinct: tuple[Policy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.reaches:
             object.__setattr__(self, "reaches", (FULL,) * len(self.kv))
+        object.__setattr__(self, "_distinct", tuple(dict.fromkeys(self.reaches)))
 
     @property
     def is_limited(self) -> bool:
         """Whether some layer does not see all tokens."""
-        return any(reach != FULL for reach in self.reaches)
+        return any(reach != FULL for reach in self._distinct)
 
     @property
     def reach(self) -> Policy:
         """The most that a layer sees: the sinks and the window that hold those of all layers."""
-        if not self.reaches or FULL in self.reaches:
+        if not self._distinct or FULL in self._distinct:
             return FULL
         return Policy(
-            max(reach.sink for reach in self.reaches), max(reach.window or 0 for reach in self.reaches)
+            max(reach.sink for reach in self._distinct), max(reach.window or 0 for reach in self._distinct)
         )
 
     def under(self, policy: Policy) -> ModelLayout:
@@ -111,7 +113,7 @@ class ModelLayout:
 
     def seen(self, num_tokens: int) -> tuple[Span, ...]:
         """List what the layers of a session of `num_tokens` tokens see; spans may overlap."""
-        return tuple({span: None for reach in set(self.reaches) for span in seen(reach, num_tokens)})
+        return tuple({span: None for reach in self._distinct for span in seen(reach, num_tokens)})
 
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into this order, the state last. Raises `ValueError` for others."""
