@@ -270,7 +270,7 @@ async def measure(run: Run[Plan]) -> None:
 
     def note(at_s: float, metrics: Metrics) -> None:
         beside_bytes = metrics.process_bytes - metrics.resident_kv_bytes
-        sizes.append((metrics.sessions, beside_bytes))
+        sizes.append((len(run.turns), beside_bytes))  # a worker does not keep the idle ones of a crowd loaded
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
@@ -459,12 +459,12 @@ async def _most_bytes(run: Run[Plan], client: Client) -> int:
 
 async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tuple[int, int]]) -> None:
     """Begin all sessions, many at a time; then send turns one by one, in random order."""
-    plan, before = run.plan, len(sizes)
+    plan, before, turns = run.plan, len(sizes), len(run.turns)
     asked = order(size, plan.crowd_turns or 2 * size, plan.seed)
     async with _level(run, client, [plan.history] * size, CROWD_AT_ONCE, case=BEGINNING) as talks:
         # The first sessions fill the process's own caches.
-        late = [(begun, size_bytes) for begun, size_bytes in sizes[before:] if begun > size / 4]
-        points = [(STRETCHES * begun // (size + 1), begun, size_bytes) for begun, size_bytes in late]
+        late = [(sent - turns, taken) for sent, taken in sizes[before:] if sent - turns > size / 4]
+        points = [(STRETCHES * begun // (size + 1), begun, taken) for begun, taken in late]
         for block, slope in enumerate(stats.slopes(points)):
             run.sample(PER_SESSION, "", None, block, slope)
         metrics = await run.wait_for_snapshots(talks[0].session)
