@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from naive_window import Naive
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
 from cache.disk import format as snapshot_format
@@ -20,7 +21,7 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from cache.names.blocks import as_tokens
 from cache.names.identity import Identity
-from cache.names.policy import FULL
+from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.store import Store
 from turnkeep_client.subjects import SessionKey
@@ -67,19 +68,30 @@ class Process:
         self.store = store
         self.model = model
 
-    async def append(self, tokens: list[int], name: str = "s") -> TurnResult:
-        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False)
+    async def append(self, tokens: list[int], name: str = "s", policy: Policy = FULL) -> TurnResult:
+        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False, policy=policy)
         assert outcome is not None
         return outcome
 
     async def generate(
-        self, tokens: list[int], num: int, sampling: Sampling = GREEDY, name: str = "s"
+        self,
+        tokens: list[int],
+        num: int,
+        sampling: Sampling = GREEDY,
+        name: str = "s",
+        policy: Policy = FULL,
     ) -> tuple[TurnResult, list[int], list[bytes]]:
         """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
         growing = answer(num)
         self.model.bits.clear()
         outcome = await self.engine.run(
-            key(name), as_tokens(tokens), lambda: False, answer=growing, sampling=sampling, max_new=num
+            key(name),
+            as_tokens(tokens),
+            lambda: False,
+            answer=growing,
+            sampling=sampling,
+            max_new=num,
+            policy=policy,
         )
         assert outcome is not None
         return outcome, growing.tokens, self.model.bits[-num:]
@@ -610,3 +622,73 @@ async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_
             settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
             assert stats.accepted == settled + stats.in_flight
             assert stats.rejected == 0
+
+
+WINDOW = Policy(sink=3, window=20)
+
+
+async def _random_histories(open_process, build_model, kind: str, seed: int, num_steps: int) -> None:
+    """Sessions of both policies that go on, back, apart and over restarts, against masks over all."""
+    dice, policies = random.Random(seed), {"a": WINDOW, "b": WINDOW, "c": FULL, "d": WINDOW}
+    histories: dict[str, list[int]] = {name: [] for name in policies}
+    fresh = build_model(kind)
+    own = make_prompt_cache(fresh)
+    naive = {
+        policy: Naive(
+            fresh,
+            build_model(kind),
+            [
+                (policy.sink, policy.window) if type(cache) is KVCache else (0, cache.max_size)
+                for cache in own
+            ],
+        )
+        for policy in (FULL, WINDOW)
+    }
+
+    async def turn(process: Process, name: str) -> None:
+        history, policy = histories[name], policies[name]
+        history += prompt(dice.choice((1, 3, 9, 30)), dice.randrange(99))
+        if dice.random() < 0.3:
+            await process.append(history, name, policy)
+        _, got, _ = await process.generate(history, 4, name=name, policy=policy)
+        history += got
+
+    def check(name: str) -> None:
+        history = histories[name]
+        expected = naive[policies[name]].logits(history)[-5:-1].argmax(axis=-1)
+        assert history[-4:] == expected.tolist(), (name, len(history))
+
+    while num_steps > 0:
+        async with open_process(kind=kind) as process:
+            for _ in range(dice.randint(1, 8)):
+                num_steps -= 1
+                match dice.randrange(6):
+                    case 0 | 1 | 2:
+                        chosen = dice.sample([*policies], dice.randint(1, 4))
+                        await asyncio.gather(*(turn(process, name) for name in chosen))
+                        for name in chosen:  # once nothing runs: the reference takes the attention's place
+                            check(name)
+                    case 3:
+                        name = dice.choice([*policies])
+                        del histories[name][dice.randint(0, len(histories[name])) :]
+                    case 4:
+                        name, other = dice.sample([*policies], 2)
+                        histories[name] = histories[other][: dice.randint(0, len(histories[other]))]
+                    case 5:
+                        process.engine.forget(key(dice.choice([*policies])))
+
+
+@pytest.mark.parametrize("kind", ["llama", "exaone4"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_histories_in_a_window_are_what_masks_say(open_process, build_model, kind, seed) -> None:
+    await _random_histories(open_process, build_model, kind, seed, 25)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("seed", range(100, 150))
+async def test_hundreds_of_histories_in_a_window_are_what_masks_say(
+    open_process, build_model, kind, seed
+) -> None:
+    await _random_histories(open_process, build_model, kind, seed, 60)
