@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -122,3 +123,19 @@ def test_rows_of_one_policy_share_slots_that_never_move(make_model, make_rig, mo
     rig.run(*turns)
     assert joined == [0] * 4
     assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_a_window_of_quantised_kv_is_the_same_in_pieces_and_as_a_whole(make_model, make_rig, kv_bits) -> None:
+    """And of the size that the bits say: codes, and a scale and a bias for each group."""
+    rig = make_rig(make_model("llama", kv_bits))
+    context = prompt(300)
+    turn = generate(context, 12, name="whole", policy=POLICY)
+    rig.run(turn)
+    whole = rig.tokens(turn)
+    for before, end in pairwise((1, 7, 100, 101, 260)):
+        rig.run(append(context[:end], name="pieces", num_kept=before - 1, policy=POLICY))
+    turn = generate(context, 12, name="pieces", num_kept=259, policy=POLICY)
+    rig.run(turn)
+    assert rig.tokens(turn) == whole
+    assert rig.end(turn).live_bytes == 23 * rig.device.estimator.kv.bytes_per_token
