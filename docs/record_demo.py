@@ -10,9 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 COLUMNS = 104
 
@@ -24,13 +28,18 @@ def main() -> None:
     plain = {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     demo = [sys.executable, "-m", "bench.demo"]
     done = subprocess.run(demo, cwd=root, env=os.environ | plain, stdout=subprocess.PIPE, check=True)
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    console.print(Text.from_ansi(f"$ make demo\n{done.stdout.decode()}"))
+    save(Text.from_ansi(f"$ make demo\n{done.stdout.decode()}"), root / "docs" / "demo.svg", COLUMNS)
+
+
+def save(picture: RenderableType, file: Path, columns: int) -> None:
+    """Write what a terminal of so many columns shows as an SVG file."""
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(record=True, width=columns, height=24, file=nowhere, force_terminal=True)
+        console.print(picture)
     svg = console.export_svg(title="Turnkeep", clear=False)
     # Rich names a font on somebody's server; the reader's own will do.
     svg = re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = svg.replace("Fira Code, monospace", "monospace")
-    (root / "docs" / "demo.svg").write_text(svg, "utf-8")
+    file.write_text(svg.replace("Fira Code, monospace", "monospace"), "utf-8")
 
 
 if __name__ == "__main__":

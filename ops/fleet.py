@@ -1,4 +1,4 @@
-"""The workers that were heard of lately: the last metrics message of each, and how long ago that was.
+"""The workers that were heard of lately: the last metrics messages of each, and how long ago they came.
 
 What `exporter` and `top` show is computed from this alone. No I/O.
 """
@@ -20,10 +20,14 @@ _MISSED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A worker's last message, `age_s` seconds old."""
+    """A worker's last message, `age_s` seconds old.
+
+    `before` is the oldest message of the same run of the worker in the fleet's window, if there is another.
+    """
 
     metrics: Metrics
     age_s: float
+    before: Metrics | None = None
 
     @property
     def up(self) -> bool:
@@ -32,28 +36,38 @@ class Sighting:
 
 
 class Fleet:
-    """Keeps each worker's last message; forgets a worker that was silent for `forget_s`.
+    """Keeps each worker's messages of the last `window_s`; forgets a worker that was silent for `forget_s`.
 
     One thread may call `hear` while others call `sightings`.
     """
 
-    def __init__(self, forget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, forget_s: float, clock: Callable[[], float] = time.monotonic, *, window_s: float = 0.0
+    ) -> None:
         self._forget_s = forget_s
+        self._window_s = window_s
         self._clock = clock
-        self._heard: dict[str, tuple[Metrics, float]] = {}
+        #: When the last message came, and the messages, never empty. A list is replaced, not changed.
+        self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
     def hear(self, metrics: Metrics) -> None:
         """Take a worker's message."""
         now_s = self._clock()
-        gone = [name for name, (_, heard_s) in self._heard.items() if now_s - heard_s > self._forget_s]
+        gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
         for name in gone:
             del self._heard[name]
-        self._heard[metrics.worker] = (metrics, now_s)
+        _, messages = self._heard.get(metrics.worker, (0.0, []))
+        if messages and messages[-1].uptime_s > metrics.uptime_s:
+            messages = []  # a new run of the worker, whose counters begin at 0
+        kept = [one for one in messages if metrics.uptime_s - one.uptime_s <= self._window_s]
+        self._heard[metrics.worker] = (now_s, [*kept, metrics])
 
     def sightings(self) -> list[Sighting]:
         """Return the workers that are not forgotten, by name."""
         now_s = self._clock()
-        found = [Sighting(metrics, now_s - heard_s) for metrics, heard_s in list(self._heard.values())]
-        return sorted(
-            (one for one in found if one.age_s <= self._forget_s), key=lambda one: one.metrics.worker
-        )
+        found = [
+            Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)
+            for heard_s, messages in list(self._heard.values())
+            if now_s - heard_s <= self._forget_s
+        ]
+        return sorted(found, key=lambda one: one.metrics.worker)

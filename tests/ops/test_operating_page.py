@@ -13,7 +13,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from tests.commands.command_runs import environment
+from tests.commands.command_runs import Terminal, environment
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import encode
@@ -53,6 +53,14 @@ async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) ->
     finally:
         exporter.terminate()
         exporter.wait(30)
+
+
+def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> None:
+    _, *arguments = shlex.split(block("sh", "turnkeep top").replace("nats://127.0.0.1:4222", nats_url))
+    with Terminal(*arguments) as terminal:
+        terminal.wait_for("no worker has published metrics yet")
+        terminal.type("q")
+        assert terminal.end() == 0
 
 
 def test_prometheus_takes_the_scrape_job(tmp_path: Path) -> None:

@@ -302,6 +302,17 @@ def exporter(config: Path | None, address: str, port: int, forget_s: float, **fl
     _talk(settings, "default", lambda client: run(client, address=address, port=port, forget_s=forget_s))
 
 
+@main.command()
+@tenant_option
+@with_settings(*_CLIENT_SETTINGS)
+def top(config: Path | None, tenant: str, **flags: Any) -> None:
+    """Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it."""
+    from ops.top import run
+
+    settings = load_settings(config, flags)
+    _talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
+
+
 main.add_command(bench)
 main.add_command(cache)
 

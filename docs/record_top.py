@@ -1,0 +1,100 @@
+"""Record `turnkeep top` as the picture `docs/top.svg`: a real worker, conversations, the command's screen.
+
+.venv/bin/python docs/record_top.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from record_demo import save
+
+from ops.fleet import Fleet
+from ops.screen import State, draw
+from ops.top import WINDOW_S
+from turnkeep_client import connect
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+
+SIZE = (80, 24)
+#: Small ones, so that a minute of talk comes near them.
+LIMITS = ("--max-memory", "96MiB", "--max-disk", "64MiB")
+WATCHED_S = 40.0
+QUESTIONS = ("Why is the sky blue?", "Name a flower.", "How do bees find it?", "Say that in one sentence.")
+
+
+def main() -> None:
+    """Run a worker, talk with it, and draw what top shows meanwhile."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        serve = [sys.executable, "-m", "worker", "serve", "--nats-port", str(port), "--data-dir", folder]
+        with subprocess.Popen([*serve, "--worker", "garden", "--metrics-interval-s", "1", *LIMITS]) as worker:
+            try:
+                asyncio.run(_watch(f"nats://127.0.0.1:{port}"))
+            finally:
+                worker.send_signal(signal.SIGTERM)
+
+
+async def _watch(url: str) -> None:
+    fleet = Fleet(300, window_s=WINDOW_S)
+    async with await _client(url) as client:
+        await _ready(client)
+        talks = [asyncio.create_task(_talk(client, f"s{number}")) for number in range(6)]
+
+        async def listen() -> None:
+            async for metrics in client.metrics():
+                fleet.hear(metrics)
+
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(WATCHED_S)
+        picture = draw(State(), fleet.sightings(), "", size=SIZE, title="turnkeep top  prefix turnkeep")
+        save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
+        for task in (listener, *talks):
+            task.cancel()
+        await asyncio.gather(listener, *talks, return_exceptions=True)
+
+
+async def _client(url: str) -> Client:
+    """Connect to the worker's own server as soon as that answers."""
+    while True:
+        try:
+            return await connect(url)
+        except NoWorkerError:
+            await asyncio.sleep(0.5)
+
+
+async def _ready(client: Client) -> None:
+    while True:
+        try:
+            await client.ask("ready", text="Hello", max_tokens=1)
+        except NoWorkerError:
+            await asyncio.sleep(0.5)
+        else:
+            return
+
+
+async def _talk(client: Client, name: str) -> None:
+    while True:
+        for question in QUESTIONS:
+            try:
+                await client.session(name).generate(
+                    messages=[{"role": "user", "content": question}], max_tokens=48
+                )
+            except TurnkeepError:
+                return
+            await asyncio.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main()

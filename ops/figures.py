@@ -1,0 +1,86 @@
+"""What people read from a worker's messages: rates, shares and percentiles of the last minute. Pure."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from turnkeep_client.messages import Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from msgspec import UnsetType
+
+    from .fleet import Sighting
+
+
+class Figures:
+    """Figures of one worker. Each is None where nothing happened that it could be computed from."""
+
+    def __init__(self, sighting: Sighting) -> None:
+        now, before = sighting.metrics, sighting.before
+        self._elapsed_s = now.uptime_s - before.uptime_s if before else 0.0
+        prefilled, cached, drafted, accepted, generated = (
+            getattr(now, name) - (getattr(before, name) if before else 0)
+            for name in (
+                *("prefilled_tokens", "cached_tokens", "draft_tokens", "accepted_draft_tokens"),
+                "generated_tokens",
+            )
+        )
+        self.generated_per_s = self._per_s(generated)
+        self.prefilled_per_s = self._per_s(prefilled)
+        self.cached_share = share(cached, cached + prefilled)
+        self.accepted_share = share(accepted, drafted)
+        self.kv_share = share(now.resident_kv_bytes, now.max_memory_bytes)
+        self.disk_share = share(now.snapshots.stored_bytes, now.snapshots.capacity_bytes)
+        self.queue_time = since(now.queue_time, before.queue_time if before else None)
+        self.first_token = since(now.time_to_first_token, before.time_to_first_token if before else None)
+        self.per_token = since(now.time_per_output_token, before.time_per_output_token if before else None)
+        self.batch = since(now.batch_size, before.batch_size if before else None)
+        self.num_drops = sum(now.snapshots.dropped.values())
+
+    def _per_s(self, count: float) -> float | None:
+        return count / self._elapsed_s if self._elapsed_s > 0 else None
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return `part / whole`, None of nothing."""
+    return part / whole if whole > 0 else None
+
+
+def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> Histogram | None:
+    """Return what was counted since `before`; None if nothing was."""
+    if not isinstance(now, Histogram):
+        return None
+    if isinstance(before, Histogram) and before.bounds == now.bounds:
+        counts = tuple(new - old for new, old in zip(now.counts, before.counts, strict=False))
+        now = Histogram(now.bounds, counts, now.sum - before.sum, now.count - before.count)
+    return now if now.count > 0 else None
+
+
+def mean(histogram: Histogram | None) -> float | None:
+    """Return the mean value."""
+    return histogram.sum / histogram.count if histogram else None
+
+
+def percentile(histogram: Histogram | None, part: float) -> float | None:
+    """Return the value below which `part` of the values are, by linear interpolation in its bucket.
+
+    A value above the last bound is taken for that bound, as Prometheus's `histogram_quantile` does.
+    """
+    if histogram is None or not histogram.bounds:
+        return None
+    wanted = part * histogram.count
+    lower, below = 0.0, 0
+    for bound, reached in zip(histogram.bounds, accumulate(histogram.counts), strict=False):
+        if reached >= wanted and reached > below:
+            return lower + (bound - lower) * (wanted - below) / (reached - below)
+        lower, below = bound, reached
+    return histogram.bounds[-1]
+
+
+def listed(counts: Mapping[str, float]) -> str:
+    """List what there is of each kind, the most first: `queue_full 3, disk_limit 1`."""
+    found = sorted(((count, kind) for kind, count in counts.items() if count), reverse=True)
+    return ", ".join(f"{kind} {count:g}" for count, kind in found)

@@ -1,0 +1,323 @@
+"""The screen of `turnkeep top`: what a key does, and what is drawn. Pure; `top` owns the terminal.
+
+Fits 80 x 24: a table of the workers, and below it the selected worker, or a session that was opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from .figures import Figures, listed, mean, percentile
+from .formatting import amount, bar, count, number, percent, seconds, span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+
+    from turnkeep_client.messages import Histogram, SessionInfo
+
+    from .fleet import Sighting
+
+#: Lines besides the table's rows: title, heads, a gap, the details, the keys.
+_DETAIL_LINES: Final = 11
+_OTHER_LINES: Final = 4 + _DETAIL_LINES
+_MIN_ROWS: Final = 3
+
+
+class Mode(Enum):
+    """What typed keys mean."""
+
+    WATCH = "watch"
+    FILTER = "filter"
+    SESSION = "session"
+
+
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cell: Callable[[Sighting, Figures], str]
+    #: What rows are sorted by; the largest first, but names.
+    order: Callable[[Sighting, Figures], Any]
+
+
+_COLUMNS: Final = (
+    _Column("worker", lambda one, _: one.metrics.worker, lambda one, _: one.metrics.worker),
+    _Column("model", lambda one, _: one.metrics.model, lambda one, _: one.metrics.model),
+    _Column(
+        "up",
+        lambda one, _: span(one.metrics.uptime_s) if one.up else "silent",
+        lambda one, _: one.metrics.uptime_s if one.up else -one.age_s,
+    ),
+    _Column("sess", lambda one, _: count(one.metrics.sessions), lambda one, _: one.metrics.sessions),
+    _Column("run", lambda one, _: count(one.metrics.running), lambda one, _: one.metrics.running),
+    _Column("wait", lambda one, _: count(one.metrics.waiting), lambda one, _: one.metrics.waiting),
+    _Column("tok/s", lambda _, own: count(own.generated_per_s), lambda _, own: own.generated_per_s or 0),
+    _Column(
+        "first",
+        lambda _, own: seconds(percentile(own.first_token, 0.5)),
+        lambda _, own: percentile(own.first_token, 0.5) or 0,
+    ),
+    _Column("hit", lambda _, own: percent(own.cached_share), lambda _, own: own.cached_share or 0),
+    _Column("KV", lambda _, own: percent(own.kv_share), lambda _, own: own.kv_share or 0),
+    _Column("disk", lambda _, own: percent(own.disk_share), lambda _, own: own.disk_share or 0),
+    _Column("drop", lambda _, own: count(own.num_drops), lambda _, own: own.num_drops),
+)
+_NAMES: Final = 2  # these columns are cut where there is no room
+
+
+@dataclass
+class State:
+    """What was typed so far. `session` is the opened one; `left` says that the user is done."""
+
+    mode: Mode = Mode.WATCH
+    sort: int = 0
+    reverse: bool = False
+    filter: str = ""
+    typed: str = ""
+    selected: str = ""
+    session: str = ""
+    left: bool = False
+
+    def press(self, key: str, shown: Sequence[str]) -> None:
+        """Act on a key; `shown` are the names of the workers in the table's order."""
+        if self.mode is not Mode.WATCH:
+            self._type(key)
+            return
+        match key:
+            case "q":
+                self.left = True
+            case "s":
+                self.sort = (self.sort + 1) % len(_COLUMNS)
+            case "S":
+                self.sort = (self.sort - 1) % len(_COLUMNS)
+            case "r":
+                self.reverse = not self.reverse
+            case "/":
+                self.mode, self.typed = Mode.FILTER, self.filter
+            case "i":
+                self.mode, self.typed = Mode.SESSION, ""
+            case "escape":
+                self.session = self.filter = ""
+            case "up" | "k":
+                self._move(-1, shown)
+            case "down" | "j":
+                self._move(1, shown)
+
+    def _type(self, key: str) -> None:
+        match key:
+            case "enter":
+                if self.mode is Mode.SESSION:
+                    self.session = self.typed.strip()
+                self.mode = Mode.WATCH
+            case "escape":
+                self.mode, self.typed = Mode.WATCH, ""
+                self.filter = self.filter if self.session else ""
+            case "backspace":
+                self.typed = self.typed[:-1]
+            case _ if len(key) == 1:
+                self.typed += key
+        if self.mode is Mode.FILTER:
+            self.filter = self.typed
+
+    def _move(self, by: int, shown: Sequence[str]) -> None:
+        if shown:
+            place = shown.index(self.selected) + by if self.selected in shown else 0
+            self.selected = shown[min(max(place, 0), len(shown) - 1)]
+            self.session = ""
+
+    def rows(self, sightings: Sequence[Sighting]) -> list[tuple[Sighting, Figures]]:
+        """Filter and sort the workers; ties by name."""
+        wanted = self.filter.lower()
+        found = [
+            (one, Figures(one))
+            for one in sightings
+            if wanted in f"{one.metrics.worker} {one.metrics.model} {'' if one.up else 'silent'}".lower()
+        ]
+        order = _COLUMNS[self.sort].order
+        found.sort(key=lambda row: order(*row), reverse=self.reverse == (self.sort < _NAMES))
+        return found
+
+
+def names(rows: Sequence[tuple[Sighting, Figures]]) -> list[str]:
+    """Return the workers of rows by name."""
+    return [one.metrics.worker for one, _ in rows]
+
+
+def draw(
+    state: State,
+    sightings: Sequence[Sighting],
+    session: SessionInfo | str,
+    *,
+    size: tuple[int, int],
+    title: str,
+) -> RenderableType:
+    """Draw the screen for a terminal of columns and lines; `session` is the opened one, or why not."""
+    rows = state.rows(sightings)
+    shown = names(rows)
+    place = shown.index(state.selected) if state.selected in shown else 0
+    num_rows = max(size[1] - _OTHER_LINES, _MIN_ROWS)
+    first = min(max(place - num_rows // 2, 0), max(len(rows) - num_rows, 0))
+    num_silent = sum(not one.up for one in sightings)
+    heading = f"{title}  {len(sightings)} worker" + ("s" if len(sightings) != 1 else "")
+    heading += f", {num_silent} silent" if num_silent else ""
+    if len(shown) < len(sightings):
+        heading += f", {len(shown)} shown"
+    table = _table(state, rows[first : first + num_rows], place - first, size[0])
+    if state.session:
+        details = session_lines(session) if not isinstance(session, str) else [("session", session)]
+    elif rows:
+        details = worker_lines(*rows[place])
+    else:
+        details = [("", "no worker fits the filter" if sightings else "no worker has published metrics yet")]
+    blank = num_rows - min(len(rows), num_rows) + _DETAIL_LINES - len(details)
+    return Group(
+        Text(_clean(heading), style="bold", no_wrap=True, overflow="ellipsis"),
+        table,
+        Text(""),
+        *(_detail(label, value) for label, value in details[: size[1] - num_rows - 4]),
+        *[Text("")] * blank,
+        _keys(state),
+    )
+
+
+def _table(
+    state: State, rows: Sequence[tuple[Sighting, Figures]], place: int, columns: int
+) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=columns, header_style="dim")
+    for index, column in enumerate(_COLUMNS):
+        head = Text(column.head, style="bold underline" if index == state.sort else "")
+        if index < _NAMES:
+            table.add_column(head, no_wrap=True, overflow="ellipsis", ratio=1)
+        else:
+            table.add_column(head, no_wrap=True, justify="right")
+    for row, (one, figures) in enumerate(rows):
+        style = "reverse" if row == place else "" if one.up else "red"
+        cells = (
+            column.cell(one, figures) if one.up or index <= _NAMES else ""
+            for index, column in enumerate(_COLUMNS)
+        )
+        table.add_row(*(Text(_clean(cell)) for cell in cells), style=style)
+    return table
+
+
+def _detail(label: str, value: str) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{label:<10}", style="cyan")
+    line.append(_clean(value))
+    return line
+
+
+def _keys(state: State) -> Text:
+    if state.mode is Mode.FILTER:
+        return Text(f"filter: {_clean(state.typed)}_   Enter keeps it, Esc removes it", style="bold")
+    if state.mode is Mode.SESSION:
+        return Text(f"session: {_clean(state.typed)}_   Enter opens it", style="bold")
+    keys = "q quit  s sort  r reverse  / filter  ↑↓ worker  i open a session  Esc back"
+    return Text(keys, style="dim", no_wrap=True)
+
+
+def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
+    """Describe a worker in lines of label and value."""
+    now = one.metrics
+    about = f"{now.model} on {now.device}, turnkeep {now.version}"
+    if not one.up:
+        return [
+            ("worker", f"{now.worker}: {about}"),
+            ("silent", f"for {span(one.age_s)}; its last figures are not shown"),
+        ]
+    saved = now.snapshots
+    of_log = f", log {amount(now.log_bytes)} of {amount(now.log_max_bytes)}" if now.log_max_bytes else ""
+    policies = listed(now.sessions_by_policy)
+    results = "; ".join(f"{kind} {listed(outcomes)}" for kind, outcomes in now.requests.items())
+    ignored = listed(now.ignored)
+    return [
+        ("worker", f"{now.worker}: {about}, up {span(now.uptime_s)}"),
+        ("sessions", f"{now.sessions}, {now.resident_sessions} on the device" + _also(policies)),
+        (
+            "queue",
+            (
+                f"{now.running} run, {now.waiting} wait, {now.waiting_for_memory} of them for memory,"
+                f" {now.returned} returned{of_log}"
+            ),
+        ),
+        ("waited", f"{spread(own.queue_time)}; first token {spread(own.first_token)}"),
+        (
+            "answers",
+            (
+                f"{count(own.generated_per_s)} tokens/s, batch {number(mean(own.batch))},"
+                f" a token {spread(own.per_token)}"
+            ),
+        ),
+        (
+            "prompts",
+            (
+                f"{count(own.prefilled_per_s)} tokens/s, {percent(own.cached_share)} found in the cache;"
+                f" drafts {percent(own.accepted_share)} right"
+            ),
+        ),
+        (
+            "memory",
+            (
+                f"{bar(own.kv_share)} KV {amount(now.resident_kv_bytes)} of {amount(now.max_memory_bytes)};"
+                f" MLX {amount(now.mlx_active_bytes)}, process {amount(now.process_bytes)}"
+            ),
+        ),
+        (
+            "disk",
+            (
+                f"{bar(own.disk_share)} {amount(saved.stored_bytes)} of {amount(saved.capacity_bytes)},"
+                f" pinned {amount(saved.pinned_bytes)}, free {amount(max(saved.free_bytes, 0))}"
+            ),
+        ),
+        (
+            "snapshots",
+            (
+                f"{saved.stored} stored, {saved.in_flight} in flight ({amount(saved.in_flight_bytes)}),"
+                f" {saved.evicted} evicted"
+            ),
+        ),
+        ("drops", (listed(saved.dropped) or "none") + f"; {saved.failed} failed, {saved.rejected} rejected"),
+        ("results", (results or "none") + (f"; ignored {ignored}" if ignored else "")),
+    ]
+
+
+def session_lines(info: SessionInfo) -> list[tuple[str, str]]:
+    """Describe a session in lines of label and value."""
+    progress = info.progress
+    num_more = info.num_waiting - len(info.waiting)
+    waiting = ", ".join(info.waiting) + (f" and {num_more} more" if num_more > 0 else "")
+    lines = [
+        ("session", f"{info.tenant}/{info.session} at {info.worker.worker}, {info.model}"),
+        ("state", info.state + (f", request {info.active}" if info.active else "")),
+        ("position", f"{info.position} tokens after {info.requests} requests"),
+        ("KV", (amount(info.kv_live_bytes) if info.resident else "not") + " on the device"),
+        ("policy", info.policy),
+        ("waiting", waiting or "no request"),
+    ]
+    if progress:
+        done = f"{progress.cached_tokens} of {progress.context_tokens} tokens have KV"
+        lines.insert(2, ("progress", f"{done}, {progress.generated_tokens} new"))
+    return lines
+
+
+def _also(text: str) -> str:
+    return f"; {text}" if text else ""
+
+
+def _clean(text: str) -> str:
+    """Replace control characters: whoever publishes on the subject must not control the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def spread(histogram: Histogram | None) -> str:
+    """Write the middle and the slow end of a distribution."""
+    if histogram is None:
+        return "-"
+    return f"{seconds(percentile(histogram, 0.5))} (p95 {seconds(percentile(histogram, 0.95))})"

@@ -1,0 +1,158 @@
+"""`turnkeep top`: the workers of a prefix on a terminal, live, from the metrics subject.
+
+Owns the terminal and the tasks; `screen` says what is drawn, `fleet` what was heard. Only an opened session
+costs a worker anything: an `info` a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import termios
+import tty
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from rich.console import Console
+from rich.live import Live
+
+from turnkeep_client.errors import TurnkeepError
+
+from .fleet import Fleet
+from .screen import State, draw, names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import SessionInfo
+
+#: Rates and percentiles are of this long, and silent workers stay in sight for the second time.
+WINDOW_S: Final = 60.0
+_FORGET_S: Final = 300.0
+_DRAW_S: Final = 0.5
+_LOOK_S: Final = 1.0
+
+_KEYS: Final = {
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1bOA": "up",
+    "\x1bOB": "down",
+    "\x1b": "escape",
+    "\r": "enter",
+    "\n": "enter",
+    "\x7f": "backspace",
+    "\b": "backspace",
+}
+
+
+async def run(client: Client, title: str) -> None:
+    """Show the workers until `q`. Raises `TurnkeepError` without a terminal, or if the connection ends."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise TurnkeepError("top needs a terminal; turnkeep info --json prints one metrics message")
+    top = _Top(client, title)
+    with _typing(top.press):
+        tasks = [asyncio.create_task(part()) for part in (top.listen, top.look, top.draw)]
+        try:
+            # One of them ends: by `q`, with the connection, or by a fault.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Top:
+    """The state between keys, messages and the screen. Event loop only."""
+
+    def __init__(self, client: Client, title: str) -> None:
+        self._client = client
+        self._title = title
+        self._fleet = Fleet(_FORGET_S, window_s=WINDOW_S)
+        self._state = State()
+        self._session: SessionInfo | str = ""
+        self._changed = asyncio.Event()
+        self._opened = asyncio.Event()
+
+    def press(self, typed: str) -> None:
+        for key in keys(typed):
+            before = self._state.session
+            self._state.press(key, names(self._state.rows(self._fleet.sightings())))
+            if self._state.session != before:
+                self._session = "asking ..."
+                self._opened.set()
+        self._changed.set()
+
+    async def listen(self) -> NoReturn:
+        async for metrics in self._client.metrics():
+            self._fleet.hear(metrics)
+            self._changed.set()
+        raise TurnkeepError("the NATS server has closed the connection; its log says why")
+
+    async def look(self) -> NoReturn:
+        while True:
+            if name := self._state.session:
+                found = await self._info(name)
+                if name == self._state.session:
+                    self._session = found
+                    self._changed.set()
+            self._opened.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._opened.wait()
+
+    async def _info(self, name: str) -> SessionInfo | str:
+        try:
+            return await self._client.session(name).info()
+        except TurnkeepError as error:
+            return str(error)
+
+    async def draw(self) -> None:
+        console = Console()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not self._state.left:
+                self._changed.clear()
+                state = "" if self._client.connected else "  (no connection to NATS)"
+                picture = draw(
+                    self._state,
+                    self._fleet.sightings(),
+                    self._session,
+                    size=(console.size.width, console.size.height),
+                    title=self._title + state,
+                )
+                live.update(picture, refresh=True)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_DRAW_S):  # ages grow, and the terminal may change its size
+                        await self._changed.wait()
+
+
+def keys(typed: str) -> list[str]:
+    """Split what a terminal sent into keys: single characters, or names such as `up`."""
+    found = re.findall(r"\x1b[\[O][0-9;]*[A-Za-z~]|[\s\S]", typed)
+    return [_KEYS.get(one, one) for one in found if one in _KEYS or one.isprintable()]
+
+
+@contextlib.contextmanager
+def _typing(press: Callable[[str], None]) -> Iterator[None]:
+    """Pass on each key at once, without echo, while the block runs."""
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        typed = os.read(terminal, 1024)
+        if not typed:  # the terminal is gone
+            loop.remove_reader(terminal)
+        press(typed.decode(errors="ignore") if typed else "q")
+
+    tty.setcbreak(terminal)
+    loop.add_reader(terminal, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

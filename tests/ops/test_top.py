@@ -1,0 +1,223 @@
+"""`turnkeep top`: figures from messages, keys, a screen of 80 x 24, and the command on a real terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec import UNSET, structs
+from rich.console import Console
+
+from ops.figures import Figures, percentile, since
+from ops.fleet import Fleet
+from ops.formatting import amount, count, seconds, span
+from ops.screen import Mode, State, draw, names
+from ops.top import keys
+from tests.commands.command_runs import Terminal, turnkeep, where
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.messages import Histogram, SnapshotCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.conftest import LocalWorker
+
+NOTHING = Histogram(bounds=(1.0, 2.0), counts=(0, 0, 0), sum=0.0, count=0)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def figures(*changes: dict[str, object]) -> Figures:
+    """The figures of a worker that has sent these messages."""
+    fleet = Fleet(300, window_s=60)
+    for change in changes:
+        fleet.hear(structs.replace(metrics("w1"), **change))
+    return Figures(fleet.sightings()[0])
+
+
+def screen(state: State, fleet: Fleet, session: str = "", columns: int = 80, lines: int = 24) -> list[str]:
+    console = Console(width=columns, height=lines, force_terminal=True, color_system=None)
+    picture = draw(state, fleet.sightings(), session, size=(columns, lines), title="top")
+    with console.capture() as drawn:
+        console.print(picture)
+    return drawn.get().splitlines()
+
+
+def fleet_of(number: int) -> Fleet:
+    fleet = Fleet(300, window_s=60)
+    for index in range(number):
+        fleet.hear(structs.replace(metrics(f"w{index:02}"), sessions=index % 7, running=0, waiting=index))
+    return fleet
+
+
+def test_rates_are_of_the_window_and_begin_again_with_the_worker() -> None:
+    first = {"uptime_s": 100.0, "generated_tokens": 0}
+    old, now = {"uptime_s": 130.0, "generated_tokens": 300}, {"uptime_s": 170.0, "generated_tokens": 500}
+    assert figures(first).generated_per_s is None
+    assert figures(first, old, now).generated_per_s == 5.0, "what is older than a minute is left out"
+    again = {"uptime_s": 1.0, "generated_tokens": 9}
+    assert figures(old, again).generated_per_s is None
+    assert figures(old, again, {"uptime_s": 3.0, "generated_tokens": 19}).generated_per_s == 5.0
+
+
+def test_shares_are_of_what_came_since() -> None:
+    before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
+    after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
+    assert figures(before).cached_share == 0.9
+    assert figures(before, after).cached_share == 0.25
+    assert figures(before, before | {"uptime_s": 3.0}).cached_share is None
+
+
+def test_percentiles_lie_within_their_bucket() -> None:
+    histogram = Histogram(bounds=(1.0, 2.0), counts=(2, 2, 1), sum=7.0, count=5)
+    assert percentile(histogram, 0.4) == 1.0
+    assert percentile(histogram, 0.6) == 1.5
+    assert percentile(histogram, 0.99) == 2.0
+    assert since(histogram, histogram) is None
+    assert since(histogram, NOTHING) == histogram
+    assert since(UNSET, None) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (count(9999), "9999"),
+        (count(10_000), "10k"),
+        (count(12_345_678), "12M"),
+        (seconds(0.012), "12ms"),
+        (seconds(3.14), "3.1s"),
+        (seconds(45), "45s"),
+        (span(59), "59s"),
+        (span(7200), "2h"),
+        (span(3 * 86400), "3d"),
+        (amount(0), "0B"),
+        (amount(1536 * 2**20), "1.5G"),
+    ],
+)
+def test_figures_are_short(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 9, 10, 40])
+@pytest.mark.parametrize("session", ["", "s1"])
+def test_the_screen_is_80_by_24_with_any_number_of_workers(number: int, session: str) -> None:
+    drawn = screen(State(session=session), fleet_of(number), "no worker serves it" if session else "")
+    assert len(drawn) == 24
+    assert max(map(len, drawn)) <= 80
+    assert drawn[-1].startswith("q quit")
+
+
+def test_long_names_are_cut_and_control_characters_do_not_reach_the_terminal() -> None:
+    fleet = Fleet(300)
+    fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
+    drawn = screen(State(), fleet)
+    assert max(map(len, drawn)) <= 80
+    assert "\x1b[2J" not in "\n".join(drawn)
+    assert drawn[2].startswith("wwww")
+    assert "…" in drawn[2]
+
+
+def test_the_selected_worker_stays_in_sight_and_is_described() -> None:
+    fleet, state = fleet_of(40), State()
+    shown = names(state.rows(fleet.sightings()))
+    for _ in range(31):
+        state.press("down", shown)
+    drawn = screen(state, fleet)
+    assert any(line.startswith("w30 ") for line in drawn[2:12])
+    assert any(line.startswith("worker    w30: tiny on cpu") for line in drawn)
+    state.press("up", shown)
+    assert state.selected == "w29"
+
+
+def test_a_silent_worker_says_so_and_shows_no_figures() -> None:
+    clock = Clock()
+    fleet = Fleet(300, clock)
+    fleet.hear(metrics("w1"))
+    clock.now_s += 80
+    drawn = screen(State(), fleet)
+    assert drawn[0] == "top  1 worker, 1 silent"
+    assert drawn[2].split() == ["w1", "tiny", "silent"]
+    assert "silent    for 1m" in "\n".join(drawn)
+
+
+def test_drops_are_listed_with_their_reasons() -> None:
+    fleet = Fleet(300)
+    counters = SnapshotCounters(dropped={"disk_limit": 2, "queue_full": 5}, in_flight=3)
+    fleet.hear(structs.replace(metrics("w1"), snapshots=counters))
+    drawn = "\n".join(screen(State(), fleet))
+    assert "drops     queue_full 5, disk_limit 2; 0 failed" in drawn
+    assert "3 in flight" in drawn
+
+
+def test_keys_sort_reverse_and_filter() -> None:
+    fleet, state = fleet_of(12), State()
+
+    def shown() -> list[str]:
+        return names(state.rows(fleet.sightings()))
+
+    assert shown()[0] == "w00"
+    for key in "sss":  # model, up, sessions
+        state.press(key, shown())
+    assert shown()[0] == "w06"
+    state.press("r", shown())
+    assert shown()[0] == "w00"
+    for key in keys("/w1x\x7f\n"):
+        state.press(key, shown())
+    assert (state.mode, state.filter) == (Mode.WATCH, "w1")
+    assert sorted(shown()) == ["w10", "w11"]
+    assert screen(state, fleet)[0] == "top  12 workers, 2 shown"
+    state.press("escape", shown())
+    assert len(shown()) == 12
+
+
+def test_typed_keys_go_to_the_name_that_is_typed() -> None:
+    state = State()
+    for key in keys("iquiet\r"):
+        state.press(key, [])
+    assert (state.session, state.left) == ("quiet", False)
+    state.press("escape", [])
+    assert state.session == ""
+    state.press("q", [])
+    assert state.left
+
+
+def test_a_terminal_s_sequences_are_keys() -> None:
+    assert keys("\x1b[A\x1bOBq\x1b[5~\x01") == ["up", "down", "q"]
+    assert keys("\x1b") == ["escape"]
+
+
+@pytest.mark.parametrize(("end", "expected"), [("q", 0), ("\x03", 130)], ids=["q", "ctrl-c"])
+async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_it_was(
+    local_worker: Callable[..., Awaitable[LocalWorker]], end: str, expected: int
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("s1").append(text="abcdef")
+
+    def watch() -> int:
+        with Terminal("top", *where(worker)) as terminal:
+            terminal.wait_for(r"worker +test: tiny on cpu")
+            terminal.wait_for(r"append ok 1")
+            assert not terminal.echoes
+            terminal.type("i")
+            terminal.wait_for("session: _")
+            terminal.type("s1\r")
+            terminal.wait_for(r"session +default/s1 at test")
+            terminal.wait_for(r"position +6 tokens after 1 requests")
+            terminal.type(end)
+            code = terminal.end()
+            assert terminal.echoes
+            return code
+
+    assert await asyncio.to_thread(watch) == expected
+
+
+def test_top_without_a_terminal_is_one_line(nats_url: str) -> None:
+    done = turnkeep("top", "--nats", nats_url)
+    expected = "turnkeep: top needs a terminal; turnkeep info --json prints one metrics message\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
