@@ -199,21 +199,22 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
     ends = there if digests is None else {_only(there, digest) for digest in digests}
     starts: dict[str, int] = {}
     for end in ends:
-        digest = end
-        while digest not in starts:
-            path = snapshots / f"{digest}{SUFFIX}"
-            try:
-                if digest not in there:  # missing, or only a link
+        digest, links = end, dict[str, int]()
+        try:
+            while digest not in starts:
+                path = snapshots / f"{digest}{SUFFIX}"
+                if digest not in there:  # missing, evicted from the middle of a chain, or only a link
                     raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
                 name = read_name(path)
-            except (DoubtfulSnapshotError, OSError) as error:
-                if digests is None and not is_lack(error):
-                    break  # all chains means all intact ones
-                raise CacheError(f"{path.name} cannot be exported: {error}") from None
-            starts[digest] = name.start
-            if name.start == 0:
-                break
-            digest = name.parent.hex()
+                links[digest] = name.start
+                if name.start == 0:
+                    break
+                digest = name.parent.hex()
+        except (DoubtfulSnapshotError, OSError) as error:
+            if digests is None and not is_lack(error):
+                continue  # all chains means all intact ones
+            raise CacheError(f"{path.name} cannot be exported: {error}") from None
+        starts |= links
     return [
         snapshots / f"{digest}{SUFFIX}"
         for digest in sorted(starts, key=lambda digest: (starts[digest], digest))

@@ -117,9 +117,10 @@ class Index:
         parent = self._roots.get(root)
         if parent is not None:
             parent.reach = reach
-            for node in self.descendants(parent):
+            nodes = self.descendants(parent)
+            for node in nodes:
                 node.reach = reach
-            self._rebuild_heap()
+            self._push(node for node in nodes if node.children and not node.is_gap)
 
     def next_use(self) -> int:
         """Return the time of day in microseconds, made strictly increasing: the clock of uses."""
