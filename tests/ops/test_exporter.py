@@ -177,10 +177,10 @@ class Exporter:
         line = self._process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/metrics", line)
         assert found, line
-        self._url = found[0]
+        self.url = found[0]
 
     def scrape(self) -> str:
-        with urllib.request.urlopen(self._url, timeout=10) as reply:
+        with urllib.request.urlopen(self.url, timeout=10) as reply:
             return str(reply.read().decode())
 
     async def scrape_until(self, is_it: Callable[[Samples], Any]) -> Samples:

@@ -13,6 +13,7 @@ from pathlib import Path
 import nats
 import pytest
 
+from ops.panels import ALERTS, FOLDER
 from tests.commands.command_runs import Terminal, environment
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
@@ -63,10 +64,15 @@ def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> 
         assert terminal.end() == 0
 
 
-def test_prometheus_takes_the_scrape_job(tmp_path: Path) -> None:
+def test_the_page_counts_the_alerts() -> None:
+    assert f"alerts.yml) has {len(ALERTS)} alerts" in PAGE
+
+
+def test_prometheus_takes_its_configuration_and_the_alerts(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed; Debian's package prometheus has it")
-    (tmp_path / "prometheus.yml").write_text(block("yaml", "scrape_configs:"))
+    (tmp_path / "prometheus.yml").write_text(block("yaml", "rule_files:"))
+    shutil.copy(FOLDER / "alerts.yml", tmp_path)
     command = ["promtool", "check", "config", "prometheus.yml"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,202 @@
+"""The dashboard and the alert rules: on a Prometheus that scrapes an exporter, each query finds something."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+import yaml
+from msgspec import structs
+
+from ops import panels
+from ops.panels import ALERTS, PANELS
+from tests.ops.test_exporter import Exporter
+from tests.parts import free_port
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
+from turnkeep_client.subjects import Subjects
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed; Debian's package prometheus has it"
+)
+
+
+def test_the_files_are_what_the_program_writes() -> None:
+    assert panels.main(["--check"]) == 0, "run python -m ops.panels"
+
+
+def test_panels_have_places_of_their_own() -> None:
+    board = panels.dashboard()
+    places = [panel["gridPos"] for panel in board["panels"]]
+    assert len({(place["x"], place["y"]) for place in places}) == len(PANELS)
+    assert max(place["x"] + place["w"] for place in places) == 24
+    assert len({panel["id"] for panel in board["panels"]}) == len({panel.title for panel in PANELS})
+    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+
+
+def busy(seconds: float) -> Metrics:
+    """A worker to which everything happens that a query may ask for."""
+    events = int(seconds * 10)
+    histogram = Histogram(bounds=(0.1, 1.0), counts=(events, events, 0), sum=seconds, count=2 * events)
+    names = ("queue_time", "request_duration", "time_to_first_token", "time_per_output_token")
+    histograms = dict.fromkeys((*names, "batch_size", "event_loop_lag"), histogram)
+    counters = ("cached_tokens", "prefilled_tokens", "generated_tokens", "draft_tokens")
+    return structs.replace(
+        metrics("busy"),
+        uptime_s=seconds,
+        requests={"generate": {"ok": events, "internal": events}},
+        snapshots=SnapshotCounters(dropped={"queue_full": events}, failed=events, rejected=events),
+        accepted_draft_tokens=events,
+        log_bytes=1,
+        log_max_bytes=10,
+        **dict.fromkeys(counters, events),
+        **histograms,
+    )
+
+
+class Prometheus:
+    """A Prometheus that scrapes one exporter every half second and has the alert rules."""
+
+    def __init__(self, folder: Path, exporter: str) -> None:
+        self._url = f"http://127.0.0.1:{free_port()}"
+        target = urllib.parse.urlsplit(exporter).netloc
+        jobs = [{"job_name": "turnkeep", "static_configs": [{"targets": [target]}]}]
+        config = {
+            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+            "rule_files": [str(panels.FOLDER / "alerts.yml")],
+            "scrape_configs": jobs,
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        listen = self._url.removeprefix("http://")
+        self._process = subprocess.Popen(
+            ["prometheus", f"--web.listen-address={listen}", "--config.file=prometheus.yml"],
+            cwd=folder,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def ask(self, path: str, **query: str) -> Any:
+        address = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as reply:
+            return json.load(reply)["data"]
+        return None
+
+    def find(self, expr: str) -> bool:
+        expr = expr.replace("$worker", ".+").replace("$__rate_interval", "1m")
+        data = self.ask("query", query=expr)
+        return bool(data and data["result"])
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+@pytest.fixture
+def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
+    """Start an exporter of a prefix, and a Prometheus that scrapes it."""
+    started: list[Exporter | Prometheus] = []
+
+    def start(prefix: str) -> Prometheus:
+        exporter = Exporter(nats_url, "--prefix", prefix)
+        started.append(exporter)
+        prometheus = Prometheus(tmp_path, exporter.url)
+        started.append(prometheus)
+        return prometheus
+
+    yield start
+    for one in reversed(started):
+        one.stop()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+async def test_every_query_of_every_panel_and_alert_finds_something(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    exporter_and_prometheus: Callable[[str], Prometheus],
+) -> None:
+    worker = await local_worker()
+    prometheus = exporter_and_prometheus(worker.settings.prefix)
+    queries = {f"{panel.title} {name}": expr for panel in PANELS for name, expr in panel.curves.items()} | {
+        alert.name: alert.figure for alert in ALERTS
+    }
+    connection = await nats.connect(worker.settings.nats)
+    subject = Subjects(worker.settings.prefix).metrics("busy")
+    empty, seconds = set(queries), 1.0
+    async with asyncio.timeout(60):
+        while empty:
+            await worker.client.session("s1").append(text="abc")
+            await connection.publish(subject, encode(busy(seconds)))
+            await asyncio.sleep(0.5)
+            seconds += 0.5
+            found = {name for name in empty if await asyncio.to_thread(prometheus.find, queries[name])}
+            empty -= found
+            if seconds > 30:
+                break
+    await connection.close()
+    assert empty == set()
+    groups = prometheus.ask("rules")["groups"]
+    assert {rule["name"]: rule["health"] for group in groups for rule in group["rules"]} == {
+        alert.name: "ok" for alert in ALERTS
+    }
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+    def series(name: str, values: str, **labels: str) -> dict[str, str]:
+        shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        return {"series": f"turnkeep_{name}{{{shown}}}", "values": values}
+
+    one, two = {"worker": "w1"}, {"worker": "w2"}
+    cases = {  # after 20 minutes of one sample a minute
+        "TurnkeepWorkerSilent": ([series("up", "1x18 0 0 0", **one), series("up", "1x21", **two)], [one]),
+        "TurnkeepNoWorker": ([series("up", "0x21", **one)], [{}]),
+        "TurnkeepExporterDown": ([series("up", "1x21", **one)], [{}]),
+        "TurnkeepNatsDown": ([series("nats_connected", "1x18 0 0 0")], [{}]),
+        "TurnkeepRequestsPending": ([series("consumer_pending", "0x10 3x11")], [{}]),
+        # The first event of its kind makes its series.
+        "TurnkeepRequestsBreak": (
+            [
+                series("requests_total", "_x17 1 1 1", **one, outcome="internal"),
+                series("requests_total", "5x21", **two, outcome="internal"),
+                series("requests_total", "0+9x21", **two, outcome="ok"),
+            ],
+            [one],
+        ),
+        "TurnkeepLogNearlyFull": (
+            [series("log_bytes", "91x21", **one), series("log_max_bytes", "100x21", **one)],
+            [one],
+        ),
+        "TurnkeepDiskFails": ([series("snapshots_failed_total", "0x18 0 1 2", **one)], [one]),
+        "TurnkeepWorkerRestarts": ([series("uptime_seconds", "1 2 1 2 1 2 1 2 " * 3, **one)], [one]),
+    }
+    tests = []
+    for name, (inputs, firing) in cases.items():
+        rule = next(rule for rule in panels.rules()["groups"][0]["rules"] if rule["alert"] == name)
+        assert rule["annotations"]
+        expected = [{"labels": labels} for labels in firing]
+        expr = f'count by (worker) (ALERTS{{alertname="{name}",alertstate="firing"}})'
+        samples = [
+            {"labels": "{" + ",".join(f'{k}="{v}"' for k, v in one["labels"].items()) + "}", "value": 1}
+            for one in expected
+        ]
+        check = {"expr": expr, "eval_time": "20m", "exp_samples": samples}
+        tests.append({"name": name, "interval": "1m", "input_series": inputs, "promql_expr_test": [check]})
+    config = {"rule_files": [str(panels.FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
