@@ -14,6 +14,7 @@ import click
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
+from .concurrency import until_one_ends
 from .fleet import Fleet
 
 if TYPE_CHECKING:
@@ -36,10 +37,7 @@ async def run(client: Client, *, address: str, port: int, forget_s: float) -> No
     exporter = Exporter(client, forget_s)
     with serving(exporter, address, port) as url:
         click.echo(f"serving metrics at {url}", err=True)
-        async with asyncio.TaskGroup() as tasks:
-            looking = tasks.create_task(exporter.look())
-            await exporter.listen()
-            looking.cancel()
+        await until_one_ends(exporter.listen(), exporter.look())
     raise ExporterError("the NATS server has closed the connection; its log says why")
 
 

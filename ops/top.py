@@ -20,6 +20,7 @@ from rich.live import Live
 
 from turnkeep_client.errors import TurnkeepError
 
+from .concurrency import until_one_ends
 from .fleet import Fleet
 from .screen import State, draw, names
 
@@ -54,16 +55,8 @@ async def run(client: Client, title: str) -> None:
         raise TurnkeepError("top needs a terminal; turnkeep info --json prints one metrics message")
     top = _Top(client, title)
     with _typing(top.press):
-        tasks = [asyncio.create_task(part()) for part in (top.listen, top.look, top.draw)]
-        try:
-            # One of them ends: by `q`, with the connection, or by a fault.
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        # One of them ends: by `q`, with the connection, or by a fault.
+        await until_one_ends(top.listen(), top.look(), top.draw())
 
 
 class _Top:

@@ -195,7 +195,10 @@ class Client:
         return await self._wire.backlog()
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
-        """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed."""
+        """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed.
+
+        Raises `NotPermittedError` if the user may not subscribe to them.
+        """
         subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
         async with contextlib.aclosing(self._wire.bodies(subject)) as bodies:
             async for body in bodies:
@@ -388,6 +391,10 @@ class _NatsWire:
         """Yield every message of a subject until the connection is closed."""
         subscription = await self._subscribe(subject)
         try:
+            with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription
+                await self._nats.flush()
+                await self._nats.flush()
+            self._check_permission(subject, "subscribe to")
             async for message in subscription.messages:
                 yield message.data
         finally:
@@ -410,10 +417,10 @@ class _NatsWire:
                 " most: send it as several appends"
             )
 
-    def _check_permission(self, subject: str) -> None:
-        # The server reports a violation to the connection, not to the publisher.
+    def _check_permission(self, subject: str, deed: str = "publish on") -> None:
+        # The server reports a violation to the connection, not to the caller.
         if f'"{subject.lower()}"' in self._denial:
-            raise NotPermittedError(f"this user may not publish on {subject}: {self._denial}")
+            raise NotPermittedError(f"this user may not {deed} {subject}: {self._denial}")
 
     def _wake(self) -> None:
         for watcher in self.watchers:

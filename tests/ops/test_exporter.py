@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -24,7 +25,7 @@ from ops.exposition import COUNTERS, GAUGES, HISTOGRAMS, families
 from ops.fleet import Fleet
 from tests.commands.command_runs import environment, turnkeep
 from tests.parts import free_port
-from tests.protocol.scripted_worker import metrics
+from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
 from turnkeep_client.subjects import Subjects
@@ -251,11 +252,12 @@ async def test_a_worker_s_figures_are_served_until_it_dies(
         await waiting
 
 
-def refused(*arguments: object) -> str:
-    """The one line that a command ends with."""
+def refused(*arguments: object, serves: bool = False) -> str:
+    """The one line that a command ends with; before it may be the one that says where it `serves`."""
     done = turnkeep("exporter", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    *before, line = done.stderr.splitlines()
+    assert len(before) == serves
     return line
 
 
@@ -273,6 +275,19 @@ def test_no_nats_server_is_one_line() -> None:
     assert refused("--nats", f"nats://127.0.0.1:{port}").startswith(
         f"turnkeep: no NATS server at nats://127.0.0.1:{port}: "
     )
+
+
+async def test_a_user_who_may_not_hear_the_workers_is_told_so_in_one_line(tmp_path: Path) -> None:
+    user = {"user": "eve", "password": "pw", "permissions": {"subscribe": ["_INBOX.>"]}}
+    (tmp_path / "server.conf").write_text(json.dumps({"authorization": {"users": [user]}}))
+    server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "server.conf")))
+    await server.start()
+    try:
+        line = refused("--nats", server.url.replace("//", "//eve:pw@"), "--port", "0", serves=True)
+    finally:
+        server.kill()
+    assert line.startswith("turnkeep: this user may not subscribe to turnkeep._metrics.*: ")
+    assert "pw" not in line
 
 
 def test_a_missing_extra_is_one_line(nats_url: str) -> None:
