@@ -107,6 +107,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
         folder: str = "snapshots",
         kind: str = "llama",
         kv_bits: int | None = None,
+        max_bytes: int = 1 << 30,
     ) -> AsyncIterator[Process]:
         recorded = Recorded(make_model(kind, kv_bits))
         device = Device(
@@ -122,7 +123,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
             tmp_path / folder,
             identity=replace(IDENTITY, caches=device.caches),
             layout=device.layout,
-            max_bytes=1 << 30,
+            max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=0,
         )
@@ -627,8 +628,14 @@ async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_
 WINDOW = Policy(sink=3, window=20)
 
 
-async def _random_histories(open_process, build_model, kind: str, seed: int, num_steps: int) -> None:
-    """Sessions of both policies that go on, back, apart and over restarts, against masks over all."""
+async def _random_histories(
+    open_process, build_model, kind: str, seed: int, num_steps: int, max_bytes: int = 1 << 30
+) -> int:
+    """Sessions of both policies that go on, back, apart and over restarts, against masks over all.
+
+    Returns how many snapshots were evicted from the middle of a chain.
+    """
+    num_gaps = 0
     dice, policies = random.Random(seed), {"a": WINDOW, "b": WINDOW, "c": FULL, "d": WINDOW}
     histories: dict[str, list[int]] = {name: [] for name in policies}
     fresh = build_model(kind)
@@ -659,7 +666,7 @@ async def _random_histories(open_process, build_model, kind: str, seed: int, num
         assert history[-4:] == expected.tolist(), (name, len(history))
 
     while num_steps > 0:
-        async with open_process(kind=kind) as process:
+        async with open_process(kind=kind, max_bytes=max_bytes) as process:
             for _ in range(dice.randint(1, 8)):
                 num_steps -= 1
                 match dice.randrange(6):
@@ -676,6 +683,9 @@ async def _random_histories(open_process, build_model, kind: str, seed: int, num
                         histories[name] = histories[other][: dice.randint(0, len(histories[other]))]
                     case 5:
                         process.engine.forget(key(dice.choice([*policies])))
+            num_gaps = max(num_gaps, sum(node.is_gap for node in process.store._index))
+            assert process.store.stats().rejected == 0
+    return num_gaps
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4"])
@@ -684,11 +694,25 @@ async def test_random_histories_in_a_window_are_what_masks_say(open_process, bui
     await _random_histories(open_process, build_model, kind, seed, 25)
 
 
+async def test_sessions_that_outgrow_the_disk_are_what_masks_say(open_process, build_model) -> None:
+    """The middle of their chains is evicted, and they go on, back into it, and over restarts."""
+    assert await _random_histories(open_process, build_model, "llama", 4, 30, max_bytes=120_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(100, 150))
+async def test_hundreds_of_sessions_that_outgrow_the_disk_are_what_masks_say(
+    open_process, build_model, seed
+) -> None:
+    await _random_histories(open_process, build_model, "llama", seed, 60, max_bytes=120_000)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_hundreds_of_histories_in_a_window_are_what_masks_say(
+async def test_hundreds_of_histories_of_histories_in_a_window_are_what_masks_say(
     open_process, build_model, kind, seed
 ) -> None:
     await _random_histories(open_process, build_model, kind, seed, 60)
