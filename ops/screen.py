@@ -181,7 +181,7 @@ def draw(
         Text(_clean(heading), style="bold", no_wrap=True, overflow="ellipsis"),
         table,
         Text(""),
-        *(_detail(label, value) for label, value in details[: size[1] - num_rows - 4]),
+        *(_detail(label, value) for label, value in details[: max(size[1] - num_rows - 4, 0)]),
         *[Text("")] * blank,
         _keys(state),
     )

@@ -143,6 +143,10 @@ def _typing(press: Callable[[str], None]) -> Iterator[None]:
         press(typed.decode(errors="ignore") if typed else "q")
 
     tty.setcbreak(terminal)
+    mode = termios.tcgetattr(terminal)
+    # Ctrl-Z is no key: the shell would get a terminal without echo that shows the other screen.
+    mode[6][termios.VSUSP] = os.fpathconf(terminal, "PC_VDISABLE").to_bytes(1, "big")
+    termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
     loop.add_reader(terminal, read)
     try:
         yield

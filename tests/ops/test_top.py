@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import termios
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,6 +114,13 @@ def test_the_screen_is_80_by_24_with_any_number_of_workers(number: int, session:
     assert drawn[-1].startswith("q quit")
 
 
+@pytest.mark.parametrize(("columns", "lines"), [(120, 50), (60, 16), (40, 7)])
+def test_the_screen_fits_other_terminals(columns: int, lines: int) -> None:
+    drawn = screen(State(), fleet_of(40), columns=columns, lines=lines)
+    assert len(drawn) == lines
+    assert max(map(len, drawn)) <= columns
+
+
 def test_long_names_are_cut_and_control_characters_do_not_reach_the_terminal() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
@@ -204,6 +212,7 @@ async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_i
             terminal.wait_for(r"worker +test: tiny on cpu")
             terminal.wait_for(r"append ok 1")
             assert not terminal.echoes
+            assert termios.tcgetattr(terminal.terminal)[6][termios.VSUSP] == b"\0", "Ctrl-Z stops nothing"
             terminal.type("i")
             terminal.wait_for("session: _")
             terminal.type("s1\r")
