@@ -252,6 +252,34 @@ async def test_a_worker_s_figures_are_served_until_it_dies(
         await waiting
 
 
+async def test_without_nats_the_exporter_says_so_and_comes_back(
+    exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
+    server = NatsServer(tmp_path / "js")
+    await server.start()
+    serving = exporter(server.url)
+    connected = "turnkeep_nats_connected", frozenset[tuple[str, str]]()
+    try:
+        await serving.scrape_until(lambda found: found[connected] == 1)
+        server.kill()
+        await serving.scrape_until(lambda found: found[connected] == 0)
+        await server.start()
+        await serving.scrape_until(lambda found: found[connected] == 1)
+        publisher = await nats.connect(server.url)
+
+        async def publish() -> None:
+            while True:
+                await publisher.publish(Subjects().metrics("w1"), encode(metrics("w1")))
+                await asyncio.sleep(0.1)
+
+        publishing = asyncio.create_task(publish())
+        await serving.scrape_until(lambda found: found[key("up")] == 1)
+        publishing.cancel()
+        await publisher.close()
+    finally:
+        server.kill()
+
+
 def refused(*arguments: object, serves: bool = False) -> str:
     """The one line that a command ends with; before it may be the one that says where it `serves`."""
     done = turnkeep("exporter", *arguments)
