@@ -24,7 +24,7 @@ class RingCache:
     and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
     later tokens cycle through the places behind the sinks. `offset` counts the tokens that were run. A key
     at position p is rotated by p modulo `grid`, a power of two of at least `sink + window`: see
-    `worker.batch.far`.
+    `worker.batch.ring_attention`.
     """
 
     def __init__(

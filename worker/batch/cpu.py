@@ -119,7 +119,12 @@ def _hide_later(scores: np.ndarray[Any, Any]) -> None:
 
 def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
     if mask.dtype == np.bool_:
-        np.copyto(scores, -np.inf, where=~mask)
+        # Mostly few places are hidden from anybody, and those stand side by side.
+        hidden = ~mask
+        columns = np.flatnonzero(hidden.any(axis=tuple(range(mask.ndim - 1))))
+        for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1) if len(columns) else ():
+            here = slice(run[0], run[-1] + 1)
+            np.copyto(scores[..., here], -np.inf, where=hidden[..., here])
     else:
         scores += mask
 

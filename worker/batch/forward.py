@@ -26,13 +26,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
-from . import cpu, far
+from . import cpu, ring_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .batch import PrefillPiece
-    from .far import Rotate, Sight
+    from .ring_attention import Rotate, Sight
 
 
 class Part(Protocol):
@@ -108,7 +108,7 @@ class OwnPart:
             ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
             kind = (ring.sink, ring.window, at)
             if kind not in self._sights:
-                self._sights[kind] = far.sight(ring, [at + num], num)
+                self._sights[kind] = ring_attention.sight(ring, [at + num], num)
             seen = self._sights[kind]
             places = ring.unpacked(seen.num_places)
             outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
@@ -196,7 +196,7 @@ class Forward:
         self._model = model
         self._num_layers = len(make_prompt_cache(model))
         #: How each layer rotates queries; None where that cannot be told, and rings cannot be used.
-        self.rotations = far.rotations(model, self._num_layers)
+        self.rotations = ring_attention.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
         _patch_functions(model)
 
@@ -294,13 +294,13 @@ class Attention:
         sight: Sight,
         turn: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """Attend to a ring's places: as `far.attend`, or plainly where every key stands where it says."""
+        """Attend to a ring's places: as `ring_attention.attend`, or plainly where every key stands where it says."""
         keys, values = places
         if sight.is_plain:
             return self(turn(queries), keys, values, cache=None, mask=sight.seen)
         if self.rotate is None:
             raise AssertionError("a ring without its layer's rotation")
-        return far.attend(
+        return ring_attention.attend(
             queries,
             keys,
             values,

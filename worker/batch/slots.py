@@ -16,13 +16,13 @@ from mlx_lm.models.cache import KVCache
 
 from cache.kv.ring import RingCache, place_of
 
-from . import far
+from . import ring_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .far import Sight
     from .forward import Attention
+    from .ring_attention import Sight
 
 #: Rows of equal form share pools: for each layer the sink, window and grid of its ring, None for a plain one.
 Form: TypeAlias = tuple[tuple[int, int, int] | None, ...]
@@ -238,7 +238,7 @@ class PoolPart:
     def _sight(self, ring: RingCache) -> Sight:
         key = (ring.sink, ring.window, ring.grid)
         if key not in self._sights:
-            self._sights[key] = far.sight(ring, [length + 1 for length in self._held], 1)
+            self._sights[key] = ring_attention.sight(ring, [length + 1 for length in self._held], 1)
         return self._sights[key]
 
 

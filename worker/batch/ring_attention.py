@@ -10,7 +10,7 @@ key changes, and what is computed for a token follows from its position alone. D
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -65,6 +65,10 @@ def _rotate_by(rope: Any) -> Rotate:
     return rotate
 
 
+#: What the place of a key asks of the query.
+_KINDS: Final = ("here", "before", "sinks")
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What some tokens see of rings of one kind, for all their layers.
@@ -72,6 +76,7 @@ class Sight:
     `seen`, (rows, 1, tokens, places), is None where all of it is. `before`, (rows, 1, 1, places), says which
     keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are rotated
     for the first `num_sinks` places, None where those stand where they say. `num_places` are looked at.
+    Of a single row, `runs` are the ends of places in order that have the same of these three.
     """
 
     num_places: int
@@ -80,6 +85,7 @@ class Sight:
     to_sinks: mx.array | None = None
     num_sinks: int = 0
     grid: int = 0
+    runs: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -105,13 +111,18 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     first = at[:, :1] // ring.grid * ring.grid
     before = (held[:, 0] < first) & (held[:, 0] >= ring.sink) & seen.any(axis=1)
     passed = at - (ring.sink + ring.window - 1)
+    has_far_sinks = bool(ring.sink) and bool((passed > 0).any())
+    kinds = np.where(before[0], 1, 0)
+    kinds[: ring.sink * has_far_sinks] = 2
+    ends = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), num_places]
     return Sight(
         num_places,
         None if seen.all() else mx.array(seen[:, None]),
         mx.array(before[:, None, None]) if before.any() else None,
-        mx.array((first - np.maximum(passed, 0)).reshape(-1)) if ring.sink and (passed > 0).any() else None,
+        mx.array((first - np.maximum(passed, 0)).reshape(-1)) if has_far_sinks else None,
         ring.sink,
         ring.grid,
+        tuple((end, _KINDS[kinds[end - 1]]) for end in ends) if len(before) == 1 else (),
     )
 
 
@@ -140,13 +151,25 @@ def attend(
         rows, heads, num, size = turned.shape
         return (turned.reshape(rows, kv_heads, -1, size) @ columns).reshape(rows, heads, num, -1)
 
-    scores = scored(queries, transposed)
+    turned = {"here": queries}
     if sight.before is not None:
-        further = scored(rotate(queries, sight.grid), transposed)
-        scores = mx.where(sight.before, further, scores)
+        turned["before"] = rotate(queries, sight.grid)
     if sight.to_sinks is not None:
-        of_sinks = scored(rotate(queries, sight.to_sinks), transposed[..., : sight.num_sinks])
-        scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
+        turned["sinks"] = rotate(queries, sight.to_sinks)
+    if sight.runs:  # each place once
+        starts = [0, *(end for end, _ in sight.runs)]
+        parts = [
+            scored(turned[kind], transposed[..., start:end])
+            for start, (end, kind) in zip(starts, sight.runs, strict=False)
+        ]
+        scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    else:
+        scores = scored(queries, transposed)
+        if sight.before is not None:
+            scores = mx.where(sight.before, scored(turned["before"], transposed), scores)
+        if sight.to_sinks is not None:
+            of_sinks = scored(turned["sinks"], transposed[..., : sight.num_sinks])
+            scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
     if sink_logits is None and cpu.faster_weighted(scores):
         return cpu.weighted(scores, values, sight.seen)
     if sight.seen is not None:
