@@ -79,10 +79,10 @@ Levels = Annotated[
 class Plan:
     """Many sessions at once: throughput, waiting, stalls and fairness at each load.
 
-    In a closed loop so many sessions are served at a time. In an open loop turns are due whatever the worker
-    does, at random or when people wrote (--corpus chitchat), and their times count from then. A crowd is
-    more sessions than fit in memory: all are begun, then asked in a random order in which few are asked
-    often; what is found in memory, on SSD or nowhere is told apart.
+    In a closed loop a fixed number of sessions is served at a time. In an open loop turns are due whatever
+    the worker does, at random times or at the times of a recording (--corpus chitchat), and a turn's time
+    counts from when it was due. A crowd is more sessions than fit in memory: all are begun, then asked in a
+    random order, some of them often; the report tells sessions found in memory, on SSD and nowhere apart.
     """
 
     concurrency: Levels = None
@@ -194,7 +194,10 @@ def _generated(turns: Sequence[Turn]) -> list[float]:
 
 
 def _served(turns: Sequence[Turn]) -> list[float]:
-    """Return the tokens per second of sessions with equal work; sessions with a failed turn count too."""
+    """Return the tokens per second of each session that did about as much work as most.
+
+    Sessions with a failed turn are kept, with the few tokens that they got.
+    """
     tokens: defaultdict[object, int] = defaultdict(int)
     seconds: defaultdict[object, float] = defaultdict(float)
     for turn in turns:

@@ -104,7 +104,7 @@ class ModelLayout:
         )
 
     def under(self, policy: Policy) -> ModelLayout:
-        """Return the layout of the same model under a policy, which limits layers that see all tokens."""
+        """Return what snapshots hold under `policy`: layers without a window get the one of the policy."""
         if policy == FULL:
             return self
         reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)

@@ -13,8 +13,8 @@ class Assembly:
     """The known beginning of one answer.
 
     After a worker or server crash the same tokens may come again in different chunks. A chunk's token
-    position is its `i`; its text position is known only if another chunk began or ended at `i`. A chunk
-    that starts anywhere else is ignored, and `has_gap` is true until an earlier chunk closes the gap.
+    position is its `i`; its text position is known only if another chunk began or ended at `i`. Any other
+    chunk is ignored: `has_gap` is true then, until a chunk that can be placed adds tokens.
     """
 
     def __init__(self) -> None:

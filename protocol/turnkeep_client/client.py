@@ -90,7 +90,7 @@ async def connect(
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests in the log that wait for a worker, that workers hold, and that were delivered again so far."""
+    """Counts of requests: not delivered yet, delivered and not acknowledged, and of those delivered again."""
 
     num_pending: int
     num_ack_pending: int

@@ -271,7 +271,7 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 
 
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
-    """Build a request; None means left out. Raises `InvalidMessageError` with the worker's message."""
+    """Build a request; None means left out. Raises `InvalidMessageError` with a worker's text."""
     given = {name: value for name, value in fields.items() if value is not None}
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))

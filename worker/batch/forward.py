@@ -294,7 +294,7 @@ class Attention:
         sight: Sight,
         turn: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """Attend to a ring's places: as `ring_attention.attend`, or plainly where every key stands where it says."""
+        """Attend to a ring's places by `ring_attention.attend`, or plainly where no query must be rotated."""
         keys, values = places
         if sight.is_plain:
             return self(turn(queries), keys, values, cache=None, mask=sight.seen)

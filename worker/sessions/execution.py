@@ -82,11 +82,11 @@ class Execution:
         vocab_size: int,
         kv_bits: int | None,
     ) -> None:
-        """`context_tokens` is the maximum of a session; `vocab_size` bounds the model's token ids.
+        """`context_tokens` is the most that a session under `full` may hold; `vocab_size` bounds token ids.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
-        precision of this worker's KV; None is full precision. A `sink_window` has a window of `block_tokens`
-        or more, and of `context_tokens` at most together with its sink.
+        precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
+        smaller than `block_tokens`, or larger than `context_tokens` together with its sink.
         """
         self._journal = journal
         self._engine = engine
