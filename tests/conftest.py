@@ -31,6 +31,7 @@ from parts import (  # noqa: E402
 from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
+from worker.wire.credentials import nats_options, over_tls  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +141,9 @@ async def local_worker(
         if task.done():
             await task
         client = await connect(
-            settings.nats or f"nats://127.0.0.1:{settings.nats_port}", prefix=settings.prefix
+            over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}"),
+            prefix=settings.prefix,
+            **nats_options(settings),
         )
         started.append(LocalWorker(app, task, settings, client))
         return started[-1]

@@ -14,7 +14,7 @@ import importlib.metadata
 import sqlite3
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
 from anyio import Event, current_time, sleep, to_thread
@@ -41,8 +41,10 @@ from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
+from worker.settings import SettingsError
 from worker.wire import broker, streams
 from worker.wire.connection import connect
+from worker.wire.credentials import nats_options, over_tls
 from worker.wire.desk import Desk
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
@@ -150,7 +152,10 @@ class App:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
+            options = nats_options(settings)
             if settings.nats is None:
+                if options:
+                    raise SettingsError("the worker's own NATS server has no users; set nats too")
                 server = broker.EmbeddedServer(directory, settings)
                 server.check()
                 loaded = await self._load_model(directory, stack)
@@ -159,7 +164,8 @@ class App:
                 await stack.enter_async_context(self._background("nats-server", server.supervise))
                 nc = await self._connect(server.url, directory, stack)
             else:
-                nc = await self._connect(settings.nats, directory, stack)
+                url = over_tls(settings, settings.nats)
+                nc = await self._connect(url, directory, stack, **options)
                 loaded = await self._load_model(directory, stack)
             js = nc.jetstream()
             names = await streams.ensure(js, self._subjects, settings)
@@ -172,7 +178,9 @@ class App:
         """Run a step of the start, a download say, on a thread; a cancelled start waits for it last."""
         return await self._starting.start_soon(partial(in_thread, work, *args, **named))
 
-    async def _connect(self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
+    async def _connect(
+        self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
+    ) -> Client:
         """Connect to NATS, and acquire the lease on the prefix."""
         nc = await connect(
             url,
@@ -180,6 +188,7 @@ class App:
             min_payload_bytes=self._settings.max_message_bytes,
             on_reconnected=self._reconnected,
             on_closed=self._closed,
+            **options,
         )
         stack.push_async_callback(shielded, nc.close)
         lease = Lease(

@@ -206,6 +206,11 @@ def _setting(kind: Kind, default: object, purpose: str) -> Any:
     return dataclasses.field(default=default, metadata={"kind": kind, "purpose": purpose})
 
 
+def _secret(purpose: str) -> Any:
+    metadata = {"kind": _or("none", None, _SECRET), "purpose": purpose, "secret": True}
+    return dataclasses.field(default=None, repr=False, metadata=metadata)
+
+
 def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> Any:
     """Declare a setting whose default is computed at the start; `found` describes it."""
     return dataclasses.field(
@@ -215,12 +220,15 @@ def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> 
 
 _PATH = Kind("a path", "PATH", lambda value: value if isinstance(value, Path) else Path(_text(value)))
 _MODEL = Kind("text", "MODEL", _text)
+#: Not on the command line, which other users of the machine can see; `__repr__` leaves such a setting out.
+_SECRET = Kind("text", "TEXT", _text, lambda _value: "***")
 _POLICY = Kind(
     "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024",
     "sink_window:SINK,WINDOW",
     _policy,
     lambda policy: f"sink_window:{policy.sink},{policy.window}",
 )
+_OPTIONAL_PATH = _or("none", None, _PATH)
 _SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
@@ -236,7 +244,7 @@ class Settings:
     The constructor does not check values; `load` does.
     """
 
-    data_dir: Path = _found(  # noqa: RUF009  # returns a dataclass field
+    data_dir: Path = _found(
         _PATH,
         default_data_dir,
         "the user's data directory",
@@ -244,6 +252,32 @@ class Settings:
     )
     nats: str | None = _setting(
         _NATS_URLS, None, "the NATS servers to use; by default the worker runs its own"
+    )
+    nats_creds: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a credentials file for the NATS servers: a user's JWT and nkey seed"
+    )
+    nats_nkey: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a file with the nkey seed of a user of the NATS servers"
+    )
+    nats_user: str | None = _setting(
+        _or("none", None, Kind("text", "NAME", _text)), None, "a user of the NATS servers, with a password"
+    )
+    nats_password: str | None = _secret("the password of nats_user")
+    nats_password_file: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a file with the password of nats_user, instead of nats_password"
+    )
+    nats_token: str | None = _secret("the token of the NATS servers")
+    nats_token_file: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a file with the token of the NATS servers, instead of nats_token"
+    )
+    nats_ca: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a PEM file with the CA of the NATS servers, which then must speak TLS"
+    )
+    nats_cert: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a PEM file with this client's certificate for the NATS servers"
+    )
+    nats_key: Path | None = _setting(
+        _OPTIONAL_PATH, None, "a PEM file with the key of nats_cert, if that file does not hold it"
     )
     nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
     prefix: str = _setting(
@@ -272,7 +306,7 @@ class Settings:
         None,
         "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
-    cache_policy: Policy = _setting(  # noqa: RUF009  # returns a dataclass field
+    cache_policy: Policy = _setting(
         _or("full", FULL, _POLICY),
         FULL,
         "the tokens that keep their KV in a session whose open does not say it; full is all",
@@ -395,6 +429,7 @@ class Description:
     wants: str
     shape: str
     default: str
+    is_secret: bool = False  # neither an option of the command line, nor ever shown
 
     @property
     def flag(self) -> str:
@@ -410,7 +445,14 @@ class Description:
 def describe() -> tuple[Description, ...]:
     """List every setting in the order of `Settings`."""
     return tuple(
-        Description(field.name, field.metadata["purpose"], kind.wants, kind.shape, _default_text(field))
+        Description(
+            field.name,
+            field.metadata["purpose"],
+            kind.wants,
+            kind.shape,
+            _default_text(field),
+            field.metadata.get("secret", False),
+        )
         for field in dataclasses.fields(Settings)
         for kind in [field.metadata["kind"]]
     )
@@ -454,7 +496,8 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
         try:
             parsed = kind.parse(value)
         except (ValueError, OverflowError):
-            shown = "its value" if kind is _NATS_URLS else repr(value)  # may contain a password
+            is_secret = kind is _NATS_URLS or "secret" in fields[name].metadata
+            shown = "its value" if is_secret else repr(value)
             raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
         values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
     return values

@@ -29,7 +29,7 @@ from .messages import (
     decode_result,
     encode,
 )
-from .nats_client import Nats
+from .nats_client import Nats, refusal
 from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
@@ -80,7 +80,8 @@ async def connect(
 
     `nats_options` are passed to nats-py's `connect` (credentials, TLS). An open client that loses its
     connection reconnects without limit, and waiting calls continue. Raises `NoWorkerError` if no server can
-    be reached within `connect_timeout_s`, `InvalidMessageError` for a bad tenant or prefix.
+    be reached within `connect_timeout_s`, `NotPermittedError` if one refuses the credentials or TLS,
+    `InvalidMessageError` for a bad tenant or prefix.
     """
     check_id("tenant", tenant)
     wire = _NatsWire(Subjects(prefix))
@@ -207,6 +208,10 @@ class Client:
                     yield decode_metrics(body)
 
 
+class _RefusedError(Exception):
+    """The first connection was refused; the message says why."""
+
+
 class _NatsWire:
     """`calls.Wire` over nats-py."""
 
@@ -214,6 +219,7 @@ class _NatsWire:
         self.subjects = subjects
         self.epoch = 0
         self.closed = False
+        self._may_be_refused = True  # until it is connected for the first time
         self.watchers: set[asyncio.Event] = set()
         self._nats = Nats()
         self._jetstream = self._nats.jetstream()
@@ -234,10 +240,14 @@ class _NatsWire:
                     reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # nats-py only sleeps for it
                     **options,
                 )
+        except _RefusedError as error:
+            await self._nats.abandon()
+            raise NotPermittedError(f"the NATS server at {shown(url)} {error}") from None
         except _NATS_ERRORS as error:
-            await self._nats.close()
+            await self._nats.abandon()
             why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
             raise NoWorkerError(f"no NATS server at {shown(url)}: {why}") from None
+        self._may_be_refused = False
         self._connected.set()
 
     async def close(self) -> None:
@@ -427,8 +437,9 @@ class _NatsWire:
             watcher.set()
 
     async def _on_error(self, error: Exception) -> None:
-        if "authorization" in self._last_error.lower() and not self._connected.is_set():
-            return  # the errors of later attempts say less
+        if self._may_be_refused and (why := refusal(error)):
+            self._may_be_refused = False  # more errors may come while the connection closes
+            raise _RefusedError(why)  # nats-py would try again until the timeout
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error.lower():
             self._denial = self._last_error.lower()

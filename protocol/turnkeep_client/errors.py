@@ -56,7 +56,7 @@ class NoWorkerError(TurnkeepError):
 
 
 class NotPermittedError(TurnkeepError):
-    """The NATS server does not allow this user to publish on the subject, or to subscribe to it."""
+    """The NATS server refuses this user, or does not allow it to publish or subscribe."""
 
 
 class ResultTimeoutError(TurnkeepError, TimeoutError):

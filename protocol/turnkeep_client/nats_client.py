@@ -9,7 +9,9 @@ raw sockets hold its behaviour.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import ssl
 from typing import TYPE_CHECKING, Any, Final
 
 import nats.errors
@@ -19,6 +21,26 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
 _LINE_END: Final = b"\r\n"
+_ABANDON_S: Final = 0.5
+
+
+class NoTlsError(nats.errors.Error):
+    """The server does not speak TLS, and its URL wants it."""
+
+
+def refusal(error: Exception) -> str | None:
+    """Say why a server cannot be used however often it is tried, and what would help; else None."""
+    text = str(error).lower()
+    if isinstance(error, NoTlsError):
+        return "does not speak TLS; enable it there, or use nats:// and no CA or certificate"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"has a certificate that is not trusted ({error.verify_message}); give its CA and its name"
+    if isinstance(error, ssl.SSLError):
+        reason = str(error.reason or "TLS error").lower().replace("_", " ")
+        return f"refuses the TLS connection ({reason}); give the certificate and the key that it wants"
+    if "authorization" in text or "authentication" in text:
+        return "refuses the credentials; check the file, the user and password, or the token"
+    return None
 
 
 class Nats(Client):
@@ -31,6 +53,21 @@ class Nats(Client):
     def __init__(self) -> None:
         super().__init__()
         self._ps = _Parser(self)  # type: ignore[assignment]
+
+    async def abandon(self) -> None:
+        """Close what could not be connected: after a failed TLS handshake `close` may never return."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABANDON_S):
+                await self.close()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # nats-py starts TLS only if the server requires it. Whoever removes that word on the way would read
+        # the credentials, which are sent next.
+        if initial_connection and self._current_server and self._current_server.uri.scheme == "tls":
+            if not (info.get("tls_required") or info.get("tls_available")):
+                raise NoTlsError
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

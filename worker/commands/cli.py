@@ -22,6 +22,7 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.formatting import size
 from worker.settings import SettingsError
+from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
 
 from .cache_cli import cache
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Sampling
     from worker.settings import Settings
 
-_CLIENT_SETTINGS = ("nats", "nats_port", "prefix")
+_CLIENT_SETTINGS = ("nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _INTERRUPTED = 130
 _TERMINATED = 143
 
@@ -331,13 +332,15 @@ _show_whole_sentences(main)
 def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
     from turnkeep_client.client import connect
 
+    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    options = nats_options(settings)
+
     async def run() -> _T:
         # SIGTERM cancels the task, so that changed terminal settings are restored.
         task = asyncio.current_task()
         if task and threading.current_thread() is threading.main_thread():  # others cannot
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        url = settings.nats or f"nats://127.0.0.1:{settings.nats_port}"
-        async with await connect(url, tenant=tenant, prefix=settings.prefix) as client:
+        async with await connect(url, tenant=tenant, prefix=settings.prefix, **options) as client:
             return await talk(client)
 
     try:

@@ -20,8 +20,10 @@ from rich.text import Text
 from worker.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.formatting import size
 from worker.models import hub
+from worker.settings import SettingsError
 from worker.wire.broker import check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
+from worker.wire.credentials import nats_options, over_tls
 
 from .printing import table
 
@@ -138,9 +140,12 @@ def _disk(settings: Settings) -> list[Check]:
 async def _remote_nats(settings: Settings) -> Check:
     try:
         client = await connect(
-            str(settings.nats), name="turnkeep doctor", min_payload_bytes=settings.max_message_bytes
+            over_tls(settings, str(settings.nats)),
+            name="turnkeep doctor",
+            min_payload_bytes=settings.max_message_bytes,
+            **nats_options(settings),
         )
-    except BrokerError as error:
+    except (BrokerError, SettingsError) as error:
         return _failure("NATS", "", error)
     version = client.connected_server_version
     await client.close()

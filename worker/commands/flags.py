@@ -31,7 +31,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings_module.describe()):
-            if not names or setting.name in names:
+            if (not names or setting.name in names) and not setting.is_secret:
                 help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
                 help_text += f"[{setting.variable}; default: {setting.default}]"
                 metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape

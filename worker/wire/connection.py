@@ -5,7 +5,7 @@ Owns the log messages about the connection. Knows nothing of the server process,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nats.errors
 import nats.js.errors
@@ -13,7 +13,7 @@ import structlog
 from anyio import fail_after
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.nats_client import Nats
+from turnkeep_client.nats_client import Nats, refusal
 from turnkeep_client.redact import redact
 from turnkeep_client.redact import shown as shown_urls
 from worker.concurrency import shielded
@@ -38,14 +38,15 @@ async def connect(
     timeout_s: float = 5.0,
     on_reconnected: Callable[[], Awaitable[None]] | None = None,
     on_closed: Callable[[], Awaitable[None]] | None = None,
+    **options: Any,
 ) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
 
     `timeout_s` limits the first connection only. `on_reconnected` is called after the subscriptions are
     restored; outstanding pulls are lost. `on_closed` is called when the server has closed the connection for
     good, for example because it revoked a permission, and on `close`; never before `connect` has returned.
-    Raises `BrokerError` if no server answers, or if it refuses the credentials, has no JetStream, or limits
-    messages to less than `min_payload_bytes`.
+    `options` are those of nats-py for credentials and TLS. Raises `BrokerError` if no server answers, or if
+    it refuses the credentials, has no JetStream, or limits messages to less than `min_payload_bytes`.
     """
     client = Nats()
     shown = shown_urls(urls)
@@ -62,18 +63,19 @@ async def connect(
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.25,  # type: ignore[arg-type]  # only passed to sleep, so a float works
                 connect_timeout=timeout_s,  # type: ignore[arg-type]  # only passed to asyncio.wait_for
+                **options,
             )
         watch.is_connected = True
         await _check_server(client, shown, min_payload_bytes, timeout_s)
     except TimeoutError:
-        await shielded(client.close)
+        await shielded(client.abandon)
         reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
         raise BrokerError(
             f"no NATS server answers at {shown} within {timeout_s:g} s{reason}; start one there with"
             " JetStream (nats-server -js), or leave out --nats to run the worker's own"
         ) from None
     except BaseException:
-        await shielded(client.close)
+        await shielded(client.abandon)
         raise
     return client
 
@@ -98,12 +100,10 @@ class _Watch:
 
     async def error(self, error: Exception) -> None:
         if not self.is_connected:
+            is_first = not any(map(refusal, self.failures))  # more may come while the connection closes
             self.failures.append(error)
-            if "authorization" in str(error).lower():  # the client would retry until the timeout
-                raise BrokerError(
-                    f"the NATS server at {self.shown} refuses the credentials; check the user and password in"
-                    " the URL (nats://USER:PASSWORD@HOST)"
-                )
+            if is_first and (why := refusal(error)):  # the client would retry until the timeout
+                raise BrokerError(f"the NATS server at {self.shown} {why}")
         elif isinstance(error, nats.errors.SlowConsumerError):
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
         elif isinstance(error, OSError):

@@ -1,0 +1,276 @@
+"""A worker and its commands log in to real NATS servers by each kind of credentials, and over TLS."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import nkeys
+import pytest
+from click.testing import CliRunner
+
+from turnkeep_client.client import connect as client
+from turnkeep_client.errors import NotPermittedError
+from worker.commands.cli import main
+from worker.settings import Settings, SettingsError, load
+from worker.wire.connection import BrokerError, connect
+from worker.wire.credentials import nats_options, over_tls
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PASSWORD = "s3cr3t w0rd/#@"
+HOST_NAMES = "subjectAltName=IP:127.0.0.1"
+
+
+def seed_of(kind: int) -> bytes:
+    return bytes(nkeys.encode_seed(os.urandom(32), kind))
+
+
+def public(seed: bytes) -> str:
+    return str(nkeys.from_seed(bytearray(seed)).public_key.decode())
+
+
+def jwt(claims: dict[str, Any], subject: str, issuer: bytes) -> str:
+    """Sign claims as `nsc` does."""
+
+    def part(value: Any) -> str:
+        raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    body = {"jti": "x", "iat": 1700000000, "iss": public(issuer), "name": "n", "sub": subject}
+    signed = (
+        f"{part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{part({**body, 'nats': {**claims, 'version': 2}})}"
+    )
+    return f"{signed}.{part(nkeys.from_seed(bytearray(issuer)).sign(signed.encode()))}"
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA, a server's and a client's certificate with their keys, and another CA."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for ca in ("ca", "other"):
+        openssl("req", "-x509", *new_key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", f"/CN={ca}")
+    for name in ("server", "user"):
+        asked = ("-subj", f"/CN={name}", "-addext", HOST_NAMES)
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", *asked)
+        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-copy_extensions", "copy")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+    return folder
+
+
+async def reaches(url: str, settings: Settings) -> None:
+    """Connect as a worker does and as a command does."""
+    options = nats_options(settings)
+    url = over_tls(settings, url)
+    await (await connect(url, name="test", **options)).close()
+    await (await client(url, **options)).close()
+
+
+async def refused(url: str, settings: Settings, why: str) -> None:
+    """Neither side waits for its timeout, and both say why."""
+    options = nats_options(settings)
+    url = over_tls(settings, url)
+    with pytest.raises(BrokerError, match=why) as by_worker:
+        await connect(url, name="test", timeout_s=300, **options)
+    with pytest.raises(NotPermittedError, match=why) as by_client:
+        await client(url, connect_timeout_s=300, **options)
+    for caught in (by_worker, by_client):
+        assert "\n" not in str(caught.value)
+        assert PASSWORD not in str(caught.value)
+
+
+async def test_user_and_password_from_a_file_or_the_environment(foreign_server: Any, tmp_path: Path) -> None:
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": PASSWORD}
+    )
+    file = write(tmp_path / "password", PASSWORD + "\n")
+    await reaches(url, Settings(nats=url, nats_user="me", nats_password_file=file))
+    environment = {"TURNKEEP_NATS_USER": "me", "TURNKEEP_NATS_PASSWORD": PASSWORD}
+    settings = load({"nats": url}, environment, None, tmp_path)
+    await reaches(url, settings)
+    assert PASSWORD not in repr(settings)
+    wrong = write(tmp_path / "wrong", "wrong")
+    await refused(
+        url, Settings(nats=url, nats_user="me", nats_password_file=wrong), "refuses the credentials"
+    )
+
+
+async def test_a_token_from_a_file_or_the_environment(foreign_server: Any, tmp_path: Path) -> None:
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")}, authorization={"token": PASSWORD}
+    )
+    await reaches(url, Settings(nats=url, nats_token_file=write(tmp_path / "token", PASSWORD + "\r\n")))
+    await reaches(url, load({"nats": url}, {"TURNKEEP_NATS_TOKEN": PASSWORD}, None, tmp_path))
+    await refused(url, Settings(nats=url, nats_token="wrong"), "refuses the credentials")
+
+
+async def test_an_nkey_from_a_seed_file(foreign_server: Any, tmp_path: Path) -> None:
+    seed, other = (seed_of(nkeys.PREFIX_BYTE_USER) for _ in range(2))
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")}, authorization={"users": [{"nkey": public(seed)}]}
+    )
+    await reaches(url, Settings(nats=url, nats_nkey=write(tmp_path / "seed", seed + b"\n")))
+    wrong = Settings(nats=url, nats_nkey=write(tmp_path / "other", other))
+    await refused(url, wrong, "refuses the credentials")
+
+
+async def test_a_credentials_file_with_any_line_ends(foreign_server: Any, tmp_path: Path) -> None:
+    kinds = (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER)
+    operator, account, user = (seed_of(kind) for kind in kinds)
+    plain = {
+        **dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1),
+        "wildcards": True,
+    }
+    limits = {**plain, "mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    token = jwt({"type": "operator"}, public(operator), operator)
+    system = public(seed_of(nkeys.PREFIX_BYTE_ACCOUNT))
+    accounts = {  # JetStream is not for the system account
+        public(account): jwt({"type": "account", "limits": limits}, public(account), operator),
+        system: jwt({"type": "account", "limits": plain}, system, operator),
+    }
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")},
+        operator=token,
+        resolver="MEMORY",
+        resolver_preload=accounts,
+        system_account=system,
+    )
+
+    def credentials(issuer: bytes) -> str:
+        inner = jwt({"type": "user", "subs": -1, "data": -1, "payload": -1}, public(user), issuer)
+        return (
+            f"-----BEGIN NATS USER JWT-----\n{inner}\n------END NATS USER JWT------\n\n*** IMPORTANT ***\n\n"
+            f"-----BEGIN USER NKEY SEED-----\n{user.decode()}\n------END USER NKEY SEED------\n"
+        )
+
+    right = credentials(account)
+    for text in (right, right.replace("\n", "\r\n")):
+        await reaches(url, Settings(nats=url, nats_creds=write(tmp_path / "me.creds", text)))
+    stranger = credentials(seed_of(nkeys.PREFIX_BYTE_ACCOUNT))
+    wrong = Settings(nats=url, nats_creds=write(tmp_path / "other.creds", stranger))
+    await refused(url, wrong, "refuses the credentials")
+
+
+async def test_tls_with_a_ca_and_a_certificate_of_the_client(
+    foreign_server: Any, tmp_path: Path, keys: Path
+) -> None:
+    tls = {"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")}
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js")},
+        tls={**tls, "ca_file": str(keys / "ca.pem"), "verify": True},
+    )
+    ca, cert, key = keys / "ca.pem", keys / "user.pem", keys / "user.key"
+    await reaches(url, Settings(nats=url, nats_ca=ca, nats_cert=cert, nats_key=key))
+    both = write(tmp_path / "both.pem", cert.read_bytes() + key.read_bytes())
+    await reaches(url, Settings(nats=url, nats_ca=ca, nats_cert=both))
+    other = Settings(nats=url, nats_ca=keys / "other.pem", nats_cert=cert, nats_key=key)
+    await refused(url, other, "certificate that is not trusted")
+    await refused(url, Settings(nats=url), "certificate that is not trusted")
+    await refused(url, Settings(nats=url, nats_ca=ca), "refuses the TLS connection")
+
+
+async def test_no_credentials_are_sent_in_the_clear_where_tls_was_asked_for(
+    foreign_server: Any, tmp_path: Path, keys: Path
+) -> None:
+    """nats-py itself goes on without TLS, even for a tls:// URL, if the server does not require it."""
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
+    await refused(url, Settings(nats=url, nats_ca=keys / "ca.pem"), "does not speak TLS")
+    await refused(url.replace("nats://", "tls://"), Settings(), "does not speak TLS")
+
+
+SEED = "SU" + "A" * 56
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nats_creds": "absent"}, "nats_creds: .*absent cannot be read: No such file or directory; "),
+        ({"nats_creds": "."}, "nats_creds: .* cannot be read: Is a directory; "),
+        ({"nats_creds": "junk"}, "nats_creds: .*junk is no NATS credentials file; it must hold"),
+        ({"nats_creds": "binary"}, "nats_creds: .*binary is not text; "),
+        ({"nats_nkey": "junk"}, "nats_nkey: .*junk holds no nkey seed of a user; it must begin with SU"),
+        ({"nats_nkey": "account"}, "nats_nkey: .*account holds no nkey seed of a user; "),
+        ({"nats_user": "me"}, "nats_user has no password; set nats_password_file, or TURNKEEP_NATS_PASSWORD"),
+        ({"nats_password": PASSWORD}, "nats_password has no user; set nats_user"),
+        ({"nats_user": "me", "nats_password": PASSWORD, "nats_password_file": "junk"}, "are both set; "),
+        ({"nats_token_file": "empty"}, "nats_token_file: .*empty is empty; "),
+        ({"nats_user": "me", "nats_token": PASSWORD}, "nats_user and nats_token are both set; "),
+        ({"nats_ca": "junk"}, "nats_ca: .*junk holds no certificate; it must be a PEM file"),
+        ({"nats_ca": "absent"}, "nats_ca: .*absent cannot be read: No such file or directory; "),
+        ({"nats_cert": "junk"}, "nats_cert: .*junk and itself are no certificate and its key; "),
+        ({"nats_key": "junk"}, "nats_key has no certificate; set nats_cert"),
+        ({"nats": "nats://me:x@h", "nats_token": PASSWORD}, "nats and nats_token both hold credentials; "),
+    ],
+)
+def test_unusable_settings_are_one_line_that_holds_no_secret(
+    tmp_path: Path, given: dict[str, str], said: str
+) -> None:
+    for name, content in (("junk", PASSWORD), ("account", "SA" + "A" * 56), ("empty", "\n")):
+        write(tmp_path / name, content)
+    write(tmp_path / "binary", b"\xff\xfe")
+    environment = {"TURNKEEP_" + name.upper(): value for name, value in given.items()}
+    with pytest.raises(SettingsError, match=said) as caught:
+        nats_options(load({}, environment, None, tmp_path))
+    assert "\n" not in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_an_encrypted_key_is_refused_and_the_terminal_not_asked(tmp_path: Path, keys: Path) -> None:
+    command = [
+        "openssl",
+        "pkey",
+        "-in",
+        keys / "user.key",
+        "-aes256",
+        "-passout",
+        "pass:x",
+        "-out",
+        "locked.key",
+    ]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    with pytest.raises(SettingsError, match="the key not encrypted"):
+        nats_options(Settings(nats_cert=keys / "user.pem", nats_key=tmp_path / "locked.key"))
+
+
+@pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
+def test_commands_take_the_options_and_no_secret_on_the_command_line(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    data = ("--data-dir", str(tmp_path / "data")) if command[0] in {"serve", "doctor"} else ()
+    absent = ("--nats", "nats://127.0.0.1:1", "--nats-creds", str(tmp_path / "absent"))
+    done = CliRunner().invoke(main, [*command, *absent, *data])
+    assert done.exit_code == (1 if command == ("doctor",) else 2), done.output
+    assert "cannot be read" in " ".join(done.output.split())
+    done = CliRunner().invoke(main, [*command, "--nats-password", PASSWORD])
+    assert done.exit_code == 2
+    assert "No such option" in done.output
+
+
+@pytest.mark.process
+async def test_a_worker_serves_and_a_command_asks_with_an_nkey_over_tls(
+    foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
+) -> None:
+    seed = seed_of(nkeys.PREFIX_BYTE_USER)
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60},
+        authorization={"users": [{"nkey": public(seed)}]},
+        tls={"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")},
+    )
+    file = write(tmp_path / "seed", seed)
+    worker = await local_worker(nats=url, nats_nkey=file, nats_ca=keys / "ca.pem")
+    result = await worker.client.session("s").generate(text="abc", max_tokens=2)
+    assert len(result.tokens) == 2

@@ -1,0 +1,144 @@
+"""What the settings say about a user of the NATS servers, and about TLS, as nats-py's options.
+
+Files are read once, at the start. No message repeats anything that a file or a secret setting holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+
+from worker.settings import SettingsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from worker.settings import Settings
+
+#: The settings of this module, for commands that connect to NATS.
+CREDENTIAL_SETTINGS: Final = (
+    *("nats_creds", "nats_nkey", "nats_user", "nats_password", "nats_password_file"),
+    *("nats_token", "nats_token_file", "nats_ca", "nats_cert", "nats_key"),
+)
+_JWT: Final = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s")
+_SEED: Final = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s")
+_SEED_SHAPE: Final = re.compile(r"SU[A-Z2-7]{56}")
+_MAX_BYTES: Final = 2**20
+
+
+def nats_options(settings: Settings) -> dict[str, Any]:
+    """Read the credentials. Raises `SettingsError`, also for settings that do not go together."""
+    given = {name for name in CREDENTIAL_SETTINGS if getattr(settings, name) is not None}
+    ways = {
+        "nats_creds": {"nats_creds"},
+        "nats_nkey": {"nats_nkey"},
+        "nats_user": {"nats_user", "nats_password", "nats_password_file"},
+        "nats_token": {"nats_token", "nats_token_file"},
+    }
+    used = [way for way, names in ways.items() if names & given]
+    if used and any("@" in url for url in (settings.nats or "").split(",")):
+        raise SettingsError(f"nats and {used[0]} both hold credentials; keep one of them")
+    if len(used) > 1:
+        raise SettingsError(f"{' and '.join(used)} are both set; a NATS user has one of them")
+    return (_user(settings, used[0]) if used else {}) | _tls(settings)
+
+
+def over_tls(settings: Settings, urls: str) -> str:
+    """Make nats:// and ws:// URLs tls:// and wss:// ones where the settings name a CA or a certificate."""
+    if settings.nats_ca is None and settings.nats_cert is None:
+        return urls
+    return ",".join(re.sub("^ws://", "wss://", re.sub("^nats://", "tls://", url)) for url in urls.split(","))
+
+
+def _user(settings: Settings, way: str) -> dict[str, Any]:
+    if settings.nats_creds is not None:
+        return {"user_credentials": _credentials(settings.nats_creds)}
+    if settings.nats_nkey is not None:
+        seed = _read("nats_nkey", settings.nats_nkey).strip()
+        return {"nkeys_seed_str": _seed("nats_nkey", settings.nats_nkey, seed)}
+    if way == "nats_token":
+        return {"token": _secret(settings, "nats_token")}
+    if settings.nats_user is None:
+        raise SettingsError("nats_password has no user; set nats_user")
+    return {"user": settings.nats_user, "password": _secret(settings, "nats_password")}
+
+
+def _credentials(path: Path) -> Any:
+    from nats.aio.client import RawCredentials
+
+    text = _read("nats_creds", path) + "\n"
+    jwt, seed = _JWT.search(text), _SEED.search(text)
+    if jwt is None or seed is None:
+        raise SettingsError(
+            f"nats_creds: {path} is no NATS credentials file; it must hold a user's JWT and nkey seed"
+        )
+    key = _seed("nats_creds", path, seed[1])
+    # nats-py finds the lines by their ends, and fails on other line ends than its own.
+    return RawCredentials(
+        f"-----BEGIN NATS USER JWT-----\n{jwt[1]}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{key}\n------END USER NKEY SEED------\n"
+    )
+
+
+def _seed(name: str, path: Path, seed: str) -> str:
+    import nkeys
+
+    if _SEED_SHAPE.fullmatch(seed):
+        with contextlib.suppress(nkeys.NkeysError, ValueError):
+            nkeys.from_seed(bytearray(seed.encode()))
+            return seed
+    raise SettingsError(
+        f"{name}: {path} holds no nkey seed of a user; it must begin with SU and have 58 characters"
+    )
+
+
+def _secret(settings: Settings, name: str) -> str:
+    value: str | None = getattr(settings, name)
+    path: Path | None = getattr(settings, f"{name}_file")
+    if value is not None and path is not None:
+        raise SettingsError(f"{name} and {name}_file are both set; keep one of them")
+    if value is None and path is None:
+        raise SettingsError(f"nats_user has no password; set {name}_file, or TURNKEEP_{name.upper()}")
+    secret = value if path is None else _read(f"{name}_file", path).strip("\r\n")
+    if not secret:
+        raise SettingsError(f"{name}_file: {path} is empty; it must hold one line")
+    return secret
+
+
+def _tls(settings: Settings) -> dict[str, Any]:
+    ca, cert, key = settings.nats_ca, settings.nats_cert, settings.nats_key
+    if key is not None and cert is None:
+        raise SettingsError("nats_key has no certificate; set nats_cert")
+    if ca is None and cert is None:
+        return {}
+    for name, path in (("nats_ca", ca), ("nats_cert", cert), ("nats_key", key)):
+        if path is not None:
+            _read(name, path)
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except (ssl.SSLError, ValueError):
+        raise SettingsError(f"nats_ca: {ca} holds no certificate; it must be a PEM file") from None
+    if cert is not None:
+        try:
+            # An encrypted key fails here; OpenSSL would ask the terminal.
+            context.load_cert_chain(cert, key, password="")
+        except (ssl.SSLError, ValueError):
+            raise SettingsError(
+                f"nats_cert: {cert} and {key or 'itself'} are no certificate and its key;"
+                " they must be PEM files, and the key not encrypted"
+            ) from None
+    return {"tls": context}
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES).decode()
+    except OSError as error:
+        raise SettingsError(
+            f"{name}: {path} cannot be read: {error.strerror}; name a file of yours"
+        ) from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{name}: {path} is not text; name another file") from None
