@@ -37,11 +37,11 @@ from worker.models import model as models  # noqa: E402
 
 TOKENS: Final = 50_000
 PIECE, POINT = 128, 1024  # tokens of a pass, and of a point of the picture
-ROWS = (0, 1024, 2048, 4096, 8192, 10_240, 16_384, 32_768, TOKENS)
+ROWS = (0, 1024, 2048, 4096, 8192, 10_240, 12_288, 16_384, 32_768, TOKENS)
 #: Of each line its policy, the tokens that it gets, and its colours on light and on dark paper.
 LINES: Final[dict[str, tuple[Policy, int, str, str]]] = {
     "4 sinks and a window of 1,020": (Policy(4, 1020), TOKENS, "#0969da", "#58a6ff"),
-    "full attention": (FULL, 10_240, "#8250df", "#bc8cff"),  # its memory and time grow
+    "full attention": (FULL, 12_288, "#8250df", "#bc8cff"),  # its memory and time grow
     "window of 1,024": (Policy(0, 1024), TOKENS, "#bc4c00", "#f0883e"),
 }
 INK, GRID, PAPER = ("#1f2328", "#e6edf3"), ("#d8dee4", "#3d444d"), ("#ffffff", "#0d1117")
