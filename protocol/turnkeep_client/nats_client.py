@@ -24,7 +24,10 @@ _LINE_END: Final = b"\r\n"
 _ABANDON_S: Final = 0.5
 
 
-class NoTlsError(nats.errors.Error):
+NatsError = nats.errors.Error
+
+
+class NoTlsError(NatsError):
     """The server does not speak TLS, and its URL wants it."""
 
 

@@ -1,0 +1,239 @@
+"""Makes the accounts of a NATS server for tenants that do not trust each other, and their nkeys.
+
+The workers' account holds the streams and exports a tenant's subjects to the account of the same name only:
+the server compares the two (`account_token_position`). Each tenant's account mirrors its own part of the
+streams, from which clients read back what they missed: the workers' streams would show them every tenant's
+(ADR 0038). Accounts that begin with an underscore are no tenants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import nkeys
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.nats_client import Nats, NatsError, refusal
+from turnkeep_client.subjects import DEFAULT_PREFIX, Subjects, check_id
+
+WORKERS: Final = "_turnkeep"
+SYSTEM: Final = "_sys"
+_CONF: Final = "nats-server.conf"
+_ACCOUNTS: Final = "accounts.conf"
+_PATIENCE_S: Final = 10.0
+_MIB: Final = 2**20
+#: Where the server's own part of a mirror, in the tenant's account, reaches the workers' account.
+_API: Final = "JS.turnkeep.API"
+
+
+def make_seed(path: Path) -> str:
+    """Return the public key of the user's seed in a file; the file is made if it does not exist."""
+    with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
+        file.write(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def accounts(
+    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, max_bytes: int
+) -> dict[str, Any]:
+    """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors."""
+    position = subjects.prefix.count(".") + 2
+    mine = {"account_token_position": position}
+    exports: list[dict[str, Any]] = [
+        # An answer may take long to begin; by default the server forgets who asked after two minutes.
+        *(
+            {
+                "service": _of("*", subjects, kind),
+                "response_type": "Stream",
+                "response_threshold": "1h",
+                **mine,
+            }
+            for kind in ("ctl", "ask")
+        ),
+        {"service": _of("*", subjects, "in"), **mine},
+        *({"stream": _of("*", subjects, kind), **mine} for kind in ("out", "tok.*")),
+        # The filter is a part of the subject, and the server refuses another one in the body.
+        *(
+            {"service": f"$JS.API.{_mirrored(subjects, stream, '*')}", "account_token_position": 6 + position}
+            for stream in (subjects.log_stream, subjects.token_stream)
+        ),
+        {"stream": "deliver.*.>", "account_token_position": 2},
+        {"service": "$JS.FC.>"},
+    ]
+    made = {
+        SYSTEM: {},
+        WORKERS: {"jetstream": "enabled", "users": [{"nkey": worker}], "exports": exports},
+    }
+    for tenant, (client, mirrors) in users.items():
+        made[tenant] = _tenant(subjects, tenant, client, mirrors, max_bytes)
+    return made
+
+
+def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, max_bytes: int) -> dict[str, Any]:
+    streams = (subjects.log_stream, subjects.token_stream)
+    publish = [_of(tenant, subjects, kind) for kind in ("in", "ctl", "ask")]
+    hear = [_of(tenant, subjects, kind) for kind in ("out", "tok.*")]
+
+    def taken(kind: str, subject: str, to: str | None = None) -> dict[str, Any]:
+        return {kind: {"account": WORKERS, "subject": subject}} | ({"to": to} if to else {})
+
+    return {
+        "jetstream": {"max_file": max_bytes, "max_mem": 0},
+        "users": [
+            {
+                "nkey": client,
+                "permissions": {
+                    "publish": [*publish, *(f"$JS.API.DIRECT.GET.{stream}" for stream in streams)],
+                    "subscribe": [*hear, "_INBOX.>"],
+                },
+            },
+            {
+                "nkey": mirrors,
+                "permissions": {
+                    "publish": [
+                        f"$JS.API.STREAM.{deed}.{s}" for s in streams for deed in ("CREATE", "UPDATE")
+                    ],
+                    "subscribe": ["_INBOX.>"],
+                },
+            },
+        ],
+        "imports": [
+            *(taken("service", subject) for subject in publish),
+            *(taken("stream", subject) for subject in hear),
+            *(
+                taken(
+                    "service",
+                    f"$JS.API.{_mirrored(subjects, s, tenant)}",
+                    f"{_API}.{_mirrored(subjects, s, tenant)}",
+                )
+                for s in streams
+            ),
+            taken("stream", f"deliver.{tenant}.>"),
+            taken("service", "$JS.FC.>"),
+        ],
+    }
+
+
+def _of(tenant: str, subjects: Subjects, kind: str) -> str:
+    return f"{subjects.prefix}.{tenant}.*.{kind}"
+
+
+def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
+    return f"CONSUMER.CREATE.{stream}.*.{subjects.prefix}.{tenant}.>"
+
+
+def write(folder: Path, tenants: tuple[str, ...], prefix: str, max_bytes: int) -> list[str]:
+    """Add tenants to the folder's configuration; returns all that it has now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / _CONF).exists():
+        shutil.copy(Path(__file__).with_name(_CONF), folder / _CONF)
+    known = {path.name.removesuffix(".client.nk") for path in folder.glob("*.client.nk")}
+    every = sorted(known | {check_id("tenant", tenant) for tenant in tenants})
+    users = {
+        tenant: (make_seed(folder / f"{tenant}.client.nk"), make_seed(folder / f"{tenant}.mirrors.nk"))
+        for tenant in every
+    }
+    made = accounts(Subjects(prefix), users, make_seed(folder / "worker.nk"), max_bytes)
+    fresh = folder / (_ACCOUNTS + ".new")
+    fresh.write_text("".join(f"{json.dumps(name)}: {json.dumps(made[name], indent=1)}\n" for name in made))
+    fresh.replace(folder / _ACCOUNTS)
+    return every
+
+
+async def mirror(
+    folder: Path, tenant: str, url: str, subjects: Subjects, keep_s: float, max_bytes: int
+) -> None:
+    """Make the mirrors in a tenant's account, or bring them to these limits. Raises `TurnkeepError`."""
+    client = Nats()
+    said = "no answer"
+
+    async def note(error: Exception) -> None:
+        nonlocal said
+        said = refusal(error) or str(error)
+
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            await client.connect(
+                url,
+                nkeys_seed_str=(folder / f"{tenant}.mirrors.nk").read_text(),
+                error_cb=note,
+                allow_reconnect=False,
+            )
+            for stream in (subjects.log_stream, subjects.token_stream):
+                await _make(client, stream, f"{subjects.prefix}.{tenant}.>", tenant, keep_s, max_bytes // 4)
+    except (TimeoutError, OSError, NatsError) as error:
+        why = said if isinstance(error, TimeoutError) else refusal(error) or str(error)
+        raise TurnkeepError(
+            f"the NATS server at {url} does not take {tenant} ({why}); restart it with this configuration"
+        ) from None
+    finally:
+        await client.abandon()
+
+
+async def _make(
+    client: Nats, stream: str, filter_subject: str, tenant: str, keep_s: float, max_bytes: int
+) -> None:
+    config = {
+        "name": stream,
+        "storage": "file",
+        "allow_direct": True,
+        "discard": "old",
+        "max_age": int(keep_s * 1e9),
+        "max_bytes": max_bytes,
+        "mirror": {
+            "name": stream,
+            "filter_subject": filter_subject,
+            "external": {"api": _API, "deliver": f"deliver.{tenant}"},
+        },
+    }
+    for deed in ("CREATE", "UPDATE"):
+        reply = await client.request(
+            f"$JS.API.STREAM.{deed}.{stream}", json.dumps(config).encode(), timeout=5
+        )
+        error = json.loads(reply.data).get("error")
+        if error is None:
+            return
+    raise TurnkeepError(f"the mirror {stream} of {tenant} cannot be made: {error['description']}")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("tenants", nargs=-1, metavar="TENANT...")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The workers' subject prefix.")
+@click.option("--nats", "url", help="Make the tenants' mirrors on the server at this URL.")
+@click.option(
+    "--keep-s", default=86400.0, show_default=True, help="Time for which clients can read back, in seconds."
+)
+@click.option("--max-mib", default=256, show_default=True, help="Disk space of a tenant's account.")
+def main(
+    folder: Path, tenants: tuple[str, ...], prefix: str, url: str | None, keep_s: float, max_mib: int
+) -> None:
+    """Add each TENANT to the NATS configuration in FOLDER, which is made if need be; print the seed files.
+
+    Then (re)start the server, and run this again with --nats: it makes the mirrors for reading back.
+    """
+    try:
+        for tenant in write(folder, tenants, prefix, max_mib * _MIB):
+            if url:
+                asyncio.run(mirror(folder, tenant, url, Subjects(prefix), keep_s, max_mib * _MIB))
+            click.echo(f"{tenant}: --tenant {tenant} --nats-nkey {folder / tenant}.client.nk")
+    except (OSError, TurnkeepError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
+    if not url:
+        click.echo(f"start nats-server -c {_CONF} in {folder}, and run this again with --nats", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Two tenants on the NATS configuration that is made for them: each has its sessions and not the other's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import stat
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import nats
+import nats.errors
+import pytest
+from click.testing import CliRunner
+from parts import free_port, nats_server_program
+
+from ops.nats.tenants import main
+from turnkeep_client.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from nats.aio.client import Client
+
+
+async def add(folder: Path, *arguments: str) -> str:
+    return await asyncio.to_thread(run, folder, *arguments)
+
+
+def run(folder: Path, *arguments: str) -> str:
+    done = CliRunner().invoke(main, [str(folder), *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"nats://127.0.0.1:{free_port()}"
+
+    def seed(self, name: str) -> str:
+        return str(self.folder / f"{name}.nk")
+
+    async def raw(self, name: str, heard: list[str] | None = None) -> Client:
+        """Connect as a tenant's client without ours; `heard` gets what the server refuses."""
+
+        async def note(error: Exception) -> None:
+            if heard is not None:
+                heard.append(str(error))
+
+        return await nats.connect(self.url, nkeys_seed=self.seed(name), error_cb=note)
+
+
+@pytest.fixture
+async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
+    """A server with a worker and two tenants."""
+    folder = tmp_path / "nats"
+    made = Server(folder)
+    assert "run this again with --nats" in await add(folder, "acme", "beta")
+    port = made.url.rpartition(":")[2]
+    command = [nats_server_program(), "-c", "nats-server.conf", "-p", port]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+                writer.close()
+                break
+            await asyncio.sleep(0.05)
+        seed = folder / "worker.nk"
+        worker = await local_worker(nats=made.url, nats_nkey=seed, prefix="turnkeep")
+        printed = await add(folder, "--nats", made.url)
+        assert f"--tenant beta --nats-nkey {made.seed('beta.client')}" in printed
+        yield made
+        await worker.stop()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def mirrored(client: Client, num_entries: int) -> list[str]:
+    """Read all subjects that a tenant can read of the log, once there are so many of them."""
+    found: list[str] = []
+    async with asyncio.timeout(10):
+        while len(found) < num_entries:
+            replies = await client.subscribe(client.new_inbox())
+            request = {"seq": 1, "batch": 100, "next_by_subj": "turnkeep.>"}
+            body = json.dumps(request).encode()
+            await client.publish("$JS.API.DIRECT.GET.turnkeep_log", body, reply=replies.subject)
+            found = []
+            while subject := ((await replies.next_msg(5)).headers or {}).get("Nats-Subject"):
+                found.append(subject)
+            await replies.unsubscribe()
+    return found
+
+
+async def test_tenants_have_sessions_of_the_same_name_and_only_their_own_log(server: Server) -> None:
+    told = {}
+    for tenant in ("acme", "beta"):
+        seed = server.seed(f"{tenant}.client")
+        async with await connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
+            answer = client.session("s").generate(text=tenant, max_tokens=4)
+            chunks = [chunk async for chunk in answer]
+            assert [token for chunk in chunks for token in chunk.tokens] == list(answer.result.tokens)
+            assert (await client.session("s").info()).position == answer.result.position
+            told[tenant] = answer.result
+    for tenant in ("acme", "beta"):
+        raw = await server.raw(f"{tenant}.client")
+        assert await mirrored(raw, 2) == [f"turnkeep.{tenant}.s.in", f"turnkeep.{tenant}.s.out"]
+        await raw.close()
+
+
+async def test_a_client_that_was_away_reads_its_result_back(server: Server) -> None:
+    seed = server.seed("acme.client")
+    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+        result = await client.session("s").generate(text="abc", max_tokens=4)
+        raw = await server.raw("acme.client")
+        await mirrored(raw, 2)
+        await raw.close()
+    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+        entries = await client.log("s")
+    assert [entry.seq for entry in entries] == [1, 2]  # the log's own sequences
+    assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
+
+
+async def test_a_tenant_can_neither_write_as_another_nor_as_a_worker(server: Server) -> None:
+    refused: list[str] = []
+    beta = await server.raw("beta.client", refused)
+    kinds = ("commit", "out", "chunk.g", "tok.g", "checkpoint", "attempt", "dead", "closed")
+    subjects = [
+        *(f"turnkeep.acme.s.{kind}" for kind in ("in", "ctl", "ask", *kinds)),
+        *(f"turnkeep.beta.s.{kind}" for kind in kinds),
+        "turnkeep._metrics.test",
+        *(f"$JS.API.STREAM.{deed}.turnkeep_log" for deed in ("UPDATE", "DELETE", "PURGE", "MSG.GET")),
+        "$JS.API.CONSUMER.CREATE.turnkeep_log.x.turnkeep.acme.>",
+        "JS.turnkeep.API.CONSUMER.CREATE.turnkeep_log.x.turnkeep.beta.>",
+        "$JS.FC.x",
+    ]
+    for subject in subjects:
+        await beta.publish(subject, b"{}")
+    await beta.flush()
+    await beta.flush()
+    await beta.close()
+    assert [
+        one for one in subjects if any(f'"{one.lower()}"' in line.lower() for line in refused)
+    ] == subjects
+
+
+async def test_a_tenant_hears_nothing_of_another(server: Server) -> None:
+    refused: list[str] = []
+    beta = await server.raw("beta.client", refused)
+    subjects = ["turnkeep.acme.s.out", "turnkeep.acme.s.tok.g", "turnkeep.>", ">", "turnkeep._metrics.*"]
+    subjects += ["deliver.>", "turnkeep.*.*.out"]
+    for subject in subjects:
+        await beta.subscribe(subject)
+    await beta.flush()
+    await beta.flush()
+    assert [one for one in subjects if any(f'"{one}"' in line for line in refused)] == subjects
+    inbox = await beta.subscribe("_INBOX.>")
+    await beta.flush()
+    seed = server.seed("acme.client")
+    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+        await client.session("s").generate(text="abc", max_tokens=4)
+        await client.session("s").info()
+    await beta.flush()
+    assert inbox.pending_msgs == 0
+    await beta.close()
+
+
+async def test_a_reply_subject_writes_to_nobody_else(server: Server) -> None:
+    """The worker and the log answer to where a message says; that place is in its sender's account."""
+    acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
+    forged = await acme.subscribe("turnkeep.acme.*.out")
+    inbox = await acme.subscribe("_INBOX.acme")
+    await acme.flush()
+    body = json.dumps({"v": 1, "op": "append", "id": "a", "text": "x"}).encode()
+    for reply in (
+        "turnkeep.acme.s.out",
+        "turnkeep.acme.s.commit",
+        "_INBOX.acme",
+        "$JS.API.STREAM.PURGE.turnkeep_log",
+    ):
+        for kind in ("in", "ctl", "ask"):
+            await beta.publish(f"turnkeep.beta.s.{kind}", body, reply=reply)
+    await beta.flush()
+    read = await mirrored(beta, 5)  # four requests and at least one result
+    assert all(subject.startswith("turnkeep.beta.s.") for subject in read)
+    await acme.flush()
+    assert (forged.pending_msgs, inbox.pending_msgs) == (0, 0)
+    await acme.close()
+    await beta.close()
+
+
+def test_seeds_are_private_and_kept(tmp_path: Path) -> None:
+    run(tmp_path, "acme")
+    seeds = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
+    assert sorted(seeds) == ["acme.client.nk", "acme.mirrors.nk", "worker.nk"]
+    (tmp_path / "nats-server.conf").write_text("mine")
+    printed = run(tmp_path, "beta")
+    assert all((tmp_path / name).read_bytes() == seed for name, seed in seeds.items())
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.glob("*.nk"))
+    assert (tmp_path / "nats-server.conf").read_text() == "mine"
+    for seed in seeds.values():
+        assert seed.decode() not in printed + (tmp_path / "accounts.conf").read_text()
+
+
+@pytest.mark.parametrize("name", ["_sys", "a.b", "*", ""])
+def test_a_tenant_has_a_name_that_a_subject_can_hold(tmp_path: Path, name: str) -> None:
+    done = CliRunner().invoke(main, [str(tmp_path), name])
+    assert done.exit_code == 1
+    assert "it must be" in done.output
+    assert not list(tmp_path.glob("*.nk"))
+
+
+async def test_a_server_that_does_not_know_the_tenant_is_said_at_once(server: Server) -> None:
+    done = await asyncio.to_thread(
+        CliRunner().invoke, main, [str(server.folder), "gamma", "--nats", server.url]
+    )
+    assert done.exit_code == 1
+    assert "does not take gamma (refuses the credentials" in done.output
+    assert "restart it with this configuration" in done.output
+
+
+def test_an_account_can_import_no_other_tenant_s_subjects(tmp_path: Path) -> None:
+    """Not even a mistake in the configuration opens one tenant to another: the server refuses to start."""
+    run(tmp_path, "acme", "beta")
+    made = tmp_path / "accounts.conf"
+    check = [nats_server_program(), "-t", "-c", str(tmp_path / "nats-server.conf")]
+    assert subprocess.run(check, capture_output=True, check=False).returncode == 0
+    text = made.read_text()
+    start = text.index('"beta":')
+    made.write_text(
+        text[:start]
+        + text[start:].replace("turnkeep.beta.", "turnkeep.acme.").replace("deliver.beta", "deliver.acme")
+    )
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    every = [f"turnkeep.acme.*.{kind}" for kind in ("in", "ctl", "ask", "out", "tok.*")]
+    every += [f"CONSUMER.CREATE.turnkeep_{stream}.*.turnkeep.acme.>" for stream in ("log", "tok")]
+    refused = [line for line in done.stderr.splitlines() if "not authorized" in line]
+    assert [one for one in [*every, "deliver.acme.>"] if any(f'{one}"' in line for line in refused)] == [
+        *every,
+        "deliver.acme.>",
+    ]
