@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import stat
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import nats
 import nats.errors
+import nats.js.errors
 import pytest
 from click.testing import CliRunner
 from parts import free_port, nats_server_program
@@ -38,6 +40,7 @@ def run(folder: Path, *arguments: str) -> str:
 class Server:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.process: Any = None
         self.url = f"nats://127.0.0.1:{free_port()}"
 
     def seed(self, name: str) -> str:
@@ -50,7 +53,9 @@ class Server:
             if heard is not None:
                 heard.append(str(error))
 
-        return await nats.connect(self.url, nkeys_seed=self.seed(name), error_cb=note)
+        return await nats.connect(
+            self.url, nkeys_seed=self.seed(name), error_cb=note, reconnect_time_wait=0.1
+        )
 
 
 @pytest.fixture
@@ -73,6 +78,7 @@ async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
         worker = await local_worker(nats=made.url, nats_nkey=seed, prefix="turnkeep")
         printed = await add(folder, "--nats", made.url)
         assert f"--tenant beta --nats-nkey {made.seed('beta.client')}" in printed
+        made.process = process
         yield made
         await worker.stop()
     finally:
@@ -212,6 +218,24 @@ def test_a_tenant_has_a_name_that_a_subject_can_hold(tmp_path: Path, name: str) 
     assert done.exit_code == 1
     assert "it must be" in done.output
     assert not list(tmp_path.glob("*.nk"))
+
+
+async def test_a_running_server_takes_a_tenant_by_two_reloads(server: Server) -> None:
+    """After one, nats-server 2.15.1 knows the tenant, but its requests find no stream."""
+    await add(server.folder, "gamma")
+    server.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        gamma = await server.raw("gamma.client", [])  # it tries until the server knows it
+        server.process.send_signal(signal.SIGHUP)
+        stored = None
+        while stored is None:
+            with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
+                stored = await gamma.jetstream().publish("turnkeep.gamma.other.in", b"{}", timeout=1)
+    await gamma.close()
+    await add(server.folder, "--nats", server.url)
+    seed = server.seed("gamma.client")
+    async with await connect(server.url, tenant="gamma", nkeys_seed=seed) as client:
+        await client.session("s").generate(text="abc", max_tokens=2)
 
 
 async def test_a_server_that_does_not_know_the_tenant_is_said_at_once(server: Server) -> None:
