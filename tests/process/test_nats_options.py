@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NotPermittedError
+from worker.commands import serve
 from worker.commands.cli import main
 from worker.settings import Settings, SettingsError, load
 from worker.wire.connection import BrokerError, connect
@@ -248,8 +249,9 @@ def test_an_encrypted_key_is_refused_and_the_terminal_not_asked(tmp_path: Path, 
 
 @pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
 def test_commands_take_the_options_and_no_secret_on_the_command_line(
-    tmp_path: Path, command: tuple[str, ...]
+    tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(serve, "configure", lambda *_: None)  # the log of this process is the tests'
     data = ("--data-dir", str(tmp_path / "data")) if command[0] in {"serve", "doctor"} else ()
     absent = ("--nats", "nats://127.0.0.1:1", "--nats-creds", str(tmp_path / "absent"))
     done = CliRunner().invoke(main, [*command, *absent, *data])

@@ -188,16 +188,19 @@ async def test_a_model_whose_kv_cannot_be_quantised_stops_the_start_with_one_lin
 
 
 async def test_a_window_is_priced_by_what_it_holds(local_worker, make_folder) -> None:
-    """600 tokens of 256 bytes would not fit. One of the two layers has them all, the other one 24."""
-    worker = await local_worker(model=str(make_folder("gemma3_text")), max_memory=100 * 2**10)
+    """600 tokens of 256 bytes would not fit. One of the two layers has them all, the other one sees 24.
+
+    That one holds the 256 tokens before those besides.
+    """
+    worker = await local_worker(model=str(make_folder("gemma3_text")), max_memory=120 * 2**10)
     session = worker.client.session("s")
     appended = await session.append(text="x" * 600)
     assert appended.kv_live_bytes == (599 + 24) * 128
     assert (await session.info()).kv_live_bytes == (599 + 24) * 128
     answer = await session.generate(max_tokens=20)
     assert answer.kv_live_bytes == (answer.position - 1 + 24) * 128
-    with pytest.raises(RequestFailedError, match="take 103168 bytes of KV, the limit is 102400"):
-        await session.append(text="x" * (782 - answer.position))
+    with pytest.raises(RequestFailedError, match="take 125440 bytes of KV, the limit is 122880"):
+        await session.append(text="x" * (700 - answer.position))
 
 
 async def test_the_log_says_how_kv_is_kept(local_worker, make_folder) -> None:
@@ -277,7 +280,7 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
     """On a model with 262,144 tokens in its vocabulary that took half a minute of every start."""
     folder = make_folder("gemma3_text")
     await (await local_worker(model=str(folder))).stop()
-    assert num_passes() > 30
+    assert num_passes() > 15
     worker = await local_worker(model=str(folder))
     assert num_passes() <= 3
 
@@ -290,7 +293,7 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
 
     (tmp_path / "data" / "models" / "trials.json").write_text('{"a": 1, "b": {"merge": 99}}')
     worker = await local_worker(model=str(folder))
-    assert num_passes() > 30  # nothing of that is ours
+    assert num_passes() > 15  # nothing of that is ours
     assert [await ask("a-alone"), await ask("b-alone")] == together
     await worker.stop()
 
@@ -298,7 +301,7 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
     num_passes()
     await local_worker(model=str(folder))
-    assert num_passes() > 30  # another model
+    assert num_passes() > 15  # another model
 
 
 async def test_a_model_without_sinks_and_a_window_says_why(local_worker, make_folder) -> None:
