@@ -56,10 +56,17 @@ def _leave(queries: mx.array, by: mx.array | int) -> mx.array:
 
 
 def _rotate_by(rope: Any) -> Rotate:
+    scales: dict[int, mx.array | None] = {}  # by the head's size
+
     def rotate(queries: mx.array, by: mx.array | int) -> mx.array:
-        # Some scale what they rotate (YaRN): queries are scaled already.
-        scales = rope(mx.ones((1, 1, 1, queries.shape[-1]), queries.dtype), offset=0)
-        rotated: mx.array = rope(queries / scales, offset=by)
+        size = queries.shape[-1]
+        if size not in scales:  # some scale what they rotate (YaRN), and queries are scaled already
+            found = rope(mx.ones((1, 1, 1, size), mx.float32), offset=0)
+            scales[size] = None if mx.array_equal(found, mx.ones_like(found)).item() else found
+        scale = scales[size]
+        rotated: mx.array = rope(
+            queries if scale is None else queries / scale.astype(queries.dtype), offset=by
+        )
         return rotated
 
     return rotate
