@@ -43,6 +43,10 @@ class Policy:
         """Return how many tokens' KV a session of `position` tokens keeps."""
         return position if self.most_tokens is None else min(position, self.most_tokens)
 
+    def num_held(self, position: int) -> int:
+        """Count the tokens whose KV the device holds for a session of `position` tokens, at the most."""
+        return position if self.most_tokens is None else min(position, self.most_tokens + SLACK)
+
     def visible_from(self, position: int) -> int:
         """Return the position from which all of `position` tokens are visible; before it, only the sinks."""
         return 0 if self.num_visible(position) == position else position - (self.window or 0)

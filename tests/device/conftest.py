@@ -84,6 +84,7 @@ class Rig:
         self.dropped: list[str] = []
         self.answers = True  # a `Short`
         self.deaths: list[BaseException] = []
+        self.steps: list[tuple[int, int]] = []  # bytes besides weights and KV: estimated, measured
         self.device = Device(
             lambda: loaded(model),
             self.deaths.append,
@@ -120,6 +121,7 @@ class Rig:
         while not done(self.events):
             report = self._reports.get(timeout=60)
             self.peak = max(self.peak, report.peak_bytes)
+            self.steps.append((report.estimated_bytes, report.measured_bytes))
             self.events += report.events
 
     def finish(self, *turns: Turn) -> None:

@@ -139,3 +139,21 @@ def test_a_window_of_quantised_kv_is_the_same_in_pieces_and_as_a_whole(make_mode
     rig.run(turn)
     assert rig.tokens(turn) == whole
     assert rig.end(turn).live_bytes == 23 * rig.device.estimator.kv.bytes_per_token
+
+
+def test_a_step_of_a_long_windowed_prompt_needs_no_more_than_was_estimated(make_model, make_rig) -> None:
+    """Scores of a ring's places are put together from runs, so they exist twice for a while."""
+    rig = make_rig(make_model("llama"), block_tokens=128)
+    rig.run(append(prompt(3000), policy=Policy(4, 1024)))
+    assert len(rig.steps) > 20
+    assert all(measured <= estimated for estimated, measured in rig.steps)
+
+
+def test_a_windowed_row_counts_with_what_its_ring_holds(make_model, make_rig) -> None:
+    """Attention to quantised KV dequantises that much, not the whole session."""
+    rig = make_rig(make_model("llama", 8))
+    turn = generate(prompt(2000), 400, policy=POLICY)
+    rig.device.submit(turn)
+    rig.wait(lambda _: len(rig.tokens(turn)) > 2)
+    assert rig.device._runner._batch.num_cached == 23 + SLACK
+    rig.finish(turn)

@@ -5,6 +5,7 @@ The runner sees `Batch` alone; `choosing` finds out which of the three a model g
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class Row:
     `known` are all tokens of the session; the first `num_cached` have KV, the last one has none yet. The KV
     is in `caches`, or, if that is None, in a pool's slot or in merged caches. `drawn` are the last step's
     tokens; `num_drawn` counts the answer's tokens, `num_left` how many more it may get. The repetition
-    penalty applies to the tokens in `seen`.
+    penalty applies to the tokens in `seen`. Of a session with a window KV of `most_held` tokens is held.
     """
 
     caches: list[Any] | None
@@ -42,6 +43,7 @@ class Row:
     num_cached: int
     num_left: int
     seen: set[int] = field(default_factory=set)
+    most_held: int = sys.maxsize
     drawn: list[int] = field(default_factory=list)
     # `SharedPass` alone sets these:
     lookup: Lookup | None = None
@@ -99,8 +101,8 @@ class Batch(ABC):
 
     @property
     def num_cached(self) -> int:
-        """Tokens with KV in all rows together."""
-        return sum(row.num_cached for row in self._rows)
+        """Tokens whose KV all rows together hold."""
+        return sum(min(row.num_cached, row.most_held) for row in self._rows)
 
     @property
     def growing(self) -> list[int]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
-from cache.names.policy import SLACK
 
 from .pace import LEAST
 from .scheduler import Step
@@ -130,10 +129,7 @@ class StepChooser:
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
-        pieces = [
-            (num, min(turn.num_cached, turn.policy.num_visible(turn.num_cached + SLACK)) + num)
-            for turn, num in step.prefill
-        ]
+        pieces = [(num, _num_scores(turn, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
         growth_bytes = self._room.estimator.growth_bytes(
@@ -159,6 +155,12 @@ class StepChooser:
 
 
 _NOTHING: Final[Step[Turn]] = Step((), ())
+
+
+def _num_scores(turn: Turn, num_tokens: int) -> int:
+    """Count the scores of a token of a prompt's next piece. A ring's are put together from runs: twice."""
+    num_cached = turn.num_cached + num_tokens
+    return num_cached if turn.policy.window is None else 2 * turn.policy.num_held(num_cached)
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -311,6 +312,7 @@ class Runner:
                 num_cached=end,
                 num_left=_num_left(turn),
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+                most_held=turn.policy.num_held(sys.maxsize),
             )
         return PrefillPiece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
 
