@@ -54,7 +54,7 @@ def _no_rings(monkeypatch) -> None:
     def refuse(*_: Any) -> float:
         raise TypeError("no rings here")
 
-    monkeypatch.setattr(choosing, "_deviation_turned", refuse)
+    monkeypatch.setattr(choosing, "_deviation_rotated", refuse)
 
 
 def is_merged(row: Row) -> bool:

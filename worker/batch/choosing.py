@@ -53,11 +53,11 @@ def batch_for(
     forward = Forward(model)
     share = partial(_deviation_shared, model, forward)
     shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
-    turns = partial(_deviation_turned, model, forward)
+    rotates = partial(_deviation_rotated, model, forward)
     has_rings = (
         shares
         and forward.rotations is not None
-        and trials.way("rings", lambda: 0 if _fits(model, "rings", turns) else None, 1) is not None
+        and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
     )
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     if shares and classes <= {KVCache, QuantizedKVCache, RingCache}:
@@ -117,7 +117,7 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
     return _deviation(found, mx.concatenate([_alone(model, own, (1,)) for own in alone]))
 
 
-def _deviation_turned(model: Any, forward: Forward) -> float:
+def _deviation_rotated(model: Any, forward: Forward) -> float:
     """Return how far logits over rings differ from those over mlx-lm's windows, relative to the largest.
 
     Of 45 tokens in four pieces, with a window of 16 in layers that have none: the rings

@@ -292,12 +292,12 @@ class Attention:
         queries: mx.array,
         places: tuple[mx.array, mx.array],
         sight: Sight,
-        turn: Callable[[mx.array], mx.array],
+        to_rows: Callable[[mx.array], mx.array],
     ) -> mx.array:
         """Attend to a ring's places by `ring_attention.attend`, or plainly where no query must be rotated."""
         keys, values = places
         if sight.is_plain:
-            return self(turn(queries), keys, values, cache=None, mask=sight.seen)
+            return self(to_rows(queries), keys, values, cache=None, mask=sight.seen)
         if self.rotate is None:
             raise AssertionError("a ring without its layer's rotation")
         return ring_attention.attend(
@@ -307,7 +307,7 @@ class Attention:
             sight,
             scale=self.scale,
             rotate=self.rotate,
-            turn=turn,
+            to_rows=to_rows,
             sink_logits=self.more.get("sinks"),
         )
 

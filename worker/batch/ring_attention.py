@@ -3,8 +3,8 @@
 A session without end must not hand a model large positions: float32 angles are of no use beyond some 100,000.
 So the layers of a `RingCache` get offsets from a base on a fixed grid of positions, `RingCache.grid`. A key
 of the base before is one grid further away than it says, and a sink appears right before the window, however
-far it is. Both are made up for by turning the query, since the dot product knows only the distance: no stored
-key changes, and what is computed for a token follows from its position alone. Device thread only.
+far it is. Rotating the query makes up for both, since the dot product depends on the distance alone: no
+stored key changes, and what is computed for a token follows from its position alone. Device thread only.
 """
 
 from __future__ import annotations
@@ -141,41 +141,41 @@ def attend(
     *,
     scale: float,
     rotate: Rotate,
-    turn: Callable[[mx.array], mx.array],
+    to_rows: Callable[[mx.array], mx.array],
     sink_logits: mx.array | None = None,
 ) -> mx.array:
     """Compute attention of queries to a ring's places: (rows, heads, tokens, head_dim).
 
-    `queries` are (all rows' tokens, heads, 1, head_dim), which `turn` makes (rows, heads, tokens, head_dim);
-    keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are what some models
-    have for a key that stands for nothing.
+    `queries` are (all rows' tokens, heads, 1, head_dim), and `to_rows` makes that (rows, heads, tokens,
+    head_dim); keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are what
+    some models have for a key that stands for nothing.
     """
     kv_heads = keys.shape[1]
     transposed = keys.swapaxes(-1, -2)
 
     def scored(asking: mx.array, columns: mx.array) -> mx.array:
-        turned = turn(asking * scale)
-        rows, heads, num, size = turned.shape
-        return (turned.reshape(rows, kv_heads, -1, size) @ columns).reshape(rows, heads, num, -1)
+        by_row = to_rows(asking * scale)
+        rows, heads, num, size = by_row.shape
+        return (by_row.reshape(rows, kv_heads, -1, size) @ columns).reshape(rows, heads, num, -1)
 
-    turned = {"here": queries}
+    rotated = {"here": queries}
     if sight.before is not None:
-        turned["before"] = rotate(queries, sight.grid)
+        rotated["before"] = rotate(queries, sight.grid)
     if sight.to_sinks is not None:
-        turned["sinks"] = rotate(queries, sight.to_sinks)
+        rotated["sinks"] = rotate(queries, sight.to_sinks)
     if sight.runs:  # each place once
         starts = [0, *(end for end, _ in sight.runs)]
         parts = [
-            scored(turned[kind], transposed[..., start:end])
+            scored(rotated[kind], transposed[..., start:end])
             for start, (end, kind) in zip(starts, sight.runs, strict=False)
         ]
         scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
     else:
         scores = scored(queries, transposed)
         if sight.before is not None:
-            scores = mx.where(sight.before, scored(turned["before"], transposed), scores)
+            scores = mx.where(sight.before, scored(rotated["before"], transposed), scores)
         if sight.to_sinks is not None:
-            of_sinks = scored(turned["sinks"], transposed[..., : sight.num_sinks])
+            of_sinks = scored(rotated["sinks"], transposed[..., : sight.num_sinks])
             scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
     if sink_logits is None and cpu.faster_weighted(scores):
         return cpu.weighted(scores, values, sight.seen)
