@@ -405,7 +405,19 @@ class App:
             device_lock=DeviceLock(),
             model=loaded.name,
             worker=settings.worker,
+            build=self._describe(loaded),
         )
+
+    def _describe(self, loaded: LoadedModel) -> str:
+        """Describe what the tokens of an answer may depend on, for the header of results."""
+        build = {
+            "worker": self._settings.worker,
+            "version": VERSION,
+            "dtype": model.dtype_name(loaded.config) if self._dtype == "keep" else self._dtype,
+            "device": self._device.name,
+            "kv": f"{self._settings.kv_bits}-bit" if self._settings.kv_bits else "full",
+        }
+        return " ".join(f"{name}={value}" for name, value in build.items())
 
     @asynccontextmanager
     async def _background(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:

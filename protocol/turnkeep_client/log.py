@@ -22,10 +22,15 @@ HISTORY_HEADER: Final = "Turnkeep-History"
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
 #: Header of a result: the model that made it.
 MODEL_HEADER: Final = "Turnkeep-Model"
+#: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
+BUILD_HEADER: Final = "Turnkeep-Build"
 
 
 class Entry(NamedTuple):
-    """One message of the log; `stored` is the server's time. Only results have `model` and `history`."""
+    """One message of the log; `stored` is the server's time. Only results have the last three.
+
+    `build` names the `worker` that made the result, its `version`, `dtype`, `device` and `kv` precision.
+    """
 
     seq: int
     key: SessionKey
@@ -34,6 +39,7 @@ class Entry(NamedTuple):
     body: bytes
     model: str | None
     history: str | None
+    build: Mapping[str, str] = {}
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
@@ -53,6 +59,7 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
         body,
         headers.get(MODEL_HEADER),
         headers.get(HISTORY_HEADER),
+        dict(word.split("=", 1) for word in headers.get(BUILD_HEADER, "").split() if "=" in word),
     )
 
 

@@ -26,6 +26,14 @@ async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
     assert [one.seq for one in found] == sorted(one.seq for one in found)
     assert {one.key.session for one in found} == {"many", "one"}
     assert all((one.model, bool(one.history)) == ("tiny", True) for one in found if one.kind == "out")
+    build = found[-1].build
+    assert (build["worker"], build["dtype"], build["device"], build["kv"]) == (
+        "test",
+        "float32",
+        "cpu",
+        "full",
+    )
+    assert found[0].build == {}
     assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
     assert len(await worker.client.log("one")) == 2
 

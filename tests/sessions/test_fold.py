@@ -252,6 +252,7 @@ class World:
             retention=retention,
             model="tiny",
             worker="w",
+            build="",
             **parts,
         )
         self.session = Session(KEY, services, lambda _: None)

@@ -29,6 +29,7 @@ __all__ = [
     "Tokenizer",
     "cache_sizes",
     "default_dtype",
+    "dtype_name",
     "list_models",
     "load",
     "packaged_gguf",
@@ -207,7 +208,7 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
         except ModelError:
             continue
         size = sum(path.stat().st_size for path in weight_files(folder))
-        entries.append(ModelEntry(_name(folder, config), origin, folder, _dtype_name(config), size))
+        entries.append(ModelEntry(_name(folder, config), origin, folder, dtype_name(config), size))
     return entries
 
 
@@ -250,7 +251,8 @@ def _name(folder: Path, config: dict[str, Any]) -> str:
     return str(config.get("_name_or_path") or folder.name)
 
 
-def _dtype_name(config: dict[str, Any]) -> str:
+def dtype_name(config: dict[str, Any]) -> str:
+    """Name the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
     text = _text_config(config)
     quantization = config.get("quantization") or {}
     if "bits" in quantization:

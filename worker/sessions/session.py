@@ -16,7 +16,7 @@ import structlog
 from anyio import Lock, sleep
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -84,7 +84,7 @@ class Services:
     """The services that all sessions of a worker share.
 
     `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits a
-    tenant's sessions at work, `fold_gate` the logs that are folded at the same time.
+    tenant's sessions at work, `fold_gate` the logs that are folded at the same time. Results carry `build`.
     """
 
     journal: Journal
@@ -102,6 +102,7 @@ class Services:
     device_lock: DeviceLock
     model: str
     worker: str
+    build: str
 
 
 class AnsweredRequest(NamedTuple):
@@ -626,7 +627,7 @@ class Session:
     async def _store(self, result: Result, history: History) -> int:
         """Commit a result after the last one. Entries that are no results of this session do not fence."""
         journal, record = self._services.journal, self._record
-        headers = {MODEL_HEADER: self._services.model}
+        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
         if not isinstance(result, Failed):
             headers[HISTORY_HEADER] = history.digest()
         if self._trail.link is not None:
