@@ -36,16 +36,14 @@ _UNSET: Final = object()
 class Option:
     """The option of a plan's field. `smoke` is the value in the short form, which may be None.
 
-    Runs that are compared must share the value, unless it is `free`: free values are in no report, since an
-    address may contain a password. `type` is a click type, where the annotation is not enough: numbers are
-    above 0, a tuple of numbers is joined by commas, a tuple of strings is a repeatable option, a bool a flag.
+    `type` is a click type, where the annotation is not enough: numbers are above 0, a tuple of numbers is
+    joined by commas, a tuple of strings is a repeatable option, a bool a flag.
     """
 
     help: str
     smoke: Any = _UNSET
     type: Any = None
     metavar: str | None = None
-    free: bool = False
 
 
 #: Fields that several benches share.
@@ -149,8 +147,7 @@ def smoke(plan: type[Any], **changes: Any) -> Any:
 
 def settings(plan: Any) -> dict[str, Setting]:
     """Return a plan's settings for a report."""
-    free = {name for name, _, option, _ in _fields(type(plan)) if option.free}
-    values = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in free}
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

@@ -32,6 +32,7 @@ from .messages import (
 from .nats_client import Nats, refusal
 from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
+from .stream import LogStream, StreamError
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ RECONNECT_PAUSE_S: Final = 0.25
 READ_BATCH: Final = 256
 READ_BATCH_BYTES: Final = 4 * 2**20
 READ_S: Final = 2.0
+#: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
+API_S: Final = 10.0
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
 _END_OF_BATCH: Final = "204"
@@ -182,6 +185,11 @@ class Client:
             found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
             yield [one for one in found if one is not None]
             end, num_entries = start, 4 * num_entries
+
+    @property
+    def stored(self) -> LogStream:
+        """The log's stream, for operators; the user must be allowed to ask for it."""
+        return LogStream(self._wire, self._wire.subjects)
 
     @property
     def connected(self) -> bool:
@@ -319,6 +327,31 @@ class _NatsWire:
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
         return [one for one in found if one.seq < end]
 
+    async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
+        self._check()
+        try:
+            async with contextlib.aclosing(self._batches(stream, request)) as batches:
+                async for batch in batches:
+                    yield batch
+        except _NATS_ERRORS as error:
+            self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
+            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+
+    async def api(self, subject: str, body: bytes) -> dict[str, Any]:
+        self._check()
+        try:
+            reply = await _cancellable(self._nats.request(subject, body, timeout=API_S))
+        except _NATS_ERRORS as error:
+            self._check_permission(subject)
+            why = str(error) or type(error).__name__
+            raise NoWorkerError(f"JetStream does not answer on {subject}: {why}") from None
+        answer: dict[str, Any] = msgspec.json.decode(reply.data)
+        if (refused := answer.get("error")) is not None:
+            raise StreamError(
+                f"{self.subjects.log_stream}: {refused.get('description')}", refused.get("err_code", 0)
+            )
+        return answer
+
     async def last_seq(self, stream: str, subject: str) -> int:
         """Return the sequence of the last message of `subject`, 0 if there is none.
 
@@ -355,25 +388,35 @@ class _NatsWire:
     async def _read_on(
         self, stream: str, subject: str, seq: int, found: list[Stored], end: float = math.inf
     ) -> None:
+        request = {"seq": seq, "next_by_subj": subject}
+        async with contextlib.aclosing(self._batches(stream, request)) as batches:
+            async for batch in batches:
+                found += batch
+                if batch[-1].seq + 1 >= end:
+                    return
+
+    async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
+        """Yield what a batched direct get finds, batch by batch. Raises nats-py's errors."""
         replies = await self._nats.subscribe(self._nats.new_inbox())
         try:
-            while await self._read_batch(replies, stream, subject, seq, found):
-                seq = found[-1].seq + 1
-                if seq >= end:
-                    return
+            more = True
+            while more:
+                found: list[Stored] = []
+                more = await self._read_batch(replies, stream, request, found)
+                if found:
+                    yield found
+                    request = request | {"seq": found[-1].seq + 1}
         finally:
             await replies.unsubscribe()
 
     async def _read_batch(
-        self, replies: Subscription, stream: str, subject: str, seq: int, found: list[Stored]
+        self, replies: Subscription, stream: str, request: dict[str, Any], found: list[Stored]
     ) -> bool:
         """Add one batch to `found` and say whether there is more. Raises nats-py's errors."""
         if not self._connected.is_set():
             raise nats.errors.ConnectionClosedError
-        request = {"seq": seq, "batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, "next_by_subj": subject}
-        await self._nats.publish(
-            f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=replies.subject
-        )
+        body = msgspec.json.encode({"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, **request})
+        await self._nats.publish(f"$JS.API.DIRECT.GET.{stream}", body, reply=replies.subject)
         while True:
             reply = await _cancellable(replies.next_msg(timeout=READ_S))
             headers = reply.headers or {}

@@ -356,9 +356,9 @@ def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("other", "code"), [("a", 0), ("b", 1)])
-def test_replays_of_different_logs_are_refused(tmp_path: Path, other: str, code: int) -> None:
+def test_perplexities_of_different_models_are_refused(tmp_path: Path, other: str, code: int) -> None:
     for name, digest in (("one", "a"), ("two", other)):
-        found = make_report([], schema=report.schema_of("replay"), plan={}, facts={"record": digest})
+        found = make_report([], schema=report.schema_of("quality"), plan={}, facts={"model": digest})
         report.write(tmp_path / name, report.encode(found))
     assert said(tmp_path / "one", tmp_path / "two")[0] == code
 

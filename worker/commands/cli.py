@@ -6,14 +6,11 @@ that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import json
-import signal
 import sys
-import threading
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,25 +19,20 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.formatting import size
 from worker.settings import SettingsError
-from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
 
 from .cache_cli import cache
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
+from .log_cli import replay
 from .printing import table
+from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
-    from worker.settings import Settings
 
-_CLIENT_SETTINGS = ("nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _INTERRUPTED = 130
-_TERMINATED = 143
-
-_T = TypeVar("_T")
 
 
 class _Group(click.Group):
@@ -141,7 +133,7 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
 )
 @tenant_option
 @with_sampling(max_tokens=512)
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def chat(
     config: Path | None, name: str, tenant: str, system: str | None, sampling: Sampling, **flags: Any
 ) -> None:
@@ -152,7 +144,7 @@ def chat(
     """
     from .chat import chat as run
 
-    _talk(load_settings(config, flags), tenant, lambda client: run(client, name, system, sampling))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, name, system, sampling))
 
 
 @main.command()
@@ -162,7 +154,7 @@ def chat(
 )
 @tenant_option
 @with_sampling(max_tokens=256)
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def ask(
     config: Path | None,
     question: str | None,
@@ -181,7 +173,7 @@ def ask(
     from .ask import question as whole
 
     text = whole(question)
-    if not _talk(
+    if not talk(
         load_settings(config, flags), tenant, lambda client: run(client, name, text, system, sampling)
     ):
         sys.exit(_INTERRUPTED)
@@ -197,7 +189,7 @@ def ask(
 )
 @click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
 @click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def open_session(
     config: Path | None,
     session: str,
@@ -216,26 +208,26 @@ def open_session(
 
     asked = {"policy": policy, "sink": sink, "window": window}
     cache = {name: value for name, value in asked.items() if value is not None}
-    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
 
 
 @main.command()
 @click.argument("session", required=False)
 @tenant_option
 @as_json
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
     """Show a session and its worker; without SESSION, show the next metrics message."""
     from .control import info as run
 
-    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
 
 
 @main.command()
 @click.argument("session")
 @click.argument("request_id", metavar="ID")
 @tenant_option
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
     """Stop request ID of SESSION; the tokens of its answer so far stay in the session."""
 
@@ -243,14 +235,14 @@ def cancel(config: Path | None, session: str, request_id: str, tenant: str, **fl
         cancelled = await client.session(session).cancel(request_id)
         click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 
-    _talk(load_settings(config, flags), tenant, run)
+    talk(load_settings(config, flags), tenant, run)
 
 
 @main.command()
 @click.argument("session")
 @tenant_option
 @click.option("--position", type=click.IntRange(1), help="Number of first tokens to pin. [default: all]")
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def pin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
     """Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.
 
@@ -259,19 +251,19 @@ def pin(config: Path | None, session: str, tenant: str, position: int | None, **
     """
     from .control import pin as run
 
-    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
 @main.command()
 @click.argument("session")
 @tenant_option
 @click.option("--position", type=click.IntRange(1), help="Only the pin with N tokens. [default: all]")
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def unpin(config: Path | None, session: str, tenant: str, position: int | None, **flags: Any) -> None:
     """Remove the pins of SESSION's tokens; their KV may then be evicted."""
     from .control import unpin as run
 
-    _talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
 @main.command()
@@ -291,7 +283,7 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
     show_default=True,
     help="Drop a worker that has been silent for so long.",
 )
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def exporter(config: Path | None, address: str, port: int, forget_s: float, **flags: Any) -> None:
     """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
 
@@ -300,22 +292,23 @@ def exporter(config: Path | None, address: str, port: int, forget_s: float, **fl
     from ops.exporter import run
 
     settings = load_settings(config, flags)
-    _talk(settings, "default", lambda client: run(client, address=address, port=port, forget_s=forget_s))
+    talk(settings, "default", lambda client: run(client, address=address, port=port, forget_s=forget_s))
 
 
 @main.command()
 @tenant_option
-@with_settings(*_CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def top(config: Path | None, tenant: str, **flags: Any) -> None:
     """Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it."""
     from ops.top import run
 
     settings = load_settings(config, flags)
-    _talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
+    talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
 
 
 main.add_command(bench)
 main.add_command(cache)
+main.add_command(replay)
 
 
 def _show_whole_sentences(group: click.Group) -> None:
@@ -327,23 +320,3 @@ def _show_whole_sentences(group: click.Group) -> None:
 
 
 _show_whole_sentences(main)
-
-
-def _talk(settings: Settings, tenant: str, talk: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    from turnkeep_client.client import connect
-
-    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
-    options = nats_options(settings)
-
-    async def run() -> _T:
-        # SIGTERM cancels the task, so that changed terminal settings are restored.
-        task = asyncio.current_task()
-        if task and threading.current_thread() is threading.main_thread():  # others cannot
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        async with await connect(url, tenant=tenant, prefix=settings.prefix, **options) as client:
-            return await talk(client)
-
-    try:
-        return asyncio.run(run())
-    except asyncio.CancelledError:
-        sys.exit(_TERMINATED)

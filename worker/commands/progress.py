@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def terminal_progress(begins: Callable[[str], object] = lambda _: None) -> Iterator[Progress]:
-    """Yield a callback for progress; any thread may call it.
+def terminal_progress(
+    begins: Callable[[str], object] = lambda _: None, *, of_bytes: bool = True
+) -> Iterator[Progress]:
+    """Yield a callback for progress, in bytes or plain numbers; any thread may call it.
 
     Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
     would keep redrawing its line and erase what others print there.
@@ -30,9 +32,17 @@ def terminal_progress(begins: Callable[[str], object] = lambda _: None) -> Itera
         yield tell
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def show(done: int, total: int, what: str) -> None:

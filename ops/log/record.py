@@ -1,0 +1,142 @@
+"""Recorded sessions from a log: requests with their results, and which of them can be replayed. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import structs
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import derived_seed
+from turnkeep_client.messages import (
+    Append,
+    Close,
+    Failed,
+    Generate,
+    Generated,
+    decode_request,
+    decode_result,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from datetime import datetime
+
+    from turnkeep_client.log import Entry
+    from turnkeep_client.messages import Request, Result
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request and its result, with their entries in the log."""
+
+    request: Request
+    result: Result
+    asked: Entry
+    answered: Entry
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from request to result, by the log."""
+        return (self.answered.stored - self.asked.stored).total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Sessions by name, with their replayable exchanges. `left_out` counts the others by reason."""
+
+    sessions: dict[str, list[Exchange]]
+    left_out: dict[str, int]
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests of all sessions."""
+        return sum(map(len, self.sessions.values()))
+
+    @property
+    def begin(self) -> datetime:
+        """When the first request was stored."""
+        return min(exchanges[0].asked.stored for exchanges in self.sessions.values())
+
+
+def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
+    """Yield the requests of a log with their results."""
+    results: dict[int | None, tuple[Result, Entry]] = {}
+    for entry in entries:
+        if entry.kind == "out" and (result := decoded(decode_result, entry.body)) is not None:
+            results.setdefault(result.seq, (result, entry))
+    for entry in entries:
+        if entry.kind == "in" and entry.seq in results:
+            request = decoded(decode_request, entry.body)
+            if request is not None:
+                result, answered = results[entry.seq]
+                yield Exchange(request, result, entry, answered)
+
+
+def within(
+    entries: Sequence[Entry], sessions: Sequence[str], since: datetime | None, until: datetime | None
+) -> list[Entry]:
+    """Return the entries before `until` of `sessions` (none named: all) that began at `since` or later."""
+    begun: dict[str, datetime] = {}
+    for entry in entries:
+        begun.setdefault(entry.key.session, entry.stored)
+    return [
+        entry
+        for entry in entries
+        if (not sessions or entry.key.session in sessions)
+        and (since is None or begun[entry.key.session] >= since)
+        and (until is None or entry.stored < until)
+    ]
+
+
+def fold(entries: Sequence[Entry]) -> Record:
+    """Return the replayable record of a log, without exchanges that changed nothing."""
+    sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
+    joined = list(pair_up(entries))
+    left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
+    for one in joined:
+        if one.result.repeat_of is not None:
+            left_out["repeated"] += 1
+        elif isinstance(one.result, Failed):
+            left_out["refused"] += 1
+        elif isinstance(one.result, Generated) and not one.result.tokens:
+            left_out["cancelled before the first token"] += 1
+        elif isinstance(one.request, Close) and one.asked.key.session not in sessions:
+            left_out["of a forgotten session"] += 1
+        else:
+            sessions[one.asked.key.session].append(replace(one, request=_playable(one)))
+    for exchanges in sessions.values():
+        if isinstance(exchanges[-1].request, Close):  # a replay ends all of its sessions itself
+            exchanges.pop()
+    return Record(
+        {name: some for name, some in sessions.items() if some},
+        {reason: times for reason, times in left_out.items() if times},
+    )
+
+
+def _playable(one: Exchange) -> Request:
+    """Return the request with its derived seed and its actual length, without position and deadline."""
+    request, result, entry = one.request, one.result, one.asked
+    changes: dict[str, object] = {"expect_position": None}
+    if isinstance(request, Append | Generate):
+        changes["deadline_s"] = None
+    if isinstance(request, Close):
+        changes["forget"] = False  # what is behind it is still to be compared
+    if isinstance(request, Generate) and isinstance(result, Generated):
+        if request.seed is None and request.temperature > 0:
+            changes["seed"] = derived_seed(entry.key, entry.seq)
+        if result.finish_reason in ("cancelled", "expired"):  # stopped from outside
+            changes["max_tokens"] = len(result.tokens)
+    return structs.replace(request, **changes)
+
+
+def decoded(decode: Callable[[bytes], T], body: bytes) -> T | None:
+    """Decode a body; None if it is not valid."""
+    try:
+        return decode(body)
+    except InvalidMessageError:
+        return None

@@ -1,0 +1,214 @@
+"""`turnkeep replay`: recorded sessions, played again in their order, and compared with the record.
+
+A request that was sent after the previous answer waits for that answer here too, then for the sender's pause;
+other requests are sent without waiting. So a slower worker gets the same conversation later, not a burst of
+requests. Events of the log are all that is compared and timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from turnkeep_client.errors import RequestFailedError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.messages import Close, Generated
+from turnkeep_client.session import build
+from turnkeep_client.subjects import SessionKey
+
+from .differences import Difference, first_difference
+from .record import Exchange, pair_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from turnkeep_client.calls import Call
+    from turnkeep_client.client import Client
+
+    from .record import Record
+
+#: Sessions at a time, of a replay that is as fast as it goes.
+_AT_ONCE: Final = 256
+#: How long to wait for the close of a session, which is carried out in any case.
+_CLOSE_S: Final = 30.0
+#: How long to wait until a mirror of the log has the last result.
+_LAG_S: Final = 10.0
+
+
+class ReplayError(TurnkeepError):
+    """A replay is not possible; the message says what would help."""
+
+
+class Times(Struct, frozen=True, kw_only=True):
+    """Median and 99th percentile in seconds: of requests' turnarounds, and of generates' first tokens."""
+
+    turnaround: tuple[float, float]
+    first_token: tuple[float, float]
+    total: float
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What a replay came to. Of each session that differs, `differences` has the first one."""
+
+    tenant: str
+    sessions: int
+    requests: int
+    tokens: int
+    left_out: dict[str, int]
+    same: bool
+    not_compared: int
+    differences: tuple[Difference, ...]
+    recorded: Times
+    replayed: Times | None
+
+
+@dataclass(slots=True)
+class _Played:
+    """One session's replay: the results by request id, and why a request has none."""
+
+    name: str
+    recorded: Sequence[Exchange]
+    answers: dict[str, Exchange] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+
+
+class Replay:
+    """Plays a record, as fast as it was made times `speed`. Event loop only."""
+
+    def __init__(
+        self,
+        client: Client,
+        record: Record,
+        *,
+        speed: float,
+        timeout_s: float,
+        keep: bool,
+        rename: Callable[[str], str],
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        """Without `keep` replayed sessions are closed and forgotten. Infinite `speed` leaves out pauses."""
+        self._client, self._record, self._speed = client, record, speed
+        self._timeout_s, self._keep, self._rename = timeout_s, keep, rename
+        self._progress, self._num_done = progress, 0
+        self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
+
+    async def run(self) -> Report:
+        """Play all sessions. Raises `ReplayError`, and `NoWorkerError` if nobody serves."""
+        if not self._record.sessions:
+            raise ReplayError(
+                "there is nothing to replay: the log holds no such session with answered requests"
+            )
+        with contextlib.suppress(RequestFailedError):  # a worker says that there is no such session
+            await self._client.session("any").info()
+        self._began_s = self._now_s()
+        played = [_Played(name, some) for name, some in self._record.sessions.items()]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in played:
+                    tasks.create_task(self._session(one))
+        except* TurnkeepError as group:
+            raise next(iter(_leaves(group))) from None
+        return self._report(played)
+
+    async def _session(self, played: _Played) -> None:
+        key = SessionKey(self._client.tenant, self._rename(played.name))
+        async with self._places:
+            if await self._client.log(key.session):
+                raise ReplayError(f"the log has a session {key} already; replay into another tenant")
+            closing = None
+            try:
+                await self._play(key, played)
+                played.answers = await self._answers(key, played)
+            finally:  # of an interrupted replay too, which does not wait for it
+                if not self._keep:
+                    closing = await self._client.submit(key, build(Close, forget=True), timeout_s=_CLOSE_S)
+            if closing is not None:
+                with contextlib.suppress(ResultTimeoutError):
+                    await closing
+
+    async def _play(self, key: SessionKey, played: _Played) -> None:
+        """Send the requests of one session, and wait for their results."""
+        waiting: list[Call] = []
+        then, then_s = self._record.begin, self._began_s  # the event before a request, in the record and here
+        for before, one in zip((None, *played.recorded), played.recorded, strict=False):
+            if before is not None and one.asked.seq > before.answered.seq:  # its result may have been read
+                await self._results(waiting, played)
+                then, then_s = before.answered.stored, self._now_s()
+            due_s = then_s + (one.asked.stored - then).total_seconds() / self._speed
+            await asyncio.sleep(max(0.0, due_s - self._now_s()))
+            then, then_s = one.asked.stored, self._now_s()
+            waiting.append(await self._client.submit(key, one.request, timeout_s=self._timeout_s))
+        await self._results(waiting, played)
+
+    async def _results(self, waiting: list[Call], played: _Played) -> None:
+        while waiting:
+            call = waiting.pop(0)
+            try:
+                await call
+            except ResultTimeoutError:
+                played.faults[call.id] = f"no result within {self._timeout_s:g} s"
+            self._num_done += 1
+            self._progress(self._num_done, self._record.num_requests, "replaying")
+
+    async def _answers(self, key: SessionKey, played: _Played) -> dict[str, Exchange]:
+        """Read the results back, with their headers. A tenant reads a mirror of the log, which may lag."""
+        deadline_s = self._now_s() + _LAG_S
+        while True:
+            found = {one.request.id: one for one in pair_up(await self._client.log(key.session))}
+            if len(found) + len(played.faults) >= len(played.recorded) or self._now_s() > deadline_s:
+                return found
+            await asyncio.sleep(0.1)
+
+    def _report(self, played: Sequence[_Played]) -> Report:
+        differences, num_apart = [], 0
+        for one in played:
+            found = first_difference(one.name, one.recorded, one.answers, one.faults)
+            if found is not None:
+                differences.append((one.recorded[found.number - 1].asked.seq, found))
+                num_apart += len(one.recorded) - found.number
+        recorded = [exchange for one in played for exchange in one.recorded]
+        replayed = [exchange for one in played for exchange in one.answers.values()]
+        return Report(
+            tenant=self._client.tenant,
+            sessions=len(played),
+            requests=len(recorded),
+            tokens=sum(len(one.result.tokens) for one in recorded if isinstance(one.result, Generated)),
+            left_out=self._record.left_out,
+            same=not differences,
+            not_compared=num_apart,
+            differences=tuple(found for _, found in sorted(differences, key=lambda pair: pair[0])),
+            recorded=_times(recorded),
+            replayed=_times(replayed) if replayed else None,
+        )
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _leaves(group: BaseExceptionGroup[TurnkeepError]) -> list[TurnkeepError]:
+    return [
+        leaf
+        for one in group.exceptions
+        for leaf in (_leaves(one) if isinstance(one, BaseExceptionGroup) else [one])
+    ]
+
+
+def _times(exchanges: Sequence[Exchange]) -> Times:
+    results = [one.result for one in exchanges]
+    first = [result.seconds.first_token for result in results if isinstance(result, Generated)]
+    begin, end = min(one.asked.stored for one in exchanges), max(one.answered.stored for one in exchanges)
+    return Times(
+        turnaround=_typical([one.took_s for one in exchanges]),
+        first_token=_typical(first),
+        total=(end - begin).total_seconds(),
+    )
+
+
+def _typical(values_s: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile; zeros without values."""
+    ordered = sorted(values_s) or [0.0]
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]

@@ -1,0 +1,179 @@
+"""What `replay` takes from a log, and what it says of a session that differs from its record."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ops.log.differences import Difference, first_difference, first_unequal
+from ops.log.record import fold, pair_up, within
+from turnkeep_client.log import Entry
+from turnkeep_client.messages import encode
+from turnkeep_client.subjects import SessionKey
+
+APPEND = {"type": "append", "id": "a", "text": "x"}
+GENERATE = {"type": "generate", "max_tokens": 2}
+SIZES = {"tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "kv_live_bytes": 1, "seconds": 0.1}
+COUNTS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "completion_tokens")
+SECONDS = dict.fromkeys(("queued", "prefill", "first_token", "total"), 0.1)
+REFUSED = {"type": "failed", "id": "x", "code": "expired", "message": "", "retryable": True}
+
+
+def entry(seq: int, kind: Any, body: dict[str, Any], at_s: float = 0, session: str = "s") -> Entry:
+    stored = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(seconds=at_s)
+    return Entry(seq, SessionKey("default", session), kind, stored, encode(body), "m", "d")
+
+
+def appended(seq: int, **more: Any) -> dict[str, Any]:
+    return {"type": "appended", "id": "x", "seq": seq, "position": 1, **SIZES, **more}
+
+
+def test_what_changed_nothing_is_left_out_and_the_rest_keeps_its_times() -> None:
+    record = fold(
+        [
+            entry(1, "in", APPEND, 10),
+            entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
+            entry(3, "out", appended(1), 12),
+            entry(4, "out", appended(2), 13),
+            entry(5, "in", APPEND, 14),
+            entry(6, "out", appended(5, repeat_of=1), 15),
+            entry(7, "in", {**APPEND, "id": "c"}, 16),
+            entry(8, "out", {**REFUSED, "seq": 7}, 17),
+            entry(9, "in", {**APPEND, "id": "d"}, 18),
+            entry(10, "in", {"type": "no"}, 19),
+            entry(11, "in", {**APPEND, "id": "e"}, 12.5, "t"),
+            entry(12, "out", appended(11), 14, "t"),
+        ]
+    )
+    assert record.left_out == {"repeated": 1, "refused": 1, "not valid, or not answered": 2}
+    first, second = record.sessions.values()
+    assert [(step.asked.seq, step.answered.seq, step.took_s) for step in first] == [(1, 3, 2), (2, 4, 2)]
+    assert first[1].request.expect_position is None
+    assert [(step.asked.seq, step.took_s) for step in second] == [(11, 1.5)]
+    assert record.begin == first[0].asked.stored
+
+
+def test_a_forgotten_session_is_left_out_and_a_replay_forgets_nothing_before_it_is_compared() -> None:
+    close = {"type": "close", "forget": True}
+    closed = {"type": "closed", "id": "x", "position": 1}
+    record = fold(
+        [
+            entry(1, "in", {**close, "id": "c"}),
+            entry(2, "out", {**closed, "seq": 1}),
+            entry(3, "in", APPEND, 1, "t"),
+            entry(4, "out", appended(3), 2, "t"),
+            entry(5, "in", {**close, "id": "d"}, 3, "t"),
+            entry(6, "out", {**closed, "seq": 5}, 4, "t"),
+            entry(7, "in", {**APPEND, "id": "e"}, 5, "t"),
+            entry(8, "out", appended(7), 6, "t"),
+            entry(9, "in", {**close, "id": "f"}, 7, "t"),
+            entry(10, "out", {**closed, "seq": 9}, 8, "t"),
+        ]
+    )
+    assert record.left_out == {"of a forgotten session": 1}
+    (kept,) = record.sessions.values()
+    assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
+
+
+def test_a_range_of_time_takes_sessions_from_their_beginning() -> None:
+    entries = [
+        entry(seq, "in", APPEND, at_s, name) for seq, at_s, name in ((1, 0, "s"), (2, 5, "t"), (3, 9, "s"))
+    ]
+    when = [one.stored for one in entries]
+    assert [one.seq for one in within(entries, (), None, None)] == [1, 2, 3]
+    assert [one.seq for one in within(entries, (), when[1], None)] == [2]
+    assert [one.seq for one in within(entries, (), None, when[2])] == [1, 2]
+    assert [one.seq for one in within(entries, ("s",), None, None)] == [1, 3]
+
+
+BUILD = {"worker": "w", "version": "1", "dtype": "float32", "device": "cpu", "kv": "full"}
+
+
+def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None = None) -> Difference | None:
+    """Replay two answers of the tokens 1 and 2; fields and headers of the second one are changed."""
+    sides = []
+    for changed, headers in ((told or {}, now or {}), ({}, was or {})):
+        entries = []
+        for i in range(2):
+            usage = dict.fromkeys(COUNTS, 1) | {"prompt_tokens": 9}
+            body = {"type": "generated", "id": "x", "position": 1, "text": "ab", "usage": usage}
+            body |= {"tokens": [1, 2], "seconds": SECONDS, "kv_live_bytes": 1, "finish_reason": "length"}
+            body |= {"seq": 2 * i + 1} | (changed if i else {})
+            entries.append(entry(2 * i + 1, "in", {**GENERATE, "id": f"{i}"}))
+            out = entry(2 * i + 2, "out", body)._replace(build=BUILD)
+            entries.append(out._replace(**headers) if i else out)
+        sides.append(list(pair_up(entries)))
+    return first_difference("s", sides[1], {one.request.id: one for one in sides[0]}, {})
+
+
+OTHER_TOKEN = {"tokens": [1, 3], "text": "ac"}
+
+
+def test_the_first_difference_is_named_by_its_request_its_token_and_its_text() -> None:
+    assert difference() is None
+    found = difference(told=OTHER_TOKEN)
+    assert found is not None
+    assert (found.session, found.number, found.id, found.token) == ("s", 2, "1", 1)
+    assert (found.recorded, found.replayed) == ("ab", "ac")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told", "cause"),
+    [
+        ({}, {"model": "n"}, OTHER_TOKEN, "another model: n, the record is of m"),
+        (
+            {},
+            {"build": BUILD | {"dtype": "float16"}},
+            OTHER_TOKEN,
+            "another dtype: float16, the record is of flo",
+        ),
+        (
+            {},
+            {"build": BUILD | {"device": "metal"}},
+            OTHER_TOKEN,
+            "another device: metal, the record is of cpu",
+        ),
+        ({}, {"build": BUILD | {"kv": "8-bit"}}, OTHER_TOKEN, "another KV precision: 8-bit"),
+        (
+            {},
+            {"build": BUILD | {"version": "2"}},
+            OTHER_TOKEN,
+            "another version: 2, the record is of 1; its defaults may differ (temperature, top_p, ",
+        ),
+        (
+            {},
+            {"build": BUILD | {"worker": "v"}},
+            OTHER_TOKEN,
+            "model, dtype, KV precision, device, version are",
+        ),
+        ({"build": {}}, {}, OTHER_TOKEN, "unknown: the record does not say its dtype and device"),
+        (
+            {},
+            {},
+            OTHER_TOKEN | {"cache": {"policy": "sink_window", "sink": 4, "window": 64}},
+            "another cache policy: sink_window (the first 4 tokens and the last 64), the record is of full",
+        ),
+        ({}, {"history": "e"}, {}, "the prompt became other tokens under a model of the same name"),
+        ({}, {}, {"usage": dict.fromkeys(COUNTS, 8)}, "the prompt became other tokens"),
+        ({}, {}, {**REFUSED, "code": "internal", "message": "no"}, "the replaying worker: internal: no"),
+    ],
+)
+def test_a_difference_has_the_cause_that_the_results_tell(was: Any, now: Any, told: Any, cause: str) -> None:
+    found = difference(was=was, now=now, told=told)
+    assert found is not None
+    assert found.cause.startswith(cause), found.cause
+
+
+def test_a_request_without_a_result_is_a_difference() -> None:
+    (one,) = pair_up([entry(1, "in", APPEND), entry(2, "out", appended(1))])
+    found = first_difference("s", [one], {}, {"a": "no result within 3 s"})
+    assert found is not None
+    assert found.cause == "the replaying worker: no result within 3 s"
+
+
+def test_the_first_unequal_token_is_where_one_answer_leaves_the_other() -> None:
+    assert first_unequal((1, 2, 3), (1, 2, 3)) is None
+    assert first_unequal((1, 2, 3), (1, 9, 3)) == 1
+    assert first_unequal((1, 2, 3), (1, 2)) == 2

@@ -1,0 +1,125 @@
+"""`turnkeep replay` between real workers: the same tokens again, and why they are others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands.command_runs import Terminal, turnkeep, where
+from tests.parts import CHAT_TEMPLATE, make_tiny_model
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+
+async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(turnkeep, "replay", *options, *where(worker))
+
+
+async def converse(worker: LocalWorker) -> None:
+    """Two sessions: one samples, one sends without waiting, is rewound, and closed."""
+    garden, house = worker.client.session("garden"), worker.client.session("house")
+    say = [{"role": "user", "content": "What is red?"}]
+    for _ in range(2):
+        await garden.generate(messages=say, max_tokens=40, temperature=1.0)
+    await asyncio.gather(*(house.append(messages=say, request_id=f"a{i}") for i in range(3)))
+    await house.rewind(20)
+    await house.generate(text="and", max_tokens=20)
+    await house.close()
+
+
+async def test_a_record_comes_out_the_same_and_leaves_nothing_behind(local_worker: Start) -> None:
+    worker = await local_worker()
+    await converse(worker)
+    done = await replay(worker, "--speed", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("the same: 2 sessions, 7 requests, ")
+    assert "turnaround, median" in done.stdout
+    kept = await replay(worker, "garden", "--speed", "max", "--into-tenant", "again", "--keep", "--json")
+    report = json.loads(kept.stdout)
+    assert (kept.returncode, report["same"], report["sessions"], report["tenant"]) == (0, True, 1, "again")
+    log = await worker.client.stored.subjects()
+    assert [kinds for key, kinds in log.items() if key.tenant == "again"] == [{"in": 2, "out": 2}]
+    left = [kinds for key, kinds in log.items() if key.tenant.startswith("replay-")]
+    assert left == [{"in": 1, "out": 1, "closed": 1}] * 2, "the close that forgets, and its result"
+
+
+async def other(start: Start, tmp_path: Path, name: str, **settings: object) -> LocalWorker:
+    """Start a second worker, under a prefix of its own."""
+    return await start(prefix=f"other{name}", data_dir=tmp_path / name, **settings)
+
+
+@pytest.mark.parametrize("name", ["model", "dtype", "template"])
+async def test_a_difference_is_shown_with_its_likely_cause(
+    local_worker: Start, tmp_path: Path, tiny_model: Path, name: str
+) -> None:
+    changed = tmp_path / "copy" / tiny_model.name
+    shutil.copytree(tiny_model, changed)
+    for file in changed.glob("chat_template*"):
+        file.write_text("Hello. " + CHAT_TEMPLATE)
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"model": str(make_tiny_model(tmp_path / "small", num_hidden_layers=1))},
+        "dtype": {"dtype": "bfloat16"},
+        "template": {"model": str(changed)},
+    }
+    worker = await local_worker()
+    await converse(worker)
+    second = await other(local_worker, tmp_path, name, **settings[name])
+    done = await replay(worker, "--speed", "max", "--into-prefix", second.settings.prefix)
+    assert done.returncode == 1, done.stdout + done.stderr
+    *_, different, first, recorded, replayed, cause = done.stdout.splitlines()
+    assert different.startswith("different: ")
+    assert first.startswith("first: session ")
+    assert recorded != replayed
+    assert cause.strip().startswith(
+        {
+            "model": "likely cause: another model: small, the record is of tiny",
+            "dtype": "likely cause: another dtype: bfloat16, the record is of float32",
+            "template": "likely cause: the prompt became other tokens under a model of the same name",
+        }[name]
+    )
+
+
+async def test_what_cannot_be_replayed_is_one_line(local_worker: Start) -> None:
+    worker = await local_worker()
+    await converse(worker)
+    for options, says in (
+        (("nobody",), "turnkeep: there is nothing to replay: "),
+        (("--since", "2100-01-01"), "turnkeep: there is nothing to replay: "),
+        (("--into-prefix", "unserved"), "turnkeep: no worker serves unserved.replay-"),
+    ):
+        done = await replay(worker, *options)
+        assert (done.returncode, done.stdout) == (1, ""), done.stdout
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(says), line
+    for options in (("--speed", "0"), ("--speed", "fast"), ("--until", "soon")):
+        assert (await replay(worker, *options)).returncode == 2
+
+
+async def test_an_interrupted_replay_leaves_nothing_to_be_answered(local_worker: Start) -> None:
+    worker = await local_worker()
+    await converse(worker)
+    await asyncio.sleep(2)
+    await worker.client.session("garden").append(text="much later")
+    with Terminal("replay", "--speed", "0.1", "--into-tenant", "again", *where(worker)) as terminal:
+        await asyncio.to_thread(terminal.wait_for, "replaying")
+        terminal.type("\x03")
+        assert await asyncio.to_thread(terminal.end) == 130
+    async with asyncio.timeout(30):
+        while True:
+            log = await worker.client.stored.subjects()
+            left = [kinds for key, kinds in log.items() if key.tenant == "again"]
+            if all(kinds.get("in") == kinds.get("out") == 1 for kinds in left):
+                break
+            await asyncio.sleep(0.1)
+    assert len(left) == 2

@@ -1,0 +1,48 @@
+"""The way of a command to NATS: a client's connection by the settings, for as long as the command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from turnkeep_client.client import Client
+    from worker.settings import Settings
+
+#: The settings of a command that talks to NATS.
+CLIENT_SETTINGS: Final = ("nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
+_TERMINATED: Final = 143
+
+_T = TypeVar("_T")
+
+
+async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
+    """Connect a client by the settings; under another `prefix` than theirs if one is given."""
+    from turnkeep_client.client import connect
+
+    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    return await connect(url, tenant=tenant, prefix=prefix or settings.prefix, **nats_options(settings))
+
+
+def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
+    """Run `say` with a connected client, until it ends or SIGTERM comes."""
+
+    async def run() -> _T:
+        # SIGTERM cancels the task, so that changed terminal settings are restored.
+        task = asyncio.current_task()
+        if task and threading.current_thread() is threading.main_thread():  # others cannot
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        async with await connected(settings, tenant) as client:
+            return await say(client)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        sys.exit(_TERMINATED)
