@@ -36,7 +36,7 @@ from .stream import LogStream, StreamError
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self, Unpack
 
@@ -397,36 +397,22 @@ class _NatsWire:
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield what a batched direct get finds, batch by batch. Raises nats-py's errors."""
-        replies = await self._nats.subscribe(self._nats.new_inbox())
+        batch = _Batch()
+        inbox = self._nats.new_inbox()
+        replies = await self._nats.subscribe(inbox, cb=batch.arrived)
         try:
             more = True
             while more:
-                found: list[Stored] = []
-                more = await self._read_batch(replies, stream, request, found)
+                if not self._connected.is_set():
+                    raise nats.errors.ConnectionClosedError
+                body = msgspec.json.encode({"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, **request})
+                await self._nats.publish(f"$JS.API.DIRECT.GET.{stream}", body, reply=inbox)
+                found, more = await batch.whole()
                 if found:
                     yield found
                     request = request | {"seq": found[-1].seq + 1}
         finally:
             await replies.unsubscribe()
-
-    async def _read_batch(
-        self, replies: Subscription, stream: str, request: dict[str, Any], found: list[Stored]
-    ) -> bool:
-        """Add one batch to `found` and say whether there is more. Raises nats-py's errors."""
-        if not self._connected.is_set():
-            raise nats.errors.ConnectionClosedError
-        body = msgspec.json.encode({"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, **request})
-        await self._nats.publish(f"$JS.API.DIRECT.GET.{stream}", body, reply=replies.subject)
-        while True:
-            reply = await _cancellable(replies.next_msg(timeout=READ_S))
-            headers = reply.headers or {}
-            # A stored message keeps its publisher's headers, and these may contain a `Status`.
-            if "Nats-Sequence" not in headers:
-                status = headers.get("Status", "")
-                if status not in (_END_OF_BATCH, _NOTHING):
-                    raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
-                return int(headers.get("Nats-Num-Pending", "0")) > 0
-            found.append(Stored(int(headers["Nats-Sequence"]), reply.data, headers))
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         async def deliver(message: Msg) -> None:
@@ -499,6 +485,41 @@ class _NatsWire:
         self.closed = True
         self._connected.set()  # a waiting publish must see that it is closed
         self._wake()
+
+
+class _Batch:
+    """Receives one batch at a time: a wait for each message would take longer than reading it."""
+
+    def __init__(self) -> None:
+        self._found: list[Stored] = []
+        self._end: Mapping[str, str] = {}
+        self._ended = asyncio.Event()
+
+    async def arrived(self, message: Msg) -> None:
+        headers = message.headers or {}
+        # A stored message keeps its publisher's headers, and these may contain a `Status`.
+        if "Nats-Sequence" in headers:
+            self._found.append(Stored(int(headers["Nats-Sequence"]), message.data, headers))
+        else:
+            self._end = headers
+            self._ended.set()
+
+    async def whole(self) -> tuple[list[Stored], bool]:
+        """Return the batch that was asked for, and whether there is more. Raises nats-py's errors."""
+        num_before = -1
+        while not self._ended.is_set():
+            if len(self._found) == num_before:
+                raise nats.errors.TimeoutError
+            num_before = len(self._found)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_S):
+                    await self._ended.wait()
+        self._ended.clear()
+        found, self._found = self._found, []
+        status = self._end.get("Status", "")
+        if status not in (_END_OF_BATCH, _NOTHING):
+            raise nats.errors.Error(f"direct get: {status} {self._end.get('Description', '')}")
+        return found, int(self._end.get("Nats-Num-Pending", "0")) > 0
 
 
 async def _cancellable(call: Awaitable[_T]) -> _T:

@@ -59,8 +59,13 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
         body,
         headers.get(MODEL_HEADER),
         headers.get(HISTORY_HEADER),
-        dict(word.split("=", 1) for word in headers.get(BUILD_HEADER, "").split() if "=" in word),
+        words(headers.get(BUILD_HEADER, "")),
     )
+
+
+def words(header: str) -> dict[str, str]:
+    """Parse a header of `name=value` words."""
+    return dict(word.split("=", 1) for word in header.split() if "=" in word)
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 #: The server answers for at most 1,024 subjects at a time.
 _SUBJECTS_AT_ONCE: Final = 1000
+#: A batch when everything is read: for each one the server counts what is left of the subject.
+_MANY: Final = 8192
+_MANY_BYTES: Final = 32 * 2**20
 _NO_MESSAGE: Final = 10037
 _NO_STREAM: Final = 10059
 
@@ -76,19 +79,21 @@ class LogStream:
         self, keys: Iterable[SessionKey], kind: SessionKind
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield the last entry of a kind of each session that has one. Needs `$JS.API.DIRECT.GET.<log>`."""
-        wanted = [self._subjects.of(key, kind) for key in keys]
-        for start in range(0, len(wanted), _SUBJECTS_AT_ONCE):
-            some = wanted[start : start + _SUBJECTS_AT_ONCE]
+        wanted = {self._subjects.of(key, kind): key for key in keys}
+        subjects = list(wanted)
+        for start in range(0, len(subjects), _SUBJECTS_AT_ONCE):
+            some = subjects[start : start + _SUBJECTS_AT_ONCE]
             async for batch in self._api.batches(self.name, {"multi_last": some, "batch": len(some)}):
                 for one in batch:
-                    yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
+                    yield wanted[one.headers["Nats-Subject"]], one
 
-    async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[Stored]:
+    async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield all entries of a session, in order; names may be `*`. Needs `$JS.API.DIRECT.GET.<log>`."""
         subject = f"{self._subjects.prefix}.{key.tenant}.{key.session}.{kind}"
-        async for batch in self._api.batches(self.name, {"seq": 1, "next_by_subj": subject}):
+        request = {"seq": 1, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
+        async for batch in self._api.batches(self.name, request):
             for one in batch:
-                yield one
+                yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
 
     async def get(self, seq: int) -> Stored | None:
         """Read one entry; None if it is gone. Needs `$JS.API.STREAM.MSG.GET.<log>`."""

@@ -32,6 +32,8 @@ REFUSED: Final = "_refused"
 SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
 ChunkKind = Literal["chunk", "tok"]
 Kind = SessionKind | ChunkKind
+_SESSION_KINDS: Final = frozenset(get_args(SessionKind))
+_CHUNK_KINDS: Final = frozenset(get_args(ChunkKind))
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
@@ -134,8 +136,8 @@ class Subjects:
         head = self.prefix + "."
         parts = subject[len(head) :].split(".") if subject.startswith(head) else []
         kind = parts[2] if len(parts) > 2 else ""
-        of_chunks = kind in get_args(ChunkKind)
-        if not (of_chunks or kind in get_args(SessionKind)) or len(parts) != 3 + of_chunks:
+        of_chunks = kind in _CHUNK_KINDS
+        if not (of_chunks or kind in _SESSION_KINDS) or len(parts) != 3 + of_chunks:
             raise InvalidMessageError(
                 f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND"
             )

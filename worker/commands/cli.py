@@ -22,8 +22,9 @@ from worker.settings import SettingsError
 
 from .cache_cli import cache
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
-from .log_cli import replay
+from .log_cli import sessions, show
 from .printing import table
+from .replay import replay
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -308,7 +309,8 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 
 main.add_command(bench)
 main.add_command(cache)
-main.add_command(replay)
+for _command in (replay, sessions, show):
+    main.add_command(_command)
 
 
 def _show_whole_sentences(group: click.Group) -> None:

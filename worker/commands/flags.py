@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,20 @@ tenant_option = click.option(
     show_default=True,
     help="Tenant that the session belongs to.",
 )
+
+
+def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
+    """Parse a time: so long ago (`2h`), or a date and perhaps a time, local unless it has a zone."""
+    if value is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(value).astimezone()
+    try:
+        return datetime.now(UTC) - timedelta(seconds=settings_module.parse_duration(value))
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            f"{value!r} is no time; it must be like 2h, 3d or 2026-11-20T08:00"
+        ) from None
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

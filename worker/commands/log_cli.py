@@ -1,148 +1,188 @@
-"""Commands on the log of a prefix, for its operator: `ops/log` does what they say, and this module prints."""
+"""The commands `sessions`, `show` and `dead`: `ops/log` reads the log, and this module prints."""
 
 from __future__ import annotations
 
-import math
-import sys
-from datetime import UTC, datetime, timedelta
+import fnmatch
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import click
 
-from turnkeep_client.messages import encode
-from worker.settings import parse_duration
+from ops.log.sessions import ORDERS
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Append, Appended, Failed, Generate, Generated, Rewind, encode
+from worker.formatting import size, span
 
-from .flags import as_json, load_settings, tenant_option, with_settings
+from .flags import as_json, load_settings, moment, tenant_option, with_settings
 from .printing import table
-from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, connected, talk
+from .screen import printable
+from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from ops.log.replay import Report
+    from ops.log.conversation import Turn
+    from ops.log.sessions import SessionRow
     from turnkeep_client.client import Client
 
 
-def _speed(_: Any, __: Any, value: str) -> float:
-    try:
-        speed = math.inf if value == "max" else float(value)
-    except ValueError:
-        speed = 0.0
-    if not speed > 0:
-        raise click.BadParameter(f"{value!r} is neither a number above 0 nor max")
-    return speed
-
-
-def _moment(_: Any, __: Any, value: str | None) -> datetime | None:
-    """Parse a time: so long ago (`2h`), or a date and perhaps a time, local unless it has a zone."""
-    if value is None:
-        return None
-    try:
-        return datetime.fromisoformat(value).astimezone()
-    except ValueError:
-        pass
-    try:
-        return datetime.now(UTC) - timedelta(seconds=parse_duration(value))
-    except (ValueError, OverflowError):
-        raise click.BadParameter(
-            f"{value!r} is no time; it must be like 2h, 3d or 2026-11-20T08:00"
-        ) from None
-
-
 @click.command()
-@click.argument("sessions", nargs=-1, metavar="[SESSION]...")
-@tenant_option
-@click.option("--since", metavar="TIME", callback=_moment, help="Sessions that began since: 2h, 2026-11-20.")
-@click.option("--until", metavar="TIME", callback=_moment, help="Only requests from before.")
+@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@click.option("--match", metavar="PATTERN", default="*", help="Only names like this: 'agent-*'.")
 @click.option(
-    "--speed", metavar="X", default="1", show_default=True, callback=_speed, help="So much faster, or max."
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(["idle", "waiting", "failed", "closed", "dead"]),
+    help="Only in this state; may be repeated. dead: with dead letters.",
 )
-@click.option("--into-tenant", metavar="NAME", help="Tenant of the replayed sessions. [default: a new one]")
-@click.option("--into-prefix", metavar="PREFIX", help="Prefix of the worker to ask. [default: --prefix]")
-@click.option("--keep", is_flag=True, help="Leave the replayed sessions in the log.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(1),
-    default=600.0,
-    show_default=True,
-    help="A request that takes longer has failed.",
-)
+@click.option("--since", metavar="TIME", callback=moment, help="Only those at work since: 2h, 2026-11-20.")
+@click.option("--until", metavar="TIME", callback=moment, help="Only those not at work since.")
+@click.option("--sort", "by", type=click.Choice(ORDERS), default="last", show_default=True)
+@click.option("--reverse", is_flag=True, help="The other way round.")
+@click.option("--limit", metavar="N", type=click.IntRange(1), help="At most so many lines.")
+@click.option("--bytes", "with_bytes", is_flag=True, help="Show sizes; this reads every entry.")
 @as_json
 @with_settings(*CLIENT_SETTINGS)
-def replay(
+def sessions(
     config: Path | None,
-    sessions: tuple[str, ...],
     tenant: str,
+    match: str,
+    states: tuple[str, ...],
     since: datetime | None,
     until: datetime | None,
-    speed: float,
-    into_tenant: str | None,
-    into_prefix: str | None,
-    keep: bool,
-    timeout_s: float,
+    by: str,
+    reverse: bool,
+    limit: int | None,
+    with_bytes: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Play recorded sessions again, and compare every token with the record.
+    """List the sessions in the log, those at work last first.
 
-    Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. Of a session that
-    differs, what follows is played and not compared. Exit code 0: the same tokens; 1: others, or a fault.
+    The log knows no worker's memory: `turnkeep info SESSION` says what runs now.
     """
-    from ops.log.record import fold, within
-    from ops.log.replay import Replay
+    from ops.log.sessions import list_sessions, measured, order
 
-    settings = load_settings(config, flags)
-    run = uuid4().hex[:8]
+    def wanted(row: SessionRow) -> bool:
+        return (
+            fnmatch.fnmatchcase(row.session, match)
+            and (not states or row.state in states or ("dead" in states and row.dead > 0))
+            and (since is None or row.last >= since)
+            and (until is None or row.last < until)
+        )
 
-    async def play(source: Client) -> Report:
-        record = fold(within(await source.log(), sessions, since, until))
-        async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
-            with terminal_progress(of_bytes=False) as progress:
-                return await Replay(
-                    target,
-                    record,
-                    speed=speed,
-                    timeout_s=timeout_s,
-                    keep=keep,
-                    rename=lambda name: f"replay-{run}-{name[:46]}" if into_tenant else name,
-                    progress=progress,
-                ).run()
+    async def read(client: Client) -> tuple[int, list[SessionRow]]:
+        found = await list_sessions(client, tenant)
+        rows = [row for row in found if wanted(row)]
+        sized = await measured(client, rows, tenant) if with_bytes or by == "bytes" else rows
+        return len(found), order(sized, by)
 
-    report = talk(settings, tenant, play)
+    num, rows = talk(load_settings(config, flags), "default", read)
+    rows = (rows[::-1] if reverse else rows)[:limit]
     if as_json:
-        click.echo(encode(report))
-    else:
-        _print_replay(report, keep=keep)
-    sys.exit(0 if report.same else 1)
-
-
-def _print_replay(report: Report, *, keep: bool) -> None:
-    sides = {"recorded": report.recorded} | ({"replayed": report.replayed} if report.replayed else {})
-    times = {
-        "turnaround, median": [side.turnaround[0] for side in sides.values()],
-        "turnaround, 99th percentile": [side.turnaround[1] for side in sides.values()],
-        "first token, median": [side.first_token[0] for side in sides.values()],
-        "first token, 99th percentile": [side.first_token[1] for side in sides.values()],
-        "all of it": [side.total for side in sides.values()],
-    }
-    table(("", *sides), [(name, *(f"{value:.3f} s" for value in values)) for name, values in times.items()])
-    left_out = ", ".join(f"{number} {reason}" for reason, number in report.left_out.items())
-    if left_out:
-        click.echo(f"left out: {left_out}")
-    if keep:
-        click.echo(f"the replayed sessions are those of the tenant {report.tenant}")
-    whole = f"{report.sessions} sessions, {report.requests} requests, {report.tokens} tokens of answers"
-    if report.same:
-        click.echo(f"the same: {whole}")
+        click.echo(encode({"sessions": rows}))
         return
-    click.echo(f"different: {len(report.differences)} of {whole}; {report.not_compared} requests behind that")
-    first = report.differences[0]
-    where = "before the answer" if first.token is None else f"token {first.token} of the answer"
-    click.echo(f"first: session {first.session}, request {first.number} ({first.id}), {where}")
-    click.echo(f"  recorded: {first.recorded!r}")
-    click.echo(f"  replayed: {first.replayed!r}")
-    click.echo(f"  likely cause: {first.cause}")
+    _print_sessions(rows)
+    click.echo(f"{len(rows)} of {num} sessions")
+
+
+def _print_sessions(rows: list[SessionRow]) -> None:
+    sized = any(row.size_bytes is not None for row in rows)
+    heads = ("session", "tenant", "state", "position", "last", "entries", "worker", "model")
+    now = datetime.now(UTC)
+    lines = [
+        (
+            row.session,
+            row.tenant,
+            _state(row),
+            "-" if row.position is None else str(row.position),
+            f"{span(max((now - row.last).total_seconds(), 0))} ago",
+            str(row.entries),
+            row.worker or "-",
+            row.model or "-",
+            *((size(row.size_bytes or 0),) if sized else ()),
+        )
+        for row in rows
+    ]
+    if lines:
+        table((*heads, *(("size",) if sized else ())), lines)
+
+
+def _state(row: SessionRow) -> str:
+    state = f"waiting ({row.waiting})" if row.state == "waiting" else row.state
+    return f"{state}, {row.dead} dead" if row.dead else state
+
+
+@click.command()
+@click.argument("session")
+@tenant_option
+@click.option("--last", metavar="N", type=click.IntRange(1), help="Only the last so many requests.")
+@as_json
+@with_settings(*CLIENT_SETTINGS)
+def show(
+    config: Path | None, session: str, tenant: str, last: int | None, as_json: bool, **flags: Any
+) -> None:
+    """Print a session's conversation from the log, with what each request cost."""
+    from ops.log.conversation import conversation
+
+    async def read(client: Client) -> list[Turn]:
+        return list(conversation(await client.log(session)))
+
+    turns = talk(load_settings(config, flags), tenant, read)
+    if not turns:
+        raise TurnkeepError(f"the log has no session {session} of the tenant {tenant}; see turnkeep sessions")
+    shown = turns[-last:] if last else turns
+    if as_json:
+        click.echo(encode({"tenant": tenant, "session": session, "turns": shown}))
+        return
+    for turn in shown:
+        for line in _lines(turn):
+            click.echo(line)
+
+
+def _lines(turn: Turn) -> Iterator[str]:
+    request = turn.request
+    what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
+    yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
+    if isinstance(request, Append | Generate):
+        for message in request.messages or ():
+            calls = (f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ())
+            yield from _said(message.role, "\n".join(filter(None, (str(message.content or ""), *calls))))
+        if request.text:
+            yield from _said("text", request.text)
+        if request.tokens:
+            yield f"  {len(request.tokens)} tokens by their ids"
+    if isinstance(request, Rewind):
+        yield f"  back to position {request.position}"
+    if isinstance(turn.result, Generated):
+        yield from _said("assistant", turn.result.text)
+    yield click.style(f"  {_cost(turn)}", dim=True)
+    yield ""
+
+
+def _said(role: str, text: str) -> Iterator[str]:
+    yield click.style(f"  {role}", fg="cyan")
+    for line in printable(text).splitlines():
+        yield f"    {line}"
+
+
+def _cost(turn: Turn) -> str:
+    """Say in a line what came of a request."""
+    match turn.result:
+        case None:
+            return "no result yet" if turn.request else "not a valid request"
+        case result if result.repeat_of is not None:
+            return f"repeats the request at {result.repeat_of}"
+        case Failed(code=code, message=message):
+            return f"{code}: {printable(message)}"
+        case Generated(usage=usage) as made:
+            prompt = f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached"
+            answer = f"answer {usage.completion_tokens} tokens in {made.seconds.total:.2f} s"
+            return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}"
+        case Appended() as added:
+            cost = f"prefilled {added.prefilled_tokens} tokens in {added.seconds:.2f} s"
+            return f"{cost}, {added.cached_tokens} cached; position {added.position}"
+        case result:
+            return f"{result.__struct_config__.tag}; position {result.position}"

@@ -1,0 +1,156 @@
+"""`turnkeep sessions` and `turnkeep show`: what is in the log, on a entries of a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+
+from ops.log.sessions import list_sessions
+from tests.commands.command_runs import turnkeep, where
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+
+async def listed(worker: LocalWorker, *options: object) -> list[dict[str, Any]]:
+    done = await asyncio.to_thread(turnkeep, "sessions", "--json", *options, *where(worker))
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["sessions"]
+    return rows
+
+
+async def filled(start: Start) -> LocalWorker:
+    """The log of a stopped worker: a session in each state, and another tenant's."""
+    worker = await start()
+    for name in ("idle", "closed", "failed"):
+        await worker.client.session(name).append(tokens=[5] * 10)
+    await worker.client.session("closed").close()
+    with pytest.raises(RequestFailedError):
+        await worker.client.session("failed").rewind(99)
+    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+        await other.session("idle").append(tokens=[5] * 1500)
+    await worker.stop()
+    raw = await nats.connect(worker.settings.nats)
+    for i in range(2):
+        body = json.dumps({"type": "append", "id": f"r{i}", "text": "x"}).encode()
+        await raw.jetstream().publish(f"{worker.settings.prefix}.default.waiting.in", body)
+    await raw.close()
+    return worker
+
+
+async def test_sessions_are_listed_with_what_the_log_knows_of_them(local_worker: Start) -> None:
+    worker = await filled(local_worker)
+    rows = {(row["tenant"], row["session"]): row for row in await listed(worker)}
+    assert {key[1]: (row["state"], row["position"]) for key, row in rows.items() if key[0] == "default"} == {
+        "idle": ("idle", 10),
+        "closed": ("closed", 10),
+        "failed": ("failed", 10),
+        "waiting": ("waiting", None),
+    }
+    assert (rows["b", "idle"]["position"], rows["b", "idle"]["worker"], rows["b", "idle"]["model"]) == (
+        *(1500, "test", "tiny"),
+    )
+    assert (rows["default", "idle"]["entries"], rows["default", "waiting"]["waiting"]) == (2, 2)
+    shown = await asyncio.to_thread(turnkeep, "sessions", *where(worker))
+    assert "waiting (2)" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == "5 of 5 sessions"
+
+
+async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
+    worker = await filled(local_worker)
+
+    async def names(*options: str) -> list[str]:
+        return [row["session"] for row in await listed(worker, *options)]
+
+    assert await names("--tenant", "b") == ["idle"]
+    assert await names("--match", "*l*ed", "--sort", "name") == ["closed", "failed"]
+    assert await names("--state", "waiting", "--state", "closed", "--sort", "name") == ["closed", "waiting"]
+    assert await names("--since", "2100-01-01") == []
+    assert len(await names("--since", "1h", "--until", "2100-01-01")) == 5
+    assert await names("--limit", "1") == ["waiting"]
+    assert await names("--reverse", "--limit", "1", "--tenant", "default") == ["idle"]
+    assert (await listed(worker, "--sort", "position"))[0]["tenant"] == "b"
+    largest, *others = await listed(worker, "--sort", "bytes")
+    assert largest["tenant"] == "b"
+    assert largest["size_bytes"] > others[0]["size_bytes"] > 200
+
+
+async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_listed(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("first").append(tokens=[5])
+    await worker.stop()
+    raw = await nats.connect(worker.settings.nats)
+    prefix, js = worker.settings.prefix, raw.jetstream()
+    for i in range(2100):
+        await raw.publish(f"{prefix}.default.s{i}.in", b"{}")
+        seq = 2 * i + 3
+        result = {"type": "rewound", "id": "r", "seq": seq, "position": i}
+        await raw.publish(f"{prefix}.default.s{i}.commit", json.dumps(result).encode())
+    await raw.flush()
+    async with asyncio.timeout(10):
+        while (await js.stream_info(f"{prefix}_log")).state.messages < 4202:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await raw.close()
+    async with await connect(worker.settings.nats, prefix=prefix) as client:
+        rows = await list_sessions(client)
+    assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
+
+
+async def test_a_log_that_no_worker_has_made_has_no_sessions(nats_url: str) -> None:
+    done = await asyncio.to_thread(turnkeep, "sessions", "--nats", nats_url, "--prefix", "none")
+    assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
+
+
+async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("garden")
+    await session.append(messages=[{"role": "system", "content": "Be \x1b[2Jbrief."}], request_id="sys")
+    await session.generate(messages=[{"role": "user", "content": "Red?"}], max_tokens=3, request_id="q")
+    await session.rewind(5, request_id="back")
+    with pytest.raises(RequestFailedError):
+        await session.rewind(99, request_id="far")
+    await session.append(tokens=[5, 6], request_id="ids")
+    done = await asyncio.to_thread(turnkeep, "show", "garden", *where(worker))
+    assert done.returncode == 0, done.stderr
+    heads = [line.split("  ")[:3] for line in done.stdout.splitlines() if line.startswith("#")]
+    assert heads == [
+        ["#1", "append", "sys"],
+        ["#2", "generate", "q"],
+        ["#3", "rewind", "back"],
+        ["#4", "rewind", "far"],
+        ["#5", "append", "ids"],
+    ]
+    assert "  system\n    Be [2Jbrief.\n  prefilled " in done.stdout, "what was said controls no terminal"
+    assert "  user\n    Red?\n  assistant\n" in done.stdout
+    assert "answer 3 tokens in " in done.stdout
+    assert "  back to position 5\n  rewound; position 5\n" in done.stdout
+    assert "  invalid_request: cannot rewind to 99" in done.stdout
+    assert "  2 tokens by their ids\n" in done.stdout
+    raw = await asyncio.to_thread(turnkeep, "show", "garden", "--last", "4", "--json", *where(worker))
+    turns = json.loads(raw.stdout)["turns"]
+    assert [turn["number"] for turn in turns] == [2, 3, 4, 5]
+    assert turns[0]["request"]["messages"] == [{"role": "user", "content": "Red?"}]
+    assert turns[0]["result"]["usage"]["completion_tokens"] == 3
+    assert turns[0]["build"]["worker"] == "test"
+
+
+async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> None:
+    worker = await local_worker()
+    done = await asyncio.to_thread(turnkeep, "show", "nobody", *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr
+        == "turnkeep: the log has no session nobody of the tenant default; see turnkeep sessions\n"
+    )

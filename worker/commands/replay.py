@@ -1,0 +1,131 @@
+"""`turnkeep replay`: finds the record and the tenant to replay into, and prints the report."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import click
+
+from turnkeep_client.messages import encode
+
+from .flags import as_json, load_settings, moment, tenant_option, with_settings
+from .printing import table
+from .progress import terminal_progress
+from .talking import CLIENT_SETTINGS, connected, talk
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from pathlib import Path
+
+    from ops.log.replay import Report
+    from turnkeep_client.client import Client
+
+
+def _speed(_: Any, __: Any, value: str) -> float:
+    try:
+        speed = math.inf if value == "max" else float(value)
+    except ValueError:
+        speed = 0.0
+    if not speed > 0:
+        raise click.BadParameter(f"{value!r} is neither a number above 0 nor max")
+    return speed
+
+
+@click.command()
+@click.argument("sessions", nargs=-1, metavar="[SESSION]...")
+@tenant_option
+@click.option("--since", metavar="TIME", callback=moment, help="Sessions that began since: 2h, 2026-11-20.")
+@click.option("--until", metavar="TIME", callback=moment, help="Only requests from before.")
+@click.option(
+    "--speed", metavar="X", default="1", show_default=True, callback=_speed, help="So much faster, or max."
+)
+@click.option("--into-tenant", metavar="NAME", help="Tenant of the replayed sessions. [default: a new one]")
+@click.option("--into-prefix", metavar="PREFIX", help="Prefix of the worker to ask. [default: --prefix]")
+@click.option("--keep", is_flag=True, help="Leave the replayed sessions in the log.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="A request that takes longer has failed.",
+)
+@as_json
+@with_settings(*CLIENT_SETTINGS)
+def replay(
+    config: Path | None,
+    sessions: tuple[str, ...],
+    tenant: str,
+    since: datetime | None,
+    until: datetime | None,
+    speed: float,
+    into_tenant: str | None,
+    into_prefix: str | None,
+    keep: bool,
+    timeout_s: float,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Play recorded sessions again, and compare every token with the record.
+
+    Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. Of a session that
+    differs, what follows is played and not compared. Exit code 0: the same tokens; 1: others, or a fault.
+    """
+    from ops.log.record import fold, within
+    from ops.log.replay import Replay
+
+    settings = load_settings(config, flags)
+    run = uuid4().hex[:8]
+
+    async def play(source: Client) -> Report:
+        record = fold(within(await source.log(), sessions, since, until))
+        async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
+            with terminal_progress(of_bytes=False) as progress:
+                return await Replay(
+                    target,
+                    record,
+                    speed=speed,
+                    timeout_s=timeout_s,
+                    keep=keep,
+                    rename=lambda name: f"replay-{run}-{name[:46]}" if into_tenant else name,
+                    progress=progress,
+                ).run()
+
+    report = talk(settings, tenant, play)
+    if as_json:
+        click.echo(encode(report))
+    else:
+        _print_replay(report, keep=keep)
+    sys.exit(0 if report.same else 1)
+
+
+def _print_replay(report: Report, *, keep: bool) -> None:
+    sides = {"recorded": report.recorded} | ({"replayed": report.replayed} if report.replayed else {})
+    times = {
+        "turnaround, median": [side.turnaround[0] for side in sides.values()],
+        "turnaround, 99th percentile": [side.turnaround[1] for side in sides.values()],
+        "first token, median": [side.first_token[0] for side in sides.values()],
+        "first token, 99th percentile": [side.first_token[1] for side in sides.values()],
+        "all of it": [side.total for side in sides.values()],
+    }
+    table(("", *sides), [(name, *(f"{value:.3f} s" for value in values)) for name, values in times.items()])
+    left_out = ", ".join(f"{number} {reason}" for reason, number in report.left_out.items())
+    if left_out:
+        click.echo(f"left out: {left_out}")
+    if keep:
+        click.echo(f"the replayed sessions are those of the tenant {report.tenant}")
+    whole = f"{report.sessions} sessions, {report.requests} requests, {report.tokens} tokens of answers"
+    if report.same:
+        click.echo(f"the same: {whole}")
+        return
+    click.echo(f"different: {len(report.differences)} of {whole}; {report.not_compared} requests behind that")
+    first = report.differences[0]
+    where = "before the answer" if first.token is None else f"token {first.token} of the answer"
+    click.echo(f"first: session {first.session}, request {first.number} ({first.id}), {where}")
+    click.echo(f"  recorded: {first.recorded!r}")
+    click.echo(f"  replayed: {first.replayed!r}")
+    click.echo(f"  likely cause: {first.cause}")
