@@ -28,7 +28,7 @@ from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
-from .names.blocks import Chain
+from .names.blocks import Chain, as_tokens
 from .names.policy import FULL
 from .names.snapshot import Name
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .index.index import Index
     from .index.nodes import Node
-    from .names.blocks import Span
+    from .names.blocks import Span, Tokens
     from .names.identity import Identity
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
@@ -72,10 +72,11 @@ class HeldPrefix:
     """What is stored or on its way of some tokens' KV, held until it is released.
 
     `edges` are where the pieces of the last, partial block start and end; the first is a block boundary.
+    The last node holds its chain.
     """
 
     edges: tuple[int, ...]
-    nodes: tuple[Node, ...] = ()
+    last: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +189,24 @@ class Store:
             monotonic=monotonic,
         )
 
-    def chain(self, tenant: str, policy: Policy = FULL) -> Chain:
+    def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
         """Return a tenant's chain under a policy; a turn passes the chain, to hash each block once.
 
-        Methods that take a chain or a tenant use the policy `FULL` for a tenant.
+        That of some tokens goes on from what they grew from. Methods that take a chain or a tenant use the
+        policy `FULL` for a tenant.
         """
         form = self._form(policy)
         self._writer.note_identity(form.digest, self._model)
         root = blocks.root(form.digest, tenant)
         if form.layout.reach != FULL:
             self._index.limit(root, form.layout.reach)
-        return Chain(root, form.identity.block_tokens, policy)
+        chain = Chain(root, form.identity.block_tokens, policy)
+        return chain if of is None else of.chains.setdefault(root, chain)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
         chain = self._chain(tenant)
-        num_tokens, nodes = self._form(chain.policy).prefixes.longest(chain, blocks.pack(tokens))
+        num_tokens, nodes = self._form(chain.policy).prefixes.longest(chain, as_tokens(tokens))
         if nodes:
             self._index.hold(nodes[-1])
             self._use(nodes[-1])
@@ -215,17 +218,18 @@ class Store:
         A turn can then save what continues it, whatever others save or forget meanwhile.
         """
         chain = self._chain(tenant)
-        edges, nodes = self._form(chain.policy).prefixes.known(chain, blocks.pack(tokens))
-        if nodes:
-            self._index.hold(nodes[-1])
-        used = next((node for node in reversed(nodes) if node.usable), None)
-        if used is not None:
-            self._use(used)
-        return HeldPrefix(edges, tuple(nodes))
+        edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
+        if last is not None:
+            self._index.hold(last)
+            used = next((node for node in last.chain() if node.usable), None)
+            if used is not None:
+                self._use(used)
+        return HeldPrefix(edges, last)
 
     def release(self, match: Match | HeldPrefix) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
-        held = self._index.release(match.nodes[-1]) if match.nodes else None
+        last = match.last if isinstance(match, HeldPrefix) else next(reversed(match.nodes), None)
+        held = self._index.release(last) if last is not None else None
         if held is not None:
             self._removal.discard_released(held)
         self._room.check()
@@ -302,7 +306,7 @@ class Store:
         if self._writer.paused:
             return []
         chain = self._chain(tenant)
-        return self._form(chain.policy).prefixes.wanted(chain, blocks.pack(tokens[:end]), start)
+        return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens)[:end], start)
 
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
@@ -314,12 +318,12 @@ class Store:
         """
         chain = self._chain(tenant)
         form = self._form(chain.policy)
-        packed = blocks.pack(tokens[: span.end])
-        parent = form.prefixes.parent(chain, packed, span.start)
+        tokens = as_tokens(tokens)[: span.end]
+        parent = form.prefixes.parent(chain, tokens, span.start)
         if parent is None:
             return True
         resumable = not form.stateful or any(tensor.of_state for tensor in tensors)
-        name = Name(parent, span.start, packed[span.start * blocks.TOKEN_BYTES :], resumable)
+        name = Name(parent, span.start, tokens.packed(span.start), resumable)
         encoded = snapshot_format.encode(name, form.identity, form.layout.ordered(tensors))
         reason = self._refusal(name, encoded.size_bytes)
         if reason is not None:

@@ -93,16 +93,17 @@ class Index:
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return the nodes of a chain up to the first missing one, or with `usable` the last usable one.
-
-        Every node has its whole chain before it, so bisection finds the last one.
-        """
-        num = bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
+        """Return the nodes of a chain up to the first missing one, or with `usable` the last usable one."""
+        num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
         while usable and nodes and not nodes[-1].usable:
             nodes.pop()
         return nodes
+
+    def num_known(self, digests: Sequence[bytes]) -> int:
+        """Count the nodes of a chain: each has its whole chain before it, so bisection finds the last one."""
+        return bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
 
     def children(self, digest: bytes) -> Sequence[Node]:
         """Return the nodes that continue `digest`, in the order of their tokens."""

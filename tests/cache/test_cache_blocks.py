@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from array import array
 
@@ -17,7 +18,7 @@ SIZES = st.integers(1, 5)
 
 
 def chain(tokens: list[int], block: int, root: bytes = ROOT) -> list[bytes]:
-    return list(blocks.Chain(root, block).names(blocks.pack(tokens)))[1:]
+    return list(blocks.Chain(root, block).names(blocks.as_tokens(tokens)))[1:]
 
 
 @given(TOKENS, TOKENS, SIZES)
@@ -58,6 +59,50 @@ def test_common_tokens_are_counted(a, b) -> None:
 def test_tokens_are_packed_as_little_endian_uint32() -> None:
     assert blocks.pack([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
     assert blocks.pack(array("I", [1, 2])) == blocks.pack([1, 2])
+
+
+@given(st.data())
+def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
+    """Parts are shared by tokens that grew from one another in any way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_PART", 4)
+        made = [(blocks.as_tokens(), list[int]())]
+        chains = {ROOT: blocks.Chain(ROOT, 3)}
+        for _ in range(data.draw(st.integers(1, 8))):
+            tokens, ids = data.draw(st.sampled_from(made))
+            cut = slice(*sorted((data.draw(st.integers(0, len(ids))), data.draw(st.integers(0, len(ids))))))
+            cut = data.draw(st.sampled_from((cut, slice(cut.stop), slice(cut.start, None))))
+            more = data.draw(st.lists(st.integers(0, 2), max_size=11))
+            made.append((tokens[cut] + more, ids[cut] + more))
+            tokens, ids = made[-1]
+            assert list(tokens) == ids == [tokens[i] for i in range(len(ids))]
+            assert list(tokens.ids(2, 9)) == ids[2:9]
+            assert tokens.packed() == blocks.pack(ids)
+            assert tokens.digest() == hashlib.blake2b(blocks.pack(ids), digest_size=16).hexdigest()
+            assert list(tokens.chains.setdefault(ROOT, chains[ROOT]).names(tokens))[1:] == chain(ids, 3)
+            for other, theirs in made:
+                assert (tokens == other) == (ids == theirs)
+                common = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), None)
+                assert tokens.num_common(other) == (min(len(ids), len(theirs)) if common is None else common)
+
+
+def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypatch) -> None:
+    """What was said before is neither copied, nor compared, nor hashed again."""
+    session = blocks.as_tokens(range(1_000_000))
+    names = session.chains.setdefault(ROOT, blocks.Chain(ROOT, 128))
+    names.names(session)
+    session.digest()
+    packed, linked = [], []
+    pack, link = blocks.pack, blocks.link
+    monkeypatch.setattr(blocks, "pack", lambda tokens: packed.append(len(tokens)) or pack(tokens))
+    monkeypatch.setattr(blocks, "link", lambda *name: linked.append(name) or link(*name))
+    on_device = session + range(200)
+    after = (session[:999_000] + range(1000)) + range(200)
+    assert on_device.num_common(session) == 1_000_000
+    assert after.num_common(on_device) == 999_000
+    assert (len(after.digest()), len(after.chains[ROOT].names(after))) == (32, 1 + 1_000_200 // 128)
+    assert sum(packed) < 50_000
+    assert len(linked) < 20
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

@@ -118,6 +118,6 @@ async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_o
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
     chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):
-        packed = blocks.pack(asked)
+        packed = blocks.as_tokens(asked)
         fresh = blocks.Chain(chain.root, BLOCK)
         assert list(chain.names(packed)) == list(fresh.names(packed))

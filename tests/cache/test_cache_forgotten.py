@@ -85,7 +85,7 @@ async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
     remove = Folder.remove
 
     def failing(folder, digest) -> None:
-        if digest == blocks.Chain(store._root("a"), BLOCK).names(blocks.pack(TOKENS))[1]:
+        if digest == blocks.Chain(store._root("a"), BLOCK).names(blocks.as_tokens(TOKENS))[1]:
             raise OSError(errno.EIO, "Input/output error")
         remove(folder, digest)
 

@@ -13,6 +13,7 @@ from test_cache_reach import POLICY, assert_restored, save, tensors_of
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
+from cache.names.blocks import as_tokens
 from cache.names.errors import CacheError, PinRefusedError
 from cache.names.policy import FULL
 from cache.names.snapshot import ModelLayout, seen
@@ -43,9 +44,7 @@ def is_there(store, node) -> bool:
 
 def longest(store, chain, tokens) -> int:
     """Find the longest prefix of whole blocks that can be restored, the slow way."""
-    nodes = store._index.follow(
-        chain.names(b"".join(t.to_bytes(4, "little") for t in tokens))[1:], usable=False
-    )
+    nodes = store._index.follow(chain.names(as_tokens(tokens))[1:], usable=False)
     there = [is_there(store, node) and not node.doomed for node in nodes]
     for end in range(len(nodes) * BLOCK, 0, -BLOCK):
         needed = {at // BLOCK for span in seen(POLICY, end) for at in range(span.start, span.end)}

@@ -225,8 +225,8 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
 ) -> None:
     """A start looks at names only; a file's length is verified as all the rest of it."""
     await stored_once(open_store)
-    packed = blocks.pack(TOKENS)
-    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(packed)[2]
+    tokens = blocks.as_tokens(TOKENS)
+    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
     path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     store = await open_store()
@@ -237,7 +237,7 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
 
 async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
     await stored_once(open_store)
-    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(blocks.pack(TOKENS))[1]
+    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(blocks.as_tokens(TOKENS))[1]
     (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
     with capture_logs() as logs:
         store = await open_store()

@@ -130,7 +130,7 @@ def flip(path, at: int) -> None:
 def file_of(tmp_path, tokens, end):
     root = blocks.root(IDENTITY.digest(), "a")
     start = (end - 1) // BLOCK * BLOCK
-    parent = blocks.Chain(root, BLOCK).names(blocks.pack(tokens[:start]))[-1]
+    parent = blocks.Chain(root, BLOCK).names(blocks.as_tokens(tokens[:start]))[-1]
     digest = blocks.link(parent, blocks.pack(tokens[start:end]))
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 

@@ -446,7 +446,7 @@ async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(wo
     await world.session.run()
     assert [result.seq for result in world.results] == [second, first, third]
     assert world.result(second).code == "expired"
-    assert world.session.history.tokens[:3].tolist() == world.session._services.fold._tokenizer.encode(
+    assert list(world.session.history.tokens[:3]) == world.session._services.fold._tokenizer.encode(
         "one", at_start=True
     )
     await world.assert_fold_is_life()

@@ -17,9 +17,8 @@ from cache.kv import layers
 from .sampling import draw_all
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
-
-    from cache.names.blocks import Tokens
 
     from .lookup import Lookup
     from .sampling import Draw, Sampling
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
 class Row:
     """One running answer.
 
-    `known` are all tokens of the session; the first `num_cached` have KV, the last one has none yet. The KV
-    is in `caches`, or, if that is None, in a pool's slot or in merged caches. `drawn` are the last step's
-    tokens; `num_drawn` counts the answer's tokens, `num_left` how many more it may get. The repetition
-    penalty applies to the tokens in `seen`. Of a session with a window KV of `most_held` tokens is held.
+    `known` are the session's last tokens, in which drafts are looked for; the last one has no KV yet, the
+    session's first `num_cached` have. Their KV is in `caches`, or, if that is None, in a pool's slot or in
+    merged caches. `drawn` are the last step's tokens; `num_drawn` counts the answer's tokens, `num_left` how
+    many more it may get. The repetition penalty applies to the tokens in `seen`. Of a session with a window
+    KV of `most_held` tokens is held.
     """
 
     caches: list[Any] | None
-    known: Tokens
+    known: array[int]
     sampling: Sampling
     num_drawn: int
     num_cached: int

@@ -13,7 +13,7 @@ import structlog
 from cache.kv import layers
 
 from .sharing import Sharing
-from .turn import ResidentKv, num_common
+from .turn import ResidentKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class Acquisition:
             return None
         other = self._sharing.source(turn)
         resident = self._room.get(turn.source) if other is None else self._under_way(other)
-        num_tokens = num_common(resident.tokens, turn.context) if resident is not None else 0
+        num_tokens = resident.tokens.num_common(turn.context) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
         return ResidentKv(resident.caches, turn.context[:num_tokens])

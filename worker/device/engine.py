@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.blocks import as_tokens
 from cache.names.policy import FULL
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
@@ -35,7 +34,6 @@ from .turn import (
     Starved,
     StepReport,
     Turn,
-    num_common,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +192,7 @@ class Engine:
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
-        return self._kv.under(policy).live(num_common(self._residency.tokens(key), tokens))
+        return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> TurnProgress | None:
         """Return the progress of a session's turn; None if it runs none."""
@@ -244,7 +242,7 @@ class Engine:
                 )
                 is_over = await self._run_turn(run, turn, publish)
                 if answer is not None and not is_over:  # paused: it continues behind the tokens that it has
-                    context = context[: turn.num_prompt] + as_tokens(answer.tokens)
+                    context = context[: turn.num_prompt] + answer.tokens
         finally:
             if not run.is_abandoned:
                 self._release(run)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED
-from .turn import num_common
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -75,14 +74,14 @@ class Finder:
         resident = self._residency.tokens(turn.key)
         # KV that may not reach further back leaves the context's last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
-        num_kept = min(num_common(resident, turn.context), num_usable)
+        num_kept = min(resident.num_common(turn.context), num_usable)
         turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
         turn.source, num_shared = self._find_source(turn, busy)
         if self._store is None:
             return
         found = max(turn.num_kept, num_shared)
         least = found + found // _RESTORE_GAIN
-        turn.chain = self._store.chain(turn.key.tenant, turn.policy)
+        turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break
@@ -124,7 +123,7 @@ class Finder:
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
             # Most others differ in this one token.
-            if tokens[most] != turn.context[most] or (num := num_common(tokens, turn.context)) <= most:
+            if tokens[most] != turn.context[most] or (num := tokens.num_common(turn.context)) <= most:
                 continue
             if key in busy or self._residency.num_usable(key, num, turn.policy):
                 found, most = key, num

@@ -25,6 +25,7 @@ from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
+from worker.batch.lookup import MOST_SEEN
 from worker.batch.trials import Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes
@@ -306,7 +307,7 @@ class Runner:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context[:],
+                known=turn.context[-MOST_SEEN:].ids(),
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
@@ -314,7 +315,7 @@ class Runner:
                 seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
-        return PrefillPiece(turn.caches or [], start, turn.context[start:end].tolist(), turn.row)
+        return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt; after the last one begin the answer, or end the turn."""

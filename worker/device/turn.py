@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cache.names import blocks
-from cache.names.blocks import as_tokens
 from cache.names.policy import FULL
 from worker.batch.sampling import Sampling
 
@@ -92,12 +90,7 @@ class Turn:
         if end <= len(self.context) or self.answer is None:
             return self.context[:end]
         num_forced = len(self.context) - self.num_prompt
-        return (self.context + as_tokens(self.answer.tokens[num_forced:]))[:end]
-
-
-def num_common(one: Tokens, other: Tokens) -> int:
-    """Count the leading tokens that two sessions share."""
-    return blocks.num_common(blocks.pack(one), blocks.pack(other))
+        return (self.context + self.answer.tokens[num_forced:])[:end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class Delta:
 
     @classmethod
     def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Delta:
-        """Collect the changes since an earlier conversation; the history may change in place afterwards."""
+        """Collect the changes since an earlier conversation."""
         changes = history.conversation.changes(since)
         short = replace(history, conversation=history.conversation.shortened(), tokens=as_tokens())
         return cls(in_seq, short, changes, history.tokens[changes.kept_tokens :], ids)
@@ -181,8 +181,7 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
         last = read[-1]
         whole = whole or not last.near
         for body in read:
-            del tokens[body.kept_tokens :]
-            tokens += unpack(_inflate(body.tokens))
+            tokens = tokens[: body.kept_tokens] + unpack(_inflate(body.tokens))
             if whole:
                 del segments[body.kept_segments :]
                 segments += unpack_segments(_inflate(body.segments))

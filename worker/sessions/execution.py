@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from msgspec import structs
 
-from cache.names.blocks import as_tokens
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     Append,
@@ -245,7 +244,7 @@ class Execution:
 
         turn = await self._engine.run(
             key,
-            prompt.tokens + as_tokens(answer.tokens),
+            prompt.tokens + answer.tokens,
             lambda: pending.stopped,
             policy=prompt.policy,
             priority=pending.priority,

@@ -7,13 +7,12 @@ The live path and the replay of a log use the same functions, so both lead to th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from cache.names.blocks import as_tokens, pack
+from cache.names.blocks import as_tokens
 from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
@@ -28,7 +27,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
-from worker.text.templates import Conversation, CutOffError, TemplateError
+from worker.text.templates import Conversation, TemplateError
 
 from .policies import recorded
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from worker.text.templates import Addition, Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
-    Undo: TypeAlias = tuple[int, Tokens]  # number of tokens to keep, and the tokens after them
 
 
 class RefusedError(Exception):
@@ -61,7 +59,7 @@ class DivergedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A session's tokens and the state of its conversation. `tokens` must not be changed in place.
+    """A session's tokens and the state of its conversation.
 
     `policy` says which of the tokens the model sees; while the session does not exist, it is the default.
     """
@@ -79,7 +77,7 @@ class History:
 
     def digest(self) -> str:
         """Return the 16-byte digest of the tokens, as hex."""
-        return blake2b(pack(self.tokens), digest_size=16).hexdigest()
+        return self.tokens.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +133,11 @@ class Fold:
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
 
-    def extend(self, history: History, request: Append | Generate, undo: list[Undo] | None = None) -> Input:
+    def extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        With `undo` the tokens change in place, and `undo` collects what `_roll_back` needs. Raises
-        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses, and
-        `CutOffError`.
+        Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
+        refuses, and `CutOffError`.
         """
         kept = history.position
         state = replace(history, exists=True)
@@ -148,7 +145,7 @@ class Fold:
             for edit in self._edits(request):
                 conversation, addition = edit(state)
                 kept = min(kept, addition.keep)
-                tokens = _spliced(state.tokens, addition.keep, addition.tokens, undo)
+                tokens = state.tokens[: addition.keep] + addition.tokens
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
@@ -158,11 +155,10 @@ class Fold:
             rewritten_from=kept if kept < history.position else None,
         )
 
-    def answered(self, extended: History, tokens: Sequence[int], undo: list[Undo] | None = None) -> History:
-        """Add an answer's tokens; for `undo` see `extend`."""
+    def answered(self, extended: History, tokens: Sequence[int]) -> History:
+        """Add an answer's tokens."""
         conversation = extended.conversation.add_answer(extended.tokens, tokens)
-        whole = _spliced(extended.tokens, extended.position, tokens, undo)
-        return replace(extended, conversation=conversation, tokens=whole, exists=True)
+        return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
     def opened(self, history: History, policy: Policy) -> History:
         """Start a session; it may replace a closed session of the same name."""
@@ -178,20 +174,10 @@ class Fold:
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
-        """Apply a request and its result to the history before, which must not be used afterwards.
+        """Apply a request and its result to the history before.
 
-        Raises `DivergedError` if the position is not the result's, and `CutOffError`; after an error the
-        history is unchanged.
+        Raises `DivergedError` if the position is not the result's, and `CutOffError`.
         """
-        # Tokens change in place: to copy them for each turn would dominate the time of a long fold.
-        undo: list[Undo] = []
-        try:
-            return self._replay(history, request, result, undo)
-        except (DivergedError, CutOffError):
-            _roll_back(history.tokens, undo)
-            raise
-
-    def _replay(self, history: History, request: Request, result: Result, undo: list[Undo]) -> History:
         match request, result:
             case _, Failed():
                 return history
@@ -200,11 +186,11 @@ class Fold:
             case Open(), Opened():
                 after = self.opened(history, _recorded(result))
             case Append(), Appended():
-                after = self._replay_extend(_begun(history, result), request, result.position, undo)
+                after = self._replay_extend(_begun(history, result), request, result.position)
             case Generate(), Generated(tokens=tokens):
                 begun = _begun(history, result)
-                extended = self._replay_extend(begun, request, result.position - len(tokens), undo)
-                after = self.answered(extended, tokens, undo)
+                extended = self._replay_extend(begun, request, result.position - len(tokens))
+                after = self.answered(extended, tokens)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
@@ -221,17 +207,14 @@ class Fold:
             )
         return after
 
-    def _replay_extend(
-        self, history: History, request: Append | Generate, position: int, undo: list[Undo]
-    ) -> History:
+    def _replay_extend(self, history: History, request: Append | Generate, position: int) -> History:
         """Add the input of a request that brought the session to `position`."""
         try:
-            extended = self.extend(history, request, undo).history
+            extended = self.extend(history, request).history
             if extended.position != position and request.messages and request.special_tokens is None:
                 # Earlier versions parsed special tokens in messages.
-                _roll_back(history.tokens, undo)
                 as_then = replace_fields(request, special_tokens=True)
-                return self.extend(history, as_then, undo).history
+                return self.extend(history, as_then).history
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
         return extended
@@ -279,19 +262,3 @@ def _recorded(result: Opened | Appended | Generated) -> Policy:
         return recorded(result.cache)
     except ValueError as error:
         raise DivergedError(str(error)) from None
-
-
-def _spliced(tokens: Tokens, kept: int, more: Sequence[int], undo: list[Undo] | None) -> Tokens:
-    """Replace the tokens after the first `kept`; in place if there is a list `undo`."""
-    if undo is None:
-        return tokens[:kept] + as_tokens(more)
-    undo.append((kept, tokens[kept:]))
-    del tokens[kept:]
-    tokens.extend(as_tokens(more))
-    return tokens
-
-
-def _roll_back(tokens: Tokens, undo: list[Undo]) -> None:
-    while undo:
-        kept, removed = undo.pop()
-        _spliced(tokens, kept, removed, [])
