@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_fields
 from test_checkpoints import checkpoints, converse, opened, resumed_at, whole
 from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414
@@ -24,6 +25,7 @@ from turnkeep_client.messages import (
     SessionCache,
 )
 from worker.sessions.checkpoint import CheckpointMessage, _Body
+from worker.sessions.execution import MOST_POLICIES
 from worker.sessions.policies import misfit
 
 if TYPE_CHECKING:
@@ -75,6 +77,26 @@ async def test_a_worker_whose_default_changed_goes_on_as_the_session_began(world
         world.crash(default)
         assert (await world.ask(append(default.sink + 1))).cache == SAID
         assert world.session.history.policy == Policy(4, 40)
+
+
+async def test_clients_choose_a_bounded_number_of_policies(world: World) -> None:
+    """A worker keeps something of each; sessions that are open go on under theirs, and so do new ones."""
+
+    async def reopened(number: int, cache: CachePolicy) -> Any:
+        if world.session.history.exists and not world.session.history.closed:
+            await world.ask(Close(id=f"c{number}"))
+        return await world.ask(Open(id=f"o{number}", cache=cache))
+
+    chosen = [replace_fields(SINK_WINDOW, window=40 + i) for i in range(MOST_POLICIES + 1)]
+    for number, cache in enumerate([*chosen[:-1], *chosen[:2], CachePolicy(), CachePolicy(policy="full")]):
+        assert not isinstance(await reopened(number, cache), Failed)
+    refused = await reopened(100, chosen[-1])
+    assert (refused.code, "since this worker started" in refused.message) == ("invalid_request", True)
+    assert (await reopened(101, chosen[-2])).cache.window == chosen[-2].window
+    world.crash()
+    await world.ask(Close(id="last"))
+    assert (await reopened(102, chosen[-1])).cache.window == chosen[-1].window
+    await world.assert_fold_is_life()
 
 
 async def test_a_session_from_before_there_were_policies_keeps_all_of_its_kv(world: World) -> None:

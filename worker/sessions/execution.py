@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from msgspec import structs
 
+from cache.names.policy import FULL
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     Append,
@@ -57,6 +58,8 @@ log = structlog.get_logger()
 #: Up to this many characters or token ids, tokenising takes less time than starting a thread.
 _LITTLE: Final = 256
 
+#: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
+MOST_POLICIES: Final = 64
 
 #: Size of a result and its headers without the answer's tokens and text, and with text held back for a stop
 #: string: 256 characters of up to 6 bytes each as JSON.
@@ -98,6 +101,7 @@ class Execution:
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
+        self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
         self, key: SessionKey, request: Request, pending: Pending, history: History
@@ -115,6 +119,7 @@ class Execution:
                 self._check_precision(cache.kv_bits)
                 after = self._fold.opened(history, chosen(cache, self._fold.policy))
                 self._check_policy(after.policy)
+                self._note_policy(after.policy)
                 return Opened(id=request.id, seq=pending.seq, position=0, **seen(after)), after
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
@@ -313,6 +318,18 @@ class Execution:
         why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self._context_tokens)
         if (why := why or self._engine.refusal(policy)) is not None:
             raise RefusedError("invalid_request", why)
+
+    def _note_policy(self, policy: Policy) -> None:
+        """Note what a session is opened under; refuse one policy too many. Open sessions go on."""
+        if policy in (FULL, self._fold.policy, *self._policies):
+            return
+        if len(self._policies) == MOST_POLICIES:
+            raise RefusedError(
+                "invalid_request",
+                f"sessions were opened under {MOST_POLICIES} cache policies since this worker started, and it"
+                f" takes no other: choose one of those, or leave cache.policy out for {self._fold.policy}",
+            )
+        self._policies.add(policy)
 
     def _check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
         """Refuse a prompt that can never run, with `room` tokens for the answer."""
