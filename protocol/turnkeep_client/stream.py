@@ -6,16 +6,16 @@ ones, each method says.
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from .calls import Stored
 from .errors import InvalidMessageError, TurnkeepError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
+    from .calls import Stored
     from .subjects import SessionKey, SessionKind, Subjects
 
 #: The server answers for at most 1,024 subjects at a time.
@@ -23,7 +23,6 @@ _SUBJECTS_AT_ONCE: Final = 1000
 #: A batch when everything is read: for each one the server counts what is left of the subject.
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
-_NO_MESSAGE: Final = 10037
 _NO_STREAM: Final = 10059
 
 
@@ -41,7 +40,7 @@ class Api(Protocol):
     async def api(self, subject: str, body: bytes) -> dict[str, Any]:
         """Ask JetStream's API and return its answer. Raises `StreamError`."""
 
-    def batches(self, stream: str, request: dict[str, Any]) -> AsyncIterator[list[Stored]]:
+    def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that a batched direct get finds, in pieces."""
 
 
@@ -95,18 +94,13 @@ class LogStream:
             for one in batch:
                 yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
 
-    async def get(self, seq: int) -> Stored | None:
-        """Read one entry; None if it is gone. Needs `$JS.API.STREAM.MSG.GET.<log>`."""
-        try:
-            reply = await self._api.api(
-                f"$JS.API.STREAM.MSG.GET.{self.name}", json.dumps({"seq": seq}).encode()
-            )
-        except StreamError as error:
-            if error.code == _NO_MESSAGE:
-                return None
-            raise
-        found = reply["message"]
-        return Stored(seq, base64.b64decode(found.get("data") or ""), {"Nats-Subject": found["subject"]})
+    async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
+        """Read one entry of a session; None if it is gone. Needs `$JS.API.DIRECT.GET.<log>`."""
+        request = {"seq": seq, "next_by_subj": self._subjects.of(key, kind), "batch": 1}
+        async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
+            async for (one,) in batches:
+                return one if one.seq == seq else None
+        return None
 
     async def delete(self, seq: int) -> None:
         """Remove one entry. Needs `$JS.API.STREAM.MSG.DELETE.<log>`."""

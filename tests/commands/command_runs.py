@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -15,7 +16,11 @@ import termios
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from click.testing import CliRunner
 from rich.cells import cell_len
+from structlog.testing import capture_logs
+
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from tests.conftest import LocalWorker
@@ -47,6 +52,16 @@ def turnkeep(*arguments: object, text: str | bytes = "", **more: str) -> subproc
         env=environment() | more,
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+async def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, on a thread: a process of its own takes a second to start."""
+    runner = CliRunner(env=dict.fromkeys(set(os.environ) - set(environment())))
+    with capture_logs():  # of a worker in this process, which would print among the command's output
+        done = await asyncio.to_thread(runner.invoke, main, [*map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def where(worker: LocalWorker) -> tuple[Any, ...]:

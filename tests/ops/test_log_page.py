@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.commands.command_runs import turnkeep, where
+import pytest
+
+from tests.commands.command_runs import command, where
+from tests.ops.test_dead import venomous
+from turnkeep_client.errors import RequestFailedError
+from worker.sessions.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,16 +20,23 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
 
 
-async def test_the_commands_run_as_they_are_written(local_worker: Callable[..., Any], tmp_path: Path) -> None:
-    worker = await local_worker()
+async def test_the_commands_run_as_they_are_written(
+    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "_attempt", venomous)
+    worker = await local_worker(max_attempts=1)
     await worker.client.session("garden").generate(text="What is red?", max_tokens=8)
+    for dead in ("turn-7", "turn-9"):
+        with pytest.raises(RequestFailedError):
+            await worker.client.session("garden").append(text="VENOM", request_id=dead)
+    monkeypatch.undo()
     commands = [
         line.partition("#")[0].strip()
         for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
         for line in block.splitlines()
     ]
-    assert len(commands) >= 7
-    for command in commands:
-        _, *arguments = shlex.split(command.replace("--into-prefix turnkeep", ""))
-        done = await asyncio.to_thread(turnkeep, *arguments, *where(worker))
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    assert len(commands) >= 11
+    for line in commands:
+        _, *arguments = shlex.split(line.replace("--into-prefix turnkeep", ""))
+        done = await command(*arguments, *where(worker))
+        assert done.returncode == 0, (line, done.stdout, done.stderr)

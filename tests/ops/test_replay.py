@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.commands.command_runs import Terminal, turnkeep, where
+from tests.commands.command_runs import Terminal, command, where
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(turnkeep, "replay", *options, *where(worker))
+    return await command("replay", *options, *where(worker))
 
 
 async def converse(worker: LocalWorker) -> None:

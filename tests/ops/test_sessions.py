@@ -10,7 +10,7 @@ import nats
 import pytest
 
 from ops.log.sessions import list_sessions
-from tests.commands.command_runs import turnkeep, where
+from tests.commands.command_runs import command, where
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 async def listed(worker: LocalWorker, *options: object) -> list[dict[str, Any]]:
-    done = await asyncio.to_thread(turnkeep, "sessions", "--json", *options, *where(worker))
+    done = await command("sessions", "--json", *options, *where(worker))
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)["sessions"]
     return rows
@@ -61,7 +61,7 @@ async def test_sessions_are_listed_with_what_the_log_knows_of_them(local_worker:
         *(1500, "test", "tiny"),
     )
     assert (rows["default", "idle"]["entries"], rows["default", "waiting"]["waiting"]) == (2, 2)
-    shown = await asyncio.to_thread(turnkeep, "sessions", *where(worker))
+    shown = await command("sessions", *where(worker))
     assert "waiting (2)" in shown.stdout
     assert shown.stdout.splitlines()[-1] == "5 of 5 sessions"
 
@@ -109,7 +109,7 @@ async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_liste
 
 
 async def test_a_log_that_no_worker_has_made_has_no_sessions(nats_url: str) -> None:
-    done = await asyncio.to_thread(turnkeep, "sessions", "--nats", nats_url, "--prefix", "none")
+    done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
 
@@ -122,7 +122,7 @@ async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker:
     with pytest.raises(RequestFailedError):
         await session.rewind(99, request_id="far")
     await session.append(tokens=[5, 6], request_id="ids")
-    done = await asyncio.to_thread(turnkeep, "show", "garden", *where(worker))
+    done = await command("show", "garden", *where(worker))
     assert done.returncode == 0, done.stderr
     heads = [line.split("  ")[:3] for line in done.stdout.splitlines() if line.startswith("#")]
     assert heads == [
@@ -138,7 +138,7 @@ async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker:
     assert "  back to position 5\n  rewound; position 5\n" in done.stdout
     assert "  invalid_request: cannot rewind to 99" in done.stdout
     assert "  2 tokens by their ids\n" in done.stdout
-    raw = await asyncio.to_thread(turnkeep, "show", "garden", "--last", "4", "--json", *where(worker))
+    raw = await command("show", "garden", "--last", "4", "--json", *where(worker))
     turns = json.loads(raw.stdout)["turns"]
     assert [turn["number"] for turn in turns] == [2, 3, 4, 5]
     assert turns[0]["request"]["messages"] == [{"role": "user", "content": "Red?"}]
@@ -148,7 +148,7 @@ async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker:
 
 async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> None:
     worker = await local_worker()
-    done = await asyncio.to_thread(turnkeep, "show", "nobody", *where(worker))
+    done = await command("show", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert (
         done.stderr

@@ -22,7 +22,7 @@ from worker.settings import SettingsError
 
 from .cache_cli import cache
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
-from .log_cli import sessions, show
+from .log_cli import dead, sessions, show
 from .printing import table
 from .replay import replay
 from .talking import CLIENT_SETTINGS, talk
@@ -309,7 +309,7 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 
 main.add_command(bench)
 main.add_command(cache)
-for _command in (replay, sessions, show):
+for _command in (replay, sessions, show, dead):
     main.add_command(_command)
 
 

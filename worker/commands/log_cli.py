@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ops.log.sessions import ORDERS
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Append, Appended, Failed, Generate, Generated, Rewind, encode
 from worker.formatting import size, span
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ops.log.conversation import Turn
     from ops.log.sessions import SessionRow
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Request, Result
 
 
 @click.command()
@@ -142,10 +143,143 @@ def show(
             click.echo(line)
 
 
+@click.group()
+def dead() -> None:
+    """Requests that workers gave up: each ended or failed every attempt."""
+
+
+_timeout = click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="How long to wait for the result.",
+)
+
+
+@dead.command("list")
+@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@as_json
+@with_settings(*CLIENT_SETTINGS)
+def dead_list(config: Path | None, tenant: str, as_json: bool, **flags: Any) -> None:
+    """List the dead letters, the oldest first."""
+    from ops.log.dead import letters
+
+    found = talk(load_settings(config, flags), "default", lambda client: letters(client, tenant))
+    if as_json:
+        click.echo(encode({"dead": found}))
+        return
+    now = datetime.now(UTC)
+    rows = [
+        (
+            one.session,
+            one.tenant,
+            one.letter.id or str(one.letter.seq),
+            one.letter.request,
+            str(one.letter.attempts),
+            f"{span(max((now - one.stored).total_seconds(), 0))} ago",
+            printable(one.letter.reason),
+        )
+        for one in found
+    ]
+    if rows:
+        table(("session", "tenant", "request", "type", "attempts", "given up", "reason"), rows)
+    else:
+        click.echo("there are no dead letters")
+
+
+@dead.command("show")
+@click.argument("session")
+@click.argument("request", metavar="ID")
+@tenant_option
+@as_json
+@with_settings(*CLIENT_SETTINGS)
+def dead_show(
+    config: Path | None, session: str, request: str, tenant: str, as_json: bool, **flags: Any
+) -> None:
+    """Print a dead letter with its request; ID is the request's id, or its sequence."""
+    from ops.log.dead import find
+
+    found = talk(load_settings(config, flags), tenant, lambda client: find(client, session, request))
+    if as_json:
+        click.echo(encode(found))
+        return
+    letter = found.letter
+    rows = [
+        ("given up", f"{found.stored.astimezone():%Y-%m-%d %H:%M:%S}, after {letter.attempts} attempts"),
+        ("by", f"{letter.worker} with {letter.model}"),
+        ("reason", printable(letter.reason)),
+        ("session", f"{found.key}, at position {letter.position}"),
+    ]
+    table(("request", f"{letter.request} {letter.id or ''} at {letter.seq}"), rows)
+    for line in _asked(found.asked):
+        click.echo(line)
+
+
+@dead.command("retry")
+@click.argument("session")
+@click.argument("request", metavar="ID")
+@click.option("--anyway", is_flag=True, help="Also if the session has gone on since.")
+@_timeout
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def dead_retry(
+    config: Path | None,
+    session: str,
+    request: str,
+    anyway: bool,
+    timeout_s: float,
+    tenant: str,
+    **flags: Any,
+) -> None:
+    """Send a dead request again, under a new id; once it is answered its letter is removed.
+
+    Exit code 1 if it failed again. Without --anyway it fails if the session has another position by now.
+    """
+    from ops.log.dead import find, retry
+
+    async def run(client: Client) -> Result:
+        found = await find(client, session, request)
+        return await retry(client, found, anyway=anyway, timeout_s=timeout_s)
+
+    result = talk(load_settings(config, flags), tenant, run)
+    if isinstance(result, Failed):
+        raise RequestFailedError(result.code, printable(result.message), retryable=result.retryable)
+    click.echo(f"{result.id}: {result.__struct_config__.tag}, position {result.position}")
+
+
+@dead.command("drop")
+@click.argument("session")
+@click.argument("request", metavar="ID")
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def dead_drop(config: Path | None, session: str, request: str, tenant: str, **flags: Any) -> None:
+    """Remove a dead letter; the request and its result stay in the log."""
+    from ops.log.dead import find
+
+    async def run(client: Client) -> None:
+        found = await find(client, session, request)
+        await client.stored.delete(found.at)
+        click.echo(f"dropped the letter of {request}")
+
+    talk(load_settings(config, flags), tenant, run)
+
+
 def _lines(turn: Turn) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
     yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
+    yield from _asked(request)
+    if isinstance(turn.result, Generated):
+        yield from _said("assistant", turn.result.text)
+    yield click.style(f"  {_cost(turn)}", dim=True)
+    yield ""
+
+
+def _asked(request: Request | None) -> Iterator[str]:
+    """Print what a request adds to its session, or takes away."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
             calls = (f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ())
@@ -156,10 +290,6 @@ def _lines(turn: Turn) -> Iterator[str]:
             yield f"  {len(request.tokens)} tokens by their ids"
     if isinstance(request, Rewind):
         yield f"  back to position {request.position}"
-    if isinstance(turn.result, Generated):
-        yield from _said("assistant", turn.result.text)
-    yield click.style(f"  {_cost(turn)}", dim=True)
-    yield ""
 
 
 def _said(role: str, text: str) -> Iterator[str]:

@@ -1,0 +1,84 @@
+"""Dead letters: requests that workers gave up, because they ended or failed every attempt (ADR 0027).
+
+A letter lies on its session's `dead`, beside the request, which is answered `internal` and stays in the log.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import DeadLetter, Failed, Request, decode_request
+from turnkeep_client.subjects import SessionKey
+
+from .record import decoded
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Result
+
+_LETTER: Final = msgspec.json.Decoder(DeadLetter)
+
+
+class DeadError(TurnkeepError):
+    """A dead letter cannot be found, or its request not be sent again."""
+
+
+class Dead(Struct, frozen=True, kw_only=True):
+    """A letter; `at` is its sequence in the log, `asked` its request if that was asked for."""
+
+    tenant: str
+    session: str
+    at: int
+    stored: datetime
+    letter: DeadLetter
+    asked: Request | None = None
+
+    @property
+    def key(self) -> SessionKey:
+        """The session's key."""
+        return SessionKey(self.tenant, self.session)
+
+
+async def letters(client: Client, tenant: str = "*", session: str = "*") -> list[Dead]:
+    """Read the letters of a session, a tenant, or all, in order."""
+    found = []
+    async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
+        try:
+            letter = _LETTER.decode(one.body)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # not a worker's
+            continue
+        stored = datetime.fromisoformat(one.headers["Nats-Time-Stamp"])
+        found.append(Dead(tenant=key.tenant, session=key.session, at=one.seq, stored=stored, letter=letter))
+    return found
+
+
+async def find(client: Client, session: str, request: str) -> Dead:
+    """Return the letter of a request, by its id or sequence, with the request. Raises `DeadError`."""
+    for dead in reversed(await letters(client, client.tenant, session)):
+        if request in (dead.letter.id, str(dead.letter.seq)):
+            stored = await client.stored.get(dead.key, "in", dead.letter.seq)
+            return replace(dead, asked=stored and decoded(decode_request, stored.body))
+    raise DeadError(f"session {session} has no dead letter of a request {request}; see turnkeep dead list")
+
+
+async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
+    """Send a request again, under a new id, and remove its letter once it is answered.
+
+    Unless `anyway`, the session has to be where it was. A request that is given up again has a new letter.
+    """
+    if dead.asked is None:
+        raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")
+    position = dead.asked.expect_position if anyway else dead.letter.position
+    request = replace(dead.asked, id=f"retry-{uuid4().hex}", expect_position=position)
+    result = await (await client.submit(dead.key, request, timeout_s=timeout_s))
+    again = await letters(client, dead.tenant, dead.session) if isinstance(result, Failed) else []
+    if not isinstance(result, Failed) or any(one.letter.id == request.id for one in again):
+        await client.stored.delete(dead.at)
+    return result
