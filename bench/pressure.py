@@ -73,7 +73,7 @@ class Plan:
     are cancelled. Afterwards some of the sessions are held again alone: they must get the same answers.
     """
 
-    duration: Annotated[float, Option("How long requests are sent.", smoke=4.0, metavar="SECONDS")] = 600.0
+    duration: Annotated[float, Option("How long requests are sent.", smoke=1.5, metavar="SECONDS")] = 600.0
     room: Room = 1024
     clients: Annotated[int, Option("Requests at a time.")] = 12
     rows: Annotated[int, Option("Answers at a time: the worker's max_batch.")] = 4

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 each_bench = pytest.mark.parametrize("suite", suites(), ids=lambda suite: suite.bench.name)
-#: What ends a run is the same code in all of them.
+#: What ends a run is the same code in all of them: one with a process beside it, one with several.
 two_benches = pytest.mark.parametrize(
     "suite",
     [
-        pytest.param(suite, marks=() if suite.bench.name in {"session", "overhead"} else pytest.mark.soak)
+        pytest.param(suite, marks=() if suite.bench.name in {"session", "peers"} else pytest.mark.soak)
         for suite in suites()
     ],
     ids=lambda suite: suite.bench.name,
