@@ -13,22 +13,26 @@ import nats
 import pytest
 from nats.js.errors import NotFoundError
 
+from cache.names.policy import Policy
 from tests.parts import free_port
+from turnkeep_client.errors import TurnkeepError
+from worker.app import App
+from worker.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.process
 
-WRONG = {
-    "no model": (["--model", "/no/such/model"], "there is no model at /no/such/model"),
-    "too little memory": (["--device-memory", "1MiB"], "leaves no room for KV"),
+WRONG: dict[str, tuple[dict[str, object], str]] = {
+    "no model": ({"model": "/no/such/model"}, "there is no model at /no/such/model"),
+    "too little memory": ({"device_memory": 2**20}, "leaves no room for KV"),
     "too large a window": (
-        ["--cache-policy", "sink_window:4,4096"],
+        {"cache_policy": Policy(4, 4096)},
         "cache_policy cannot be the default here: a sink of 4 and a window of 4096 tokens exceed the context",
     ),
     "too small a window": (
-        ["--cache-policy", "sink_window:4,64"],
+        {"cache_policy": Policy(4, 64)},
         "cache_policy cannot be the default here: a window of 64 tokens is smaller than this worker's block",
     ),
 }
@@ -45,15 +49,21 @@ def serve(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+async def fail_to_start(**settings: object) -> str:
+    """Run a worker in this process; returns the line that ends it."""
+    with pytest.raises(TurnkeepError) as told:
+        await App(Settings(**settings)).run()  # type: ignore[arg-type]
+    return str(told.value)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-def test_no_server_is_started_for_a_start_that_must_fail(
+async def test_no_server_is_started_for_a_start_that_must_fail(
     wrong: str, tmp_path: Path, tiny_model: Path
 ) -> None:
-    options, says = WRONG[wrong]
+    changes, says = WRONG[wrong]
     data_dir = tmp_path / "data"
-    done = serve(data_dir, "--nats-port", str(free_port()), "--model", str(tiny_model), *options)
-    assert done.returncode == 1
-    assert says in done.stderr.splitlines()[-1]
+    usual = {"data_dir": data_dir, "nats_port": free_port(), "model": str(tiny_model)}
+    assert says in await fail_to_start(**(usual | changes))
     assert not (data_dir / "nats-server.json").exists()
     assert not list((data_dir / "nats").iterdir())
 
@@ -62,12 +72,10 @@ def test_no_server_is_started_for_a_start_that_must_fail(
 async def test_no_stream_is_made_for_a_start_that_must_fail(
     wrong: str, tmp_path: Path, tiny_model: Path, nats_url: str
 ) -> None:
-    options, says = WRONG[wrong]
+    changes, says = WRONG[wrong]
     prefix = f"t{uuid4().hex}"
-    done = serve(
-        tmp_path / "data", "--nats", nats_url, "--prefix", prefix, "--model", str(tiny_model), *options
-    )
-    assert says in done.stderr.splitlines()[-1]
+    usual = {"data_dir": tmp_path / "data", "nats": nats_url, "prefix": prefix, "model": str(tiny_model)}
+    assert says in await fail_to_start(**(usual | changes))
     client = await nats.connect(nats_url)
     with pytest.raises(NotFoundError):
         await client.jetstream().find_stream_name_by_subject(f"{prefix}.default.s.in")
