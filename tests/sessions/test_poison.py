@@ -130,12 +130,22 @@ async def test_a_session_whose_log_cannot_be_read_says_so(lives: Lives) -> None:
     assert results[other]["type"] == "appended"
 
 
-async def test_orderly_stops_are_no_attempts(lives: Lives) -> None:
+async def test_orderly_stops_are_no_attempts(local_worker: Callable[..., Any], nats_url: str) -> None:
     """Four of them in the middle of one prompt's answer, which goes on each time."""
-    long = await lives.publish("s", generate("g", text="eee", max_tokens=1900))
+    worker = await local_worker(ack_wait_s=1.0)
+    prefix = worker.settings.prefix
+    nc = await nats.connect(nats_url)
+    chunks = await nc.subscribe(f"{prefix}.default.s.tok.g")
+    results = await nc.subscribe(f"{prefix}.default.s.out")
+    await nc.flush()
+    body = generate("g", text="eee", max_tokens=1900)
+    await nc.jetstream().publish(f"{prefix}.default.s.in", json.dumps(body).encode())
     for _ in range(4):
-        await asyncio.sleep(0.5)
-        lives.process.stop()
-        lives.process.start()
-    results = await lives.until_answered([long])
-    assert results[long]["type"] == "generated"
+        await chunks.next_msg(timeout=60)
+        await worker.stop()
+        while chunks.pending_msgs:  # what it said before it stopped
+            await chunks.next_msg()
+        assert not results.pending_msgs
+        worker = await local_worker(ack_wait_s=1.0)
+    assert json.loads((await results.next_msg(timeout=60)).data)["type"] == "generated"
+    await nc.close()
