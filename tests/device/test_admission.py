@@ -445,11 +445,11 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_token(
     make_engine, make_model, sampling
 ) -> None:
-    """Three of 900 tokens each in memory for 1,600, with 60 idle: each comes out as if it ran alone."""
+    """Three of 600 tokens each in memory for 1,600, with 60 idle: each comes out as if it ran alone."""
     engine = await make_engine(1600)
     await engine.run(key("idle"), as_tokens(prompt(60)), lambda: False)
     with structlog.testing.capture_logs() as lines:
-        runs = [answered(engine, "x" * i, 20 * i, 900 - 20 * i, sampling) for i in (1, 2, 3)]
+        runs = [answered(engine, "x" * i, 20 * i, 600 - 20 * i, sampling) for i in (1, 2, 3)]
         await asyncio.sleep(0)
         assert engine.num_waiting == 0, "they begin together: none needs all of it yet"
         outcomes = await asyncio.gather(*(task for _, task in runs))
@@ -458,10 +458,10 @@ async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_to
     assert str(key("x")) not in paused, "the oldest goes on"
     assert engine.ledger.num_resident <= 2
     for i, (given, _), outcome in zip((1, 2, 3), runs, outcomes, strict=True):
-        expected, _ = alone(make_model("llama"), prompt(20 * i, salt=i), 900 - 20 * i, sampling)
+        expected, _ = alone(make_model("llama"), prompt(20 * i, salt=i), 600 - 20 * i, sampling)
         assert given.tokens == expected
         assert (outcome.complete, outcome.num_cached + outcome.num_prefilled) == (True, 20 * i)
-        assert outcome.live_bytes == engine.size_bytes(899)
+        assert outcome.live_bytes == engine.size_bytes(599)
     assert engine.num_running == engine.num_waiting == 0
 
 
