@@ -29,6 +29,7 @@ from worker.models.quantised import quantise_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +68,12 @@ def make_model(build_model) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that remembers for the whole run how rows of each model run together, as a worker has it."""
+    return tmp_path_factory.mktemp("trials") / "trials.json"
+
+
 class Rig:
     """A device thread and what it has reported. Drops idle sessions for it, as the event loop does."""
 
@@ -78,6 +85,7 @@ class Rig:
         max_batch: int,
         room: Callable[[], int] | None,
         limit_bytes: int | None = None,
+        trials: Path | None = None,
     ) -> None:
         self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self._residency = Residency()
@@ -92,6 +100,7 @@ class Rig:
             max_batch=max_batch,
             stall_s=0.25,
             limit_bytes=limit_bytes,
+            trials=trials,
         )
         self.device.listen(self._take)
         self.device.start()
@@ -157,7 +166,7 @@ class Rig:
 
 
 @pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
+def make_rig(trials: Path) -> Iterator[Callable[..., Rig]]:
     """Start device threads on models; they are stopped after the test."""
     rigs: list[Rig] = []
 
@@ -169,8 +178,16 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         room: Callable[[], int] | None = None,
         limit_bytes: int | None = None,
     ) -> Rig:
+        own = type(model).__module__.startswith("mlx_lm.")  # else a test's, which may be made to fail a trial
         rigs.append(
-            Rig(model, block_tokens=block_tokens, max_batch=max_batch, room=room, limit_bytes=limit_bytes)
+            Rig(
+                model,
+                block_tokens=block_tokens,
+                max_batch=max_batch,
+                room=room,
+                limit_bytes=limit_bytes,
+                trials=trials if own else None,
+            )
         )
         return rigs[-1]
 

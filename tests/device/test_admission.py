@@ -257,7 +257,7 @@ def test_an_answer_that_grows_has_idle_sessions_leave_then_the_youngest_pause() 
 
 
 @pytest.fixture
-async def make_engine(make_model):
+async def make_engine(make_model, trials):
     """Start an engine on a device of its own, with memory for a number of tokens and no snapshots."""
     devices = []
 
@@ -270,6 +270,7 @@ async def make_engine(make_model):
             max_batch=8,
             stall_s=0.25,
             limit_bytes=limit_bytes,
+            trials=trials,
         )
         devices.append(device)
         ledger = Ledger(model.kv.held(num_tokens))

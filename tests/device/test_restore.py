@@ -98,7 +98,7 @@ class Process:
 
 
 @pytest.fixture
-def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
+def open_process(make_model, trials, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
     """Be a worker process on the test's snapshot directory, until the end of the `async with`."""
 
     @asynccontextmanager
@@ -116,6 +116,7 @@ def open_process(make_model, tmp_path) -> Callable[..., AbstractAsyncContextMana
             block_tokens=BLOCK,
             max_batch=4,
             stall_s=0.25,
+            trials=trials,
         )
         await asyncio.to_thread(device.start)
         assert device.unsupported_cache is None

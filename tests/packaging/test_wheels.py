@@ -45,7 +45,7 @@ class Environment:
         self._variables = kept | {
             "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
             "HF_HOME": str(self.home / "hub"),
-            # Most of what is installed is never imported, and compiling all of it takes most of an installation.
+            # Most of what is installed is never imported; compiling it would take longer than all the rest.
             "PIP_NO_COMPILE": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
