@@ -26,7 +26,6 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
-from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
@@ -214,6 +213,9 @@ class App:
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
         self._loop = asyncio.get_running_loop()
+        # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
+        from worker.device.device import Device
+
         self._device = Device(
             lambda: model.load(folder, dtype=dtype, kv_bits=settings.kv_bits, progress=self._progress),
             self._device_died,

@@ -82,6 +82,11 @@ async def test_no_stream_is_made_for_a_start_that_must_fail(
     await client.close()
 
 
+def test_mistakes_that_need_no_model_do_not_wait_for_its_library() -> None:
+    program = "import sys, worker.app; print(sorted({'mlx_lm', 'transformers'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
+
+
 def test_a_server_that_is_not_there_is_said_before_a_model_is_converted(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"junk that would be complained about")
     done = serve(
