@@ -64,6 +64,9 @@ def _under(policy: Policy, cache: Any, *, rings: bool) -> Any:
         return RingCache(0, cache.max_size)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
+    if kind is CacheList:
+        members = [_under(policy, member, rings=rings) for member in cache.caches]
+        return CacheList(*members)  # type: ignore[no-untyped-call]
     if kind is KVCache:
         return RingCache(policy.sink, policy.window)
     if kind is QuantizedKVCache:

@@ -9,11 +9,29 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models import base
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+
+from cache.kv.states import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cache.names.policy import Policy
+
 THEIRS = base.scaled_dot_product_attention
+
+
+def kinds_of(model: Any, policy: Policy) -> list[tuple[int, int | None] | None]:
+    """List what each layer sees under a policy; None for one without attention."""
+    found: list[tuple[int, int | None] | None] = []
+    for cache in make_prompt_cache(model):
+        attending = next((leaf for _, leaf in leaves([cache]) if type(leaf) is not ArraysCache), None)
+        if attending is None:
+            found.append(None)
+        else:
+            plain = type(attending) is KVCache
+            found.append((policy.sink, policy.window) if plain else (0, attending.max_size))
+    return found
 
 
 class _Unrotated(nn.Module):
@@ -26,19 +44,21 @@ class _Unrotated(nn.Module):
 
 
 class Naive:
-    """A model of its own with the weights of another; `kinds` are the sink and window of each layer.
+    """A model of its own with the weights of another; `kinds` are sinks and windows by layer.
 
     A token at t sees key j if t - window < j <= t or j < sink; where that is a sink out of the window, the
     query stands at `sink + window - 1` instead of t. Without a window it sees all.
     """
 
-    def __init__(self, model: Any, fresh: Any, kinds: Sequence[tuple[int, int | None]]) -> None:
+    def __init__(self, model: Any, fresh: Any, kinds: Sequence[tuple[int, int | None] | None]) -> None:
         fresh.update(model.parameters())
         self._model = fresh
-        self._kinds = kinds
+        self._kinds = [kind for kind in kinds if kind is not None]
         self._layer = 0
         self._ropes: list[Any] = []
-        for layer in fresh.layers:
+        for layer, kind in zip(fresh.layers, kinds, strict=True):
+            if kind is None:
+                continue
             found = [(part, name) for part in layer.modules() for name in part if "rope" in name]
             self._ropes.append(getattr(*found[0]) if found else None)
             for part, name in found:

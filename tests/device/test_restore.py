@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from naive_window import Naive
+from mlx_lm.models.cache import KVCache
+from naive_window import Naive, kinds_of
 from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
 
 from cache.disk import format as snapshot_format
@@ -369,6 +369,7 @@ async def test_nothing_is_shared_between_tenants(open_process) -> None:
 STATEFUL = ["falcon_h1", "qwen3_next", "mamba2"]
 #: Windows, whose tokens are stored like any other's, with attention.
 WINDOWED = "exaone4"
+WINDOW = Policy(sink=3, window=20)
 
 
 @pytest.mark.parametrize("kind", [*STATEFUL, WINDOWED])
@@ -393,27 +394,30 @@ async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process,
         assert got[0] == expected[1]
 
 
-@pytest.mark.parametrize("kind", [*STATEFUL, WINDOWED])
-async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_process, kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, FULL) for kind in (*STATEFUL, WINDOWED)), ("qwen3_next", WINDOW), ("falcon_h1", WINDOW)],
+)
+async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_process, kind, policy) -> None:
     """A process of its own for each turn, against one process for all, and one that drops what it holds."""
     history: list[int] = []
     async with open_process(folder="whole", kind=kind) as whole:
         expected = []
         for turn in range(4):
             history = history + prompt(7 + turn, salt=turn)
-            _, tokens, bits = await whole.generate(history, 6, HOT)
+            _, tokens, bits = await whole.generate(history, 6, HOT, policy=policy)
             history = history + tokens
             expected.append((tokens, bits))
     history = []
     for turn in range(4):
         async with open_process(kind=kind) as process:
             history = history + prompt(7 + turn, salt=turn)
-            outcome, tokens, bits = await process.generate(history, 6, HOT)
+            outcome, tokens, bits = await process.generate(history, 6, HOT, policy=policy)
             assert (tokens, bits) == expected[turn]
             assert outcome.num_prefilled == 7 + turn + (turn > 0)
             await process.store.barrier(10)
             process.engine.forget(key())
-            again = await process.generate(history, 6, HOT)
+            again = await process.generate(history, 6, HOT, policy=policy)
             assert again[1] == tokens
             assert turn == 0 or again[0].num_cached > 0
             history = history + tokens
@@ -626,9 +630,6 @@ async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_
             assert stats.rejected == 0
 
 
-WINDOW = Policy(sink=3, window=20)
-
-
 async def _random_histories(
     open_process, build_model, kind: str, seed: int, num_steps: int, max_bytes: int = 1 << 30
 ) -> int:
@@ -640,18 +641,7 @@ async def _random_histories(
     dice, policies = random.Random(seed), {"a": WINDOW, "b": WINDOW, "c": FULL, "d": WINDOW}
     histories: dict[str, list[int]] = {name: [] for name in policies}
     fresh = build_model(kind)
-    own = make_prompt_cache(fresh)
-    naive = {
-        policy: Naive(
-            fresh,
-            build_model(kind),
-            [
-                (policy.sink, policy.window) if type(cache) is KVCache else (0, cache.max_size)
-                for cache in own
-            ],
-        )
-        for policy in (FULL, WINDOW)
-    }
+    naive = {policy: Naive(fresh, build_model(kind), kinds_of(fresh, policy)) for policy in (FULL, WINDOW)}
 
     async def turn(process: Process, name: str) -> None:
         history, policy = histories[name], policies[name]
@@ -689,7 +679,7 @@ async def _random_histories(
     return num_gaps
 
 
-@pytest.mark.parametrize("kind", ["llama", "exaone4"])
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_histories_in_a_window_are_what_masks_say(open_process, build_model, kind, seed) -> None:
     await _random_histories(open_process, build_model, kind, seed, 25)
@@ -711,7 +701,7 @@ async def test_hundreds_of_sessions_that_outgrow_the_disk_are_what_masks_say(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("seed", range(100, 150))
 async def test_hundreds_of_histories_of_histories_in_a_window_are_what_masks_say(
     open_process, build_model, kind, seed

@@ -5,28 +5,29 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from naive_window import Naive
+from naive_window import Naive, kinds_of
 from tiny_models import alone, append, generate, prompt
 
 from cache.kv.ring import RingCache
+from cache.kv.states import leaves
 from cache.names.blocks import as_tokens
 from cache.names.policy import SLACK, Policy
+from worker.batch.forward import Forward
+from worker.batch.one_by_one import run_alone
 from worker.batch.slots import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 POLICY = Policy(sink=3, window=20)
+#: Attention beside recurrent layers: in turns, without positions, in one list, and with windows of its own.
+HYBRIDS = ["qwen3_next", "granitemoehybrid", "falcon_h1", "baichuan_m1"]
 
 
 def _naive(model: Any, fresh: Any) -> Naive:
-    kinds = [
-        (POLICY.sink, POLICY.window) if type(cache) is KVCache else (0, cache.max_size)
-        for cache in make_prompt_cache(model)
-    ]
-    return Naive(model, fresh, kinds)
+    return Naive(model, fresh, kinds_of(model, POLICY))
 
 
 def _continued(naive: Naive, tokens: Sequence[int], num: int) -> list[int]:
@@ -37,7 +38,7 @@ def _continued(naive: Naive, tokens: Sequence[int], num: int) -> list[int]:
     return known[len(tokens) :]
 
 
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", *HYBRIDS])
 def test_rows_of_both_policies_get_in_one_batch_what_they_get_alone(
     make_model, build_model, make_rig, kind: str
 ) -> None:
@@ -157,3 +158,35 @@ def test_a_windowed_row_counts_with_what_its_ring_holds(make_model, make_rig) ->
     rig.wait(lambda _: len(rig.tokens(turn)) > 2)
     assert rig.device._runner._batch.num_cached == 23 + SLACK
     rig.finish(turn)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_counts_from_base_to_base_however_its_tokens_come(
+    make_model, build_model, make_rig, kind: str
+) -> None:
+    """A call of its model never crosses one: where a piece ends there, the state goes on."""
+    model = make_model(kind)
+    naive, rig = _naive(model, build_model(kind)), make_rig(model)
+    tokens, rotations = prompt(150), Forward(model).rotations
+    expected = naive.logits(tokens)
+    for lengths in ([150], [1] * 40 + [70, 3, 37]):
+        caches, at, found = rig.device._runner._acquisition._make(POLICY), 0, []
+        rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
+        assert rings
+        for ring in rings:
+            ring.grid = 32
+        for length in lengths:
+            found.append(run_alone(model, caches, tokens[at : at + length], rotations)[0])
+            at += length
+        assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+    assert {ring.offset for ring in rings} == {150}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_kv_of_a_hybrid_is_its_window_and_its_states(make_model, make_rig, kind: str) -> None:
+    rig = make_rig(make_model(kind))
+    turns = [append(prompt(num), name=f"s{num}", policy=POLICY) for num in (100, 900)]
+    rig.run(*turns)
+    short, long = (rig.end(turn) for turn in turns)
+    assert short.live_bytes == long.live_bytes == rig.device.kv(POLICY).live(10**6)
+    assert long.earliest == 899, "a state cannot go back"

@@ -86,8 +86,8 @@ class PrefillPiece:
 class Batch(ABC):
     """The running answers, and one step after another for them and for prompts."""
 
-    #: Whether rows may have rings in the place of plain caches and windows.
-    has_rings = False
+    #: Whether rows may have rings in the place of plain caches, and whether a model's own windows are rings.
+    has_rings = windows_are_rings = False
 
     def __init__(self) -> None:
         self._rows: list[Row] = []

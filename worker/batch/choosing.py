@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import mlx.core as mx
 import structlog
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from cache.kv import layers
 from cache.kv.ring import RingCache
@@ -22,7 +29,7 @@ from .batch import PrefillPiece
 from .forward import Forward, OwnPart
 from .merged import WAYS, MergedCaches, can_merge
 from .merged_rows import MergedRows
-from .one_by_one import OneByOne
+from .one_by_one import OneByOne, run_alone
 from .shared_pass import SharedPass
 from .trials import Trials
 
@@ -53,12 +60,12 @@ def batch_for(
     forward = Forward(model)
     share = partial(_deviation_shared, model, forward)
     shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
-    rotates = partial(_deviation_rotated, model, forward)
+    rotates = partial(_deviation_rotated, model, forward, shares=shares)
     has_rings = (
-        shares
-        and forward.rotations is not None
+        forward.rotations is not None
         and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
     )
+    rotations = forward.rotations if has_rings else None
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     if shares and classes <= {KVCache, QuantizedKVCache, RingCache}:
         return SharedPass(
@@ -66,12 +73,12 @@ def batch_for(
         )
     merged = merged_for(model, trials)
     if shares:
-        return MergedRows(model, merged or MergedCaches(model, {}), forward, room)
+        return MergedRows(model, merged or MergedCaches(model, {}), forward, room, rotations)
     if merged is not None:
         log.info("this model's prompts run one after the other; its answers decode together")
-        return MergedRows(model, merged, None, room)
+        return MergedRows(model, merged, None, room, rotations)
     log.warning("sessions of this model run one after the other: rows can neither share a pass nor be merged")
-    return OneByOne(model)
+    return OneByOne(model, rotations)
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
@@ -117,24 +124,44 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
     return _deviation(found, mx.concatenate([_alone(model, own, (1,)) for own in alone]))
 
 
-def _deviation_rotated(model: Any, forward: Forward) -> float:
+def _deviation_rotated(model: Any, forward: Forward, *, shares: bool) -> float:
     """Return how far logits over rings differ from those over mlx-lm's windows, relative to the largest.
 
     Of 45 tokens in four pieces, with a window of 16 in layers that have none: the rings
     count positions from a base that moves on every 16 tokens, so most keys stand on the other side of it.
+    In a model that `shares` a pass its own windows are rings too.
     """
-    caches = make_prompt_cache(model)
-    if not all(type(cache) in (KVCache, QuantizedKVCache, RotatingKVCache) for cache in caches):
-        raise TypeError("layers of other classes than those with keys and values")
-    sizes = [cache.max_size if type(cache) is RotatingKVCache else 16 for cache in caches]
-    windows: list[Any] = [RotatingKVCache(size) for size in sizes]  # type: ignore[no-untyped-call]
-    rings = [RingCache(0, size, grid=1 << (size - 1).bit_length()) for size in sizes]
+    windows: list[Any] = [_windowed(cache, RotatingKVCache) for cache in make_prompt_cache(model)]
+    rings = [_windowed(cache, _ring, own=shares) for cache in make_prompt_cache(model)]
     found, expected, tokens = [], [], _ids(45)
     for start, num in ((0, 21), (21, 3), (24, 20), (44, 1)):
         piece = tokens[start : start + num]
-        found.append(forward([OwnPart(rings, start, num)], piece))
+        if shares:
+            found.append(forward([OwnPart(rings, start, num)], piece))
+        else:
+            found.append(run_alone(model, rings, piece, forward.rotations)[0])
         expected.append(model(mx.array([piece]), cache=windows)[0])
     return _deviation(mx.concatenate(found), mx.concatenate(expected))
+
+
+def _ring(size: int) -> RingCache:
+    return RingCache(0, size, grid=1 << (size - 1).bit_length())
+
+
+def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) -> Any:
+    """Return a window of 16 tokens in the place of a plain cache; with `own` windows are replaced, too."""
+    match cache:
+        case CacheList():
+            members = [_windowed(member, window, own=own) for member in cache.caches]
+            return CacheList(*members)  # type: ignore[no-untyped-call]
+        case RotatingKVCache():
+            return window(cache.max_size) if own else cache
+        case KVCache() | QuantizedKVCache():
+            return window(16)
+        case ArraysCache():
+            return cache
+        case _:
+            raise TypeError(f"layers of {type(cache).__name__}")
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:

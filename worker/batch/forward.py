@@ -136,7 +136,7 @@ class _LayerView:
         layer: int,
         parts: Sequence[Part],
         ends: Sequence[int],
-        offset: mx.array,
+        offset: mx.array | int,
         rotate: Rotate | None,
     ) -> None:
         self._layer = layer
@@ -167,6 +167,23 @@ class _LayerView:
 
     def _split(self, array: mx.array) -> list[mx.array]:
         return [array] if len(self._parts) == 1 else list(mx.split(array, list(self._ends[:-1])))
+
+
+class RingView(_LayerView):
+    """Stands for a ring while the model runs tokens of one session as mlx-lm would: in a row, of one base."""
+
+    def __init__(self, layer: int, part: OwnPart, rotate: Rotate) -> None:
+        num_tokens, offset = len(part.offsets), part.offsets[0] % part.grid(layer)
+        super().__init__(layer, [part], [num_tokens], offset, rotate)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take keys and values of the shape (1, KV heads, tokens, head_dim)."""
+        super().update_and_fetch(_of_one_session(keys), _of_one_session(values))
+        return keys, values
+
+    def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        """Attend for queries of the shape (1, heads, tokens, head_dim)."""
+        return _of_one_session(super().attend(_of_one_session(queries), mask, attention))
 
 
 class _Offsets:

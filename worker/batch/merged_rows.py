@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .batch import PrefillPiece, Row
     from .forward import Forward, Part
     from .merged import MergedCaches
+    from .ring_attention import Rotate
 
 #: A single row stays on its own caches, which spares the copies.
 _LEAST_ROWS: Final = 2
@@ -34,12 +35,16 @@ class MergedRows(Batch):
         merged: MergedCaches[Row],
         forward: Forward | None,
         room: Callable[[int], bool],
+        rotations: Sequence[Rotate] | None = None,
     ) -> None:
         """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
 
-        `room` says whether so many bytes more may be allocated.
+        `room` says whether so many bytes more may be allocated. `rotations` says how layers rotate queries,
+        if their caches may be rings: such rows are not merged.
         """
         super().__init__()
+        self.has_rings = rotations is not None
+        self._rotations = rotations
         self._model = model
         self._merged = merged
         self._forward = forward
@@ -70,7 +75,7 @@ class MergedRows(Batch):
             logits = self._forward(parts, [row.known[-1] for row in (*merged, *own)], pieces)
         else:  # without the views of a shared pass
             first = [self._merged.run(mx.array([row.known[-1] for row in merged]))] if merged else []
-            logits = run_apart(self._model, own, pieces, first)
+            logits = run_apart(self._model, own, pieces, first, self._rotations)
         self._draw([*merged, *own], pieces, logits)
         self._merged.commit()
 

@@ -67,7 +67,7 @@ class SharedPass(Batch):
         `pools` says that no KV is quantised: slots hold arrays of keys and of values.
         """
         super().__init__()
-        self.has_rings = has_rings
+        self.has_rings = self.windows_are_rings = has_rings
         self._forward = forward
         self._room = room
         self._has_pools = pools

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
 from cache.kv.ring import RingCache
+from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
@@ -87,7 +88,7 @@ def _refusal(model: Any, batch: Batch) -> str | None:
         caches = layers.make(model, Policy(4, 1024))
     except ValueError as error:
         return str(error)
-    if not any(type(cache) is RingCache for cache in caches):
+    if not any(type(cache) is RingCache for _, cache in leaves(caches)):
         return "no layer of this model keeps all tokens; use the policy full"
     if not batch.has_rings:
         return "this model's attention cannot be told how far away a token is; use the policy full"
@@ -122,7 +123,7 @@ class Runner:
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None,
         )
-        make = partial(layers.make, loaded.model, rings=self._batch.has_rings)
+        make = partial(layers.make, loaded.model, rings=self._batch.windows_are_rings)
         caches = make()
         self._batch.step([PrefillPiece(caches, 0, [0])])
         #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
