@@ -92,6 +92,14 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Tran
     return transferred
 
 
+def identity_of(directory: Path, digest: str) -> str:
+    """Return the identity of the model that a stored snapshot belongs to. Raises `CacheError`."""
+    try:
+        return read_header(directory / "snapshots" / f"{digest}{SUFFIX}").identity
+    except (DoubtfulSnapshotError, OSError) as error:
+        raise CacheError(f"the snapshot {digest[:12]} cannot be read: {error}") from None
+
+
 def import_files(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: int) -> Transferred:
     """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
 

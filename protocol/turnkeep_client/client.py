@@ -187,6 +187,11 @@ class Client:
             end, num_entries = start, 4 * num_entries
 
     @property
+    def subjects(self) -> Subjects:
+        """The subjects under this client's prefix."""
+        return self._wire.subjects
+
+    @property
     def stored(self) -> LogStream:
         """The log's stream, for operators; the user must be allowed to ask for it."""
         return LogStream(self._wire, self._wire.subjects)
@@ -337,15 +342,22 @@ class _NatsWire:
             self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
 
-    async def api(self, subject: str, body: bytes) -> dict[str, Any]:
-        self._check()
+    async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
+        self._check(body)
         try:
-            reply = await _cancellable(self._nats.request(subject, body, timeout=API_S))
+            await self._nats.publish(subject, body, headers=headers)
+        except _NATS_ERRORS as error:
+            raise NoWorkerError(f"{subject} could not be published: {error}") from None
+
+    async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        self._check(body)
+        try:
+            reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
         except _NATS_ERRORS as error:
             self._check_permission(subject)
             why = str(error) or type(error).__name__
             raise NoWorkerError(f"JetStream does not answer on {subject}: {why}") from None
-        answer: dict[str, Any] = msgspec.json.decode(reply.data)
+        answer: dict[str, Any] = msgspec.json.decode(reply.data or b"{}")
         if (refused := answer.get("error")) is not None:
             raise StreamError(
                 f"{self.subjects.log_stream}: {refused.get('description')}", refused.get("err_code", 0)

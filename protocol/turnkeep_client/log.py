@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 HISTORY_HEADER: Final = "Turnkeep-History"
 #: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
+#: Header of a session's first request that was copied from another log: when that log stored it.
+BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a result: the model that made it.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.

@@ -354,10 +354,14 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
 class InfoRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
 ):
-    """Ask for a session's state (on `ctl`); it names `limit` waiting requests after the first `skip`."""
+    """Ask for a session's state (on `ctl`); it names `limit` waiting requests after the first `skip`.
+
+    With `snapshot` it names the last stored snapshot of the session's KV.
+    """
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
     limit: Annotated[int, Meta(ge=0, le=1000)] = 100
+    snapshot: bool = False
 
 
 class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
@@ -524,7 +528,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     """Answer to `info`. `waiting` names those of the `num_waiting` waiting requests that were asked for.
 
     Where `policy` is not `full`, `cache` has its numbers: `visible_tokens` keep their KV, `capacity_tokens`
-    at the most, and from the position `visible_from` on the model sees all tokens.
+    at the most, and from the position `visible_from` on the model sees all tokens. `snapshot` is the name of
+    the last stored one, as in `turnkeep cache ls`, if it was asked for.
     """
 
     tenant: str
@@ -543,6 +548,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     capacity_tokens: int | UnsetType = UNSET
     visible_tokens: int | UnsetType = UNSET
     visible_from: int | UnsetType = UNSET
+    snapshot: str | UnsetType = UNSET
     model: str
     worker: Metrics
 

@@ -192,12 +192,14 @@ class Session:
         request = build(Close, request_id, forget=forget or None)
         return expect(Closed, await self._result_of(request, timeout_s))
 
-    async def info(self, *, skip: int = 0, limit: int = 100) -> SessionInfo:
+    async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
         """Return the session's state, from the worker that holds it.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
+        With `snapshot` it names the last snapshot of the session's KV.
         """
-        return expect(SessionInfo, await self._control(InfoRequest(skip=skip, limit=limit)))
+        request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
+        return expect(SessionInfo, await self._control(request))
 
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from uuid import uuid4
 
-from .errors import InvalidMessageError, TurnkeepError
+from .errors import InvalidMessageError, NoWorkerError, TurnkeepError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 
     from .calls import Stored
     from .subjects import SessionKey, SessionKind, Subjects
@@ -24,6 +25,7 @@ _SUBJECTS_AT_ONCE: Final = 1000
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
 _NO_STREAM: Final = 10059
+_WRONG_LAST_SEQUENCE: Final = 10071
 
 
 class StreamError(TurnkeepError):
@@ -34,11 +36,26 @@ class StreamError(TurnkeepError):
         self.code = code
 
 
-class Api(Protocol):
-    """What the stream needs of a connection. Both raise `NoWorkerError` and `NotPermittedError`."""
+class LastSequenceError(StreamError):
+    """Somebody else has written to the log."""
 
-    async def api(self, subject: str, body: bytes) -> dict[str, Any]:
-        """Ask JetStream's API and return its answer. Raises `StreamError`."""
+
+class Unsent(NamedTuple):
+    """A message to store."""
+
+    subject: str
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Api(Protocol):
+    """What the stream needs of a connection. All raise `NoWorkerError` and `NotPermittedError`."""
+
+    async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        """Ask JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
+
+    async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
+        """Publish without waiting for an answer."""
 
     def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that a batched direct get finds, in pieces."""
@@ -107,3 +124,49 @@ class LogStream:
         await self._api.api(
             f"$JS.API.STREAM.MSG.DELETE.{self.name}", json.dumps({"seq": seq, "no_erase": True}).encode()
         )
+
+    async def purge(self, key: SessionKey) -> None:
+        """Remove all entries of a session. Needs `$JS.API.STREAM.PURGE.<log>`."""
+        body = json.dumps({"filter": self._subjects.log(key)}).encode()
+        await self._api.api(f"$JS.API.STREAM.PURGE.{self.name}", body)
+
+    async def last_seq(self) -> int:
+        """Return the sequence of the last entry. Needs `$JS.API.STREAM.INFO.<log>`."""
+        reply = await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b"")
+        return int(reply["state"]["last_seq"])
+
+    async def allow_batches(self) -> None:
+        """Let the stream take whole batches. Needs `$JS.API.STREAM.INFO` and `.UPDATE.<log>`."""
+        try:
+            config = (await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b""))["config"]
+        except StreamError as error:
+            if error.code == _NO_STREAM:
+                raise NoWorkerError(f"there is no log of the prefix {self._subjects.prefix!r}") from None
+            raise
+        if not config.get("allow_atomic"):
+            body = json.dumps(config | {"allow_atomic": True}).encode()
+            changed = await self._api.api(f"$JS.API.STREAM.UPDATE.{self.name}", body)
+            if not changed["config"].get("allow_atomic"):
+                raise StreamError("the NATS server cannot store batches at once; it must be 2.12 or newer")
+
+    async def store(self, messages: Sequence[Unsent], after: int) -> None:
+        """Store up to 1,000 messages directly after the sequence `after`: all of them, or none.
+
+        Raises `LastSequenceError`, and needs to publish on their subjects.
+        """
+        batch = uuid4().hex
+        for number, (subject, body, given) in enumerate(messages, 1):
+            headers = {**given, "Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)}
+            if number == 1:
+                headers["Nats-Expected-Last-Sequence"] = str(after)
+            if number == len(messages):
+                headers["Nats-Batch-Commit"] = "1"
+            try:
+                if number in (1, len(messages)):
+                    await self._api.api(subject, body, headers)
+                else:
+                    await self._api.send(subject, body, headers)
+            except StreamError as error:
+                if error.code == _WRONG_LAST_SEQUENCE:
+                    raise LastSequenceError(str(error), error.code) from None
+                raise

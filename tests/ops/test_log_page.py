@@ -21,8 +21,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
 
 
 async def test_the_commands_run_as_they_are_written(
-    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Session, "_attempt", venomous)
     worker = await local_worker(max_attempts=1)
     await worker.client.session("garden").generate(text="What is red?", max_tokens=8)
@@ -35,8 +36,9 @@ async def test_the_commands_run_as_they_are_written(
         for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
         for line in block.splitlines()
     ]
-    assert len(commands) >= 11
+    assert len(commands) >= 15
     for line in commands:
         _, *arguments = shlex.split(line.replace("--into-prefix turnkeep", ""))
-        done = await command(*arguments, *where(worker))
+        here = ("--data-dir", worker.settings.data_dir) if arguments[0] == "export" else ()
+        done = await command(*arguments, *here, *where(worker))
         assert done.returncode == 0, (line, done.stdout, done.stderr)

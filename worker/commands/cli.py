@@ -21,6 +21,7 @@ from worker.formatting import size
 from worker.settings import SettingsError
 
 from .cache_cli import cache
+from .copy_cli import export, import_
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
 from .log_cli import dead, sessions, show
 from .printing import table
@@ -309,7 +310,7 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 
 main.add_command(bench)
 main.add_command(cache)
-for _command in (replay, sessions, show, dead):
+for _command in (replay, sessions, show, dead, export, import_):
     main.add_command(_command)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -18,7 +19,6 @@ from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
     from datetime import datetime
-    from pathlib import Path
 
     from ops.log.replay import Report
     from turnkeep_client.client import Client
@@ -37,6 +37,12 @@ def _speed(_: Any, __: Any, value: str) -> float:
 @click.command()
 @click.argument("sessions", nargs=-1, metavar="[SESSION]...")
 @tenant_option
+@click.option(
+    "--file",
+    "source",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Take the record from this file of turnkeep export.",
+)
 @click.option("--since", metavar="TIME", callback=moment, help="Sessions that began since: 2h, 2026-11-20.")
 @click.option("--until", metavar="TIME", callback=moment, help="Only requests from before.")
 @click.option(
@@ -60,6 +66,7 @@ def replay(
     config: Path | None,
     sessions: tuple[str, ...],
     tenant: str,
+    source: Path | None,
     since: datetime | None,
     until: datetime | None,
     speed: float,
@@ -75,14 +82,16 @@ def replay(
     Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. Of a session that
     differs, what follows is played and not compared. Exit code 0: the same tokens; 1: others, or a fault.
     """
+    from ops.log.copies import of_file
     from ops.log.record import fold, within
     from ops.log.replay import Replay
 
     settings = load_settings(config, flags)
     run = uuid4().hex[:8]
 
-    async def play(source: Client) -> Report:
-        record = fold(within(await source.log(), sessions, since, until))
+    async def play(client: Client) -> Report:
+        entries = await client.log() if source is None else of_file(source)
+        record = fold(within(entries, sessions, since, until))
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
                 return await Replay(

@@ -28,6 +28,8 @@ from .policies import in_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from msgspec import UnsetType
+
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, ControlRequest, Failed, Metrics, PinRequest
     from turnkeep_client.subjects import SessionKey, Subjects
@@ -120,9 +122,18 @@ class Control:
             capacity_tokens=policy.most_tokens or UNSET,
             visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
             visible_from=policy.visible_from(history.position) if policy.window else UNSET,
+            snapshot=self._snapshot(key, history) if request.snapshot else UNSET,
             model=self._model,
             worker=self._metrics(),
         )
+
+    def _snapshot(self, key: SessionKey, history: History) -> str | UnsetType:
+        """Name the last stored snapshot of a session's tokens."""
+        if self._store is None or self._engine.refusal(history.policy) is not None:
+            return UNSET
+        match = self._store.match(self._store.chain(key.tenant, history.policy), history.tokens)
+        self._store.release(match)
+        return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
     async def _pin(
         self, key: SessionKey, history: History, request: PinRequest | UnpinRequest

@@ -5,6 +5,7 @@ Pure: entries in, state out. Not thread-safe: the session lets only one caller a
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ import structlog
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import BEGAN_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
     Closed,
@@ -211,7 +212,7 @@ class Record:
         To apply requests tokenises, so call it on a thread; requests without a result are only decoded.
         """
         if self.in_seq == 0 and entries:
-            self.history = self._fold.begin(entries[0].stored)
+            self.history = self._fold.begin(_began(entries[0]))
         for entry in entries:
             if entry.seq in self._answered_unread:
                 self._answered_unread.remove(entry.seq)  # its id was added when it was answered
@@ -287,6 +288,18 @@ def pending_at(entry: Entry) -> Pending:
         return Pending(entry.seq, decode_request(entry.body), "", entry.stored)
     except InvalidMessageError as error:
         return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
+
+
+def _began(entry: Entry) -> datetime:
+    """Return when a session's first request was stored: of a copy, in the log that it was copied from.
+
+    Chat templates print it, so the copy has the same tokens. A client that claims another time changes what
+    its own prompt says.
+    """
+    with contextlib.suppress(ValueError):
+        began = datetime.fromisoformat(entry.headers.get(BEGAN_HEADER, ""))
+        return began if began.tzinfo else entry.stored
+    return entry.stored
 
 
 def _early_result(entry: Entry) -> _EarlyResult | None:

@@ -1,0 +1,225 @@
+"""`turnkeep export` and `import`: a session goes on in another log, or nothing of it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ops.log import copies
+from tests.commands.command_runs import command, where
+from tests.parts import make_tiny_model
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+SAY = [{"role": "user", "content": "What is red?"}]
+
+
+async def exported(start: Start, folder: Path, *options: str, **settings: Any) -> tuple[LocalWorker, Path]:
+    """A worker with a session of several kinds of requests, and the session's file."""
+    worker = await start(**settings)
+    session = worker.client.session("garden")
+    await session.append(messages=SAY, request_id="a")
+    await session.append(messages=SAY, request_id="a")  # a repeat
+    with pytest.raises(RequestFailedError):
+        await session.rewind(999, request_id="far")
+    await session.generate(text="x" * 60, max_tokens=30, temperature=1.0, request_id="g")
+    await asyncio.sleep(0.3)  # snapshots are written behind the answer
+    target = folder / "garden.turnkeep"
+    data = ("--data-dir", worker.settings.data_dir)
+    done = await command("export", "garden", target, *options, *data, *where(worker))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("wrote 4 requests with their results")
+    return worker, target
+
+
+async def other(start: Start, folder: Path, **settings: Any) -> LocalWorker:
+    return await start(prefix=f"other{folder.name}", data_dir=folder / "other", **settings)
+
+
+async def test_an_imported_session_goes_on_as_the_first_one_would(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker, file = await exported(local_worker, tmp_path)
+    second = await other(local_worker, tmp_path)
+    done = await command("import", file, *where(second))
+    assert done.returncode == 0, done.stderr
+    position = (await worker.client.session("garden").info()).position
+    assert done.stdout == f"imported default/garden: 4 requests with their results, at position {position}\n"
+    answers = [
+        await one.client.session("garden").generate(messages=SAY, max_tokens=20, seed=3, temperature=1.0)
+        for one in (worker, second)
+    ]
+    assert answers[0].tokens == answers[1].tokens
+    repeated = await second.client.session("garden").append(messages=SAY, request_id="a")
+    assert repeated.repeat_of == 1, "ids are still known, by their places in this log"
+    logs = [await one.client.log("garden") for one in (worker, second)]
+    kinds = [[(entry.kind, entry.build.get("worker")) for entry in log[:8]] for log in logs]
+    assert kinds[0] == kinds[1]
+    assert (await command("import", file, *where(second))).returncode == 1
+    assert (await command("import", file, "--as", "copy", "--tenant", "b", *where(second))).returncode == 0
+
+
+async def test_a_session_of_thousands_of_requests_is_imported_in_parts(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("long")
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(700)))
+    await session.close()
+    file = tmp_path / "long.turnkeep"
+    await command("export", "long", file, *where(worker))
+    second = await other(local_worker, tmp_path)
+    busy = asyncio.create_task(chatter(second))
+    done = await command("import", file, *where(second))
+    busy.cancel()
+    assert done.returncode == 0, done.stderr
+    kinds = (await second.client.stored.subjects("default", "long"))[SessionKey("default", "long")]
+    assert (kinds["in"], kinds["out"], kinds["closed"]) == (701, 701, 1)
+    await second.client.session("long").open()
+
+
+async def chatter(worker: LocalWorker) -> None:
+    """Write to the log all the time."""
+    while True:
+        await worker.client.session("busy").append(tokens=[5])
+
+
+async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    await worker.stop()
+    second = await other(local_worker, tmp_path)
+    data = ("--data-dir", second.settings.data_dir)
+    refused = await command("import", file, "--kv", *data, *where(second))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("turnkeep: the cache ")
+    assert "is in use by process" in refused.stderr
+    assert await second.client.log() == []
+    await second.stop()
+    done = await command("import", file, "--kv", *data, *where(second))
+    assert done.returncode == 0, done.stderr
+    third = await other(local_worker, tmp_path)
+    answer = await third.client.session("garden").generate(text="y", max_tokens=1)
+    assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
+
+
+async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    _, without = await exported_again(worker, tmp_path)
+    small = str(make_tiny_model(tmp_path / "small", num_hidden_layers=1))
+    second = await other(local_worker, tmp_path, model=small)
+    await second.client.session("s").generate(text="z" * 99, max_tokens=1)
+    await asyncio.sleep(0.3)
+    await second.stop()
+    data = ("--data-dir", second.settings.data_dir, *where(second))
+    for options, says in (
+        ((file, "--kv"), "its KV is of another model or settings (tiny) than this cache's (small)"),
+        ((file, "--kv", "--tenant", "b"), "KV serves the tenant it was made for, default"),
+        ((without, "--kv"), "garden2.turnkeep holds no KV; leave out --kv"),
+    ):
+        done = await command("import", *options, *data)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert await worker.client.stored.subjects("b") == {}
+    third = await other(local_worker, tmp_path, model=small)
+    assert await third.client.log("garden") == []
+
+
+async def exported_again(worker: LocalWorker, folder: Path) -> tuple[LocalWorker, Path]:
+    target = folder / "garden2.turnkeep"
+    await command("export", "garden", target, *where(worker))
+    return worker, target
+
+
+async def test_a_damaged_file_is_one_line_and_imports_nothing(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    whole = file.read_bytes()
+    log_at = whole.index(b'{"seq"')
+    for damaged, says in (
+        (b"", "is no sound export of a session"),
+        (b"hello" * 1000, "is no sound export of a session"),
+        (whole[: log_at + 100], "is no sound export of a session"),
+        (whole[:-40_000], "is no sound export of a session"),
+        (whole.replace(b"What is red?", b"What is bad?"), "its content is not what was written"),
+        (whole.replace(b'"format":1', b'"format":2'), "has format 2, and this version reads 1"),
+    ):
+        file.write_bytes(damaged)
+        done = await command("import", file, "--as", "copy", *where(worker))
+        assert (done.returncode, done.stdout) == (1, ""), done.stdout
+        assert says in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
+    assert set(await worker.client.stored.subjects()) == {SessionKey("default", "garden")}
+    file.write_bytes(whole)
+    done = await command("import", file, "--nats", worker.settings.nats, "--prefix", "none")
+    assert done.stderr == (
+        "turnkeep: there is no log of the prefix 'none'; start a worker with: turnkeep serve\n"
+    )
+
+
+async def test_a_request_of_a_later_version_is_one_line(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path)
+    manifest, lines = copies.read(file)
+    content = json.loads(bytes(lines[0].request)) | {"novel": 1}
+    log = file.read_bytes()
+    with tarfile.open(file) as tar:
+        text = tar.extractfile("log.jsonl").read().decode().splitlines()  # type: ignore[union-attr]
+    line = json.loads(text[0]) | {"request": content}
+    changed = "\n".join([json.dumps(line), *text[1:]]).encode()
+    head = json.dumps(
+        json.loads(tar_content(log)) | {"digest": copies.blake2b(changed, digest_size=16).hexdigest()}
+    ).encode()
+    with tarfile.open(file, "w") as tar:
+        for name, body in (("session.json", head), ("log.jsonl", changed)):
+            member = tarfile.TarInfo(name)
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+    done = await command("import", file, *where(worker))
+    assert done.returncode == 1
+    assert f"was written by turnkeep {manifest.version}, and this one cannot read it" in done.stderr
+    assert "novel" in done.stderr
+
+
+def tar_content(raw: bytes) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+        return tar.extractfile("session.json").read()  # type: ignore[union-attr]
+
+
+async def test_a_template_that_prints_the_time_makes_the_same_prompt_of_a_copy(
+    local_worker: Start, tmp_path: Path, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = (
+        "{{ strftime_now('%H:%M:%S') }}{% for message in messages %}{{ message['content'] }}<|im_end|>"
+        "{% endfor %}"
+    )
+    model = str(model_with_template("dated", template))
+    worker = await local_worker(model=model)
+    await worker.client.session("garden").append(messages=SAY)
+    await command("export", "garden", tmp_path / "file", *where(worker))
+    await asyncio.sleep(1.1)
+    second = await other(local_worker, tmp_path, model=model)
+    assert (await command("import", tmp_path / "file", *where(second))).returncode == 0
+    await second.client.session("garden").append(messages=SAY)
+    assert (await second.client.session("garden").info()).position > 0
+
+
+async def test_a_file_is_replayed_as_the_log_is(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path)
+    await worker.client.session("garden").close(forget=True)
+    done = await command("replay", "--file", file, "--speed", "max", *where(worker))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same: 1 sessions, 2 requests" in done.stdout
