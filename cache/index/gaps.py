@@ -39,14 +39,14 @@ def may_become_gap(node: Node) -> bool:
 def needed_by(node: Node) -> Iterator[Node]:
     """Yield the nodes of a chain, from its last node upwards, that a match in this last node sees."""
     window = _window(node)
+    sink, first = (0 if node.reach is None else node.reach.sink), node.first
     for other in node.chain():
-        if (
-            window is None
-            or node.reach is None
-            or other.start < node.reach.sink
-            or other.end > node.start - window
-        ):
+        if window is None or other.start < sink or other.end > node.start - window:
             yield other
+        elif sink <= first.end:
+            if sink:
+                yield first
+            return
 
 
 def passed_by(node: Node) -> Iterator[Node]:

@@ -41,6 +41,7 @@ class Node(Parent):
     """
 
     __slots__ = (
+        "beginning",
         "doomed",
         "durable",
         "holds",
@@ -71,6 +72,8 @@ class Node(Parent):
         self.holds = 0
         #: How many pinned prefixes contain it.
         self.kept = 0
+        #: The first node of its chain, once `first` was asked for.
+        self.beginning: Node | None = None
 
     def __repr__(self) -> str:
         return f"Node({self.digest.hex()})"
@@ -114,6 +117,18 @@ class Node(Parent):
     def row(self) -> Row:
         """The catalog's row of the snapshot."""
         return Row.of(self.digest, self.name, self.size_bytes, self.used)
+
+    @property
+    def first(self) -> Node:
+        """The first node of the chain: walked to once, since what is before a node never changes."""
+        passed, node = [], self
+        while node.beginning is None and isinstance(node.up, Node):
+            passed.append(node)
+            node = node.up
+        first = node.beginning or node
+        for node in passed:
+            node.beginning = first
+        return first
 
     def chain(self) -> Iterator[Node]:
         """Yield the nodes of the chain, from this one up to the first."""

@@ -13,6 +13,8 @@ from test_cache_reach import POLICY, assert_restored, save, tensors_of
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
+from cache.index import gaps
+from cache.index.nodes import Node
 from cache.names.blocks import as_tokens
 from cache.names.errors import CacheError, PinRefusedError
 from cache.names.policy import FULL
@@ -246,6 +248,29 @@ async def test_a_kill_before_the_file_of_a_gap_is_gone_costs_nothing(open_store)
     assert not store._index.get(gap.digest).is_gap
     assert store.match(store.chain("a", POLICY), TOKENS).num_tokens == 100
     assert store.stats().rejected == 0
+
+
+async def test_what_a_session_needs_is_told_without_its_middle(open_store, monkeypatch) -> None:
+    """A full disk asks for it with each snapshot, and a session may be a million tokens long."""
+    store, seen = await limited(open_store, 8), []
+    chain = Node.chain
+    monkeypatch.setattr(Node, "chain", lambda self: (seen.append(node) or node for node in chain(self)))
+    costs = []
+    for num_tokens in (100, 300):
+        await grown(store, store.chain("a", POLICY), num_tokens)
+        held = store.hold(store.chain("a", POLICY), TOKENS[:num_tokens])
+        slow = [
+            node
+            for node in chain(held.last)
+            if node.start < POLICY.sink or node.end > held.last.start - POLICY.window
+        ]
+        assert {*gaps.needed_by(held.last)} == {*slow}
+        assert store.stats().pinned_bytes == sum(node.size_bytes for node in slow)
+        seen.clear()
+        assert store.stats().pinned_bytes > 0
+        costs.append(len(seen))
+        store.release(held)
+    assert costs[0] == costs[1]
 
 
 async def test_the_index_lost_costs_what_is_behind_the_gap(open_store) -> None:

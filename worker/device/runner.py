@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 import structlog
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from cache.names.blocks import Tokens
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
@@ -313,7 +315,7 @@ class Runner:
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
                 num_left=_num_left(turn),
-                seen=set(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+                seen=_distinct(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
@@ -383,6 +385,11 @@ class Runner:
         self._emit(
             Finished(turn, turn.num_cached, live_bytes, turn.num_cached if earliest is None else earliest)
         )
+
+
+def _distinct(tokens: Tokens) -> set[int]:
+    """Return the ids that occur, in a quarter of the time that a set of all tokens takes."""
+    return set(np.flatnonzero(np.bincount(tokens.ids())).tolist())
 
 
 def _num_left(turn: Turn) -> int:
