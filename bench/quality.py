@@ -157,7 +157,7 @@ def _text(run: Run[Plan]) -> str:
     """Return the text of the plan's file, or all utterances of the corpus."""
     path = run.plan.text
     if path is None:
-        return "\n\n".join(said.text for one in run.corpus.conversations for said in one.utterances)
+        return "\n\n".join(said for one in run.corpus.conversations for said in one)
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,8 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from bench import load, stats
-from bench.corpus import Conversation, Corpus, Utterance, built_in
-from bench.faults import BenchError
 from bench.samples import Findings, Turn
 
 
@@ -71,12 +69,10 @@ def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows
     assert pooled / runs < 0.7
 
 
-def run_of(corpus: Corpus, **changes: object) -> SimpleNamespace:
-    return SimpleNamespace(plan=load.Plan(**changes), corpus=corpus)
-
-
 def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
-    dues, again, other = (load._poisson(run_of(built_in(), duration=100.0, seed=i), 50.0) for i in (0, 0, 1))
+    dues, again, other = (
+        load._poisson(SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)), 50.0) for i in (0, 0, 1)
+    )
     assert dues == again != other
     assert len(dues) == 16
     assert all(one == sorted(one) for one in dues)
@@ -84,16 +80,6 @@ def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
     assert 4600 < len(every) < 5400
     pauses = [b - a for a, b in pairwise(every)]
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
-
-
-def test_recorded_arrivals_keep_their_distances_at_the_pace_that_is_asked_for() -> None:
-    chats = [Conversation("a", (Utterance("x", 0.0), Utterance("y", 30.0), Utterance("z", 900.0)))] * 2
-    corpus = Corpus(built_in().source, tuple(chats))
-    dues = load._recorded(run_of(corpus, duration=1000.0, sessions=4), 10.0)
-    assert [[due - one[0] for due in one] for one in dues] == [pytest.approx([0.0, 3.0, 90.0])] * 4
-    assert len({one[0] for one in dues}) == 4
-    with pytest.raises(BenchError, match="has no recorded times"):
-        load._recorded(run_of(built_in()), 10.0)
 
 
 def test_every_session_of_a_crowd_is_asked_and_few_are_asked_often() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 import pytest
 
-from bench import corpus
 from bench.local import LocalWorker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.corpus import Conversation
 
 NUM_CONVERSATIONS: Final = 50
 TURNS: Final = 3
@@ -29,20 +26,30 @@ pytestmark = [
 ]
 
 
-def conversations() -> list[Conversation]:
-    """People's chats of enough turns, as they come."""
-    found = corpus.load("chitchat").conversations
-    return [one for one in found if len(one.utterances) >= TURNS][:NUM_CONVERSATIONS]
+def conversations() -> list[list[str]]:
+    """People's chats of enough turns, as they come: what the side says that wrote first."""
+    try:
+        package = importlib.metadata.distribution("chitchat-dataset")
+    except importlib.metadata.PackageNotFoundError as error:
+        pytest.skip(f"{error} is not installed; make setup installs it")
+    file = Path(str(package.locate_file("chitchat_dataset/dataset.json")))
+    found = []
+    for chat in json.loads(file.read_bytes()).values():
+        turns = [turn for turn in chat["messages"] if turn]
+        mine = [turn for turn in turns if turn[0]["sender"] == turns[0][0]["sender"]]
+        texts = ["\n".join(message["text"] for message in turn).strip() for turn in mine]
+        found.append([text for text in texts if text])
+    return [chat for chat in found if len(chat) >= TURNS][:NUM_CONVERSATIONS]
 
 
-async def turn(worker: LocalWorker, chats: list[Conversation], number: int) -> list[tuple[int, ...]]:
+async def turn(worker: LocalWorker, chats: list[list[str]], number: int) -> list[tuple[int, ...]]:
     """Say the turn `number` of every conversation, one after the other; every second one is sampled."""
     client = await worker.ready("default")
     try:
         answers = []
         for index, chat in enumerate(chats):
             generated = await client.session(f"c{index}").generate(
-                messages=[{"role": "user", "content": chat.utterances[number].text}],
+                messages=[{"role": "user", "content": chat[number]}],
                 max_tokens=MAX_TOKENS,
                 temperature=0.7 * (index % 2),
                 seed=index,

@@ -6,10 +6,12 @@ that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,8 +31,6 @@ from .replay import replay
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
@@ -75,6 +75,21 @@ def serve(config: Path | None, **flags: Any) -> None:
     from .serve import serve as run
 
     run(load_settings(config, flags), lambda: load_settings(config, flags))
+
+
+@main.command()
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=".demo",
+    show_default=True,
+    help="Where its worker keeps its files.",
+)
+def demo(data_dir: Path) -> None:
+    """Hold a conversation, and kill the worker in the middle of an answer."""
+    from .demo import Demo
+
+    asyncio.run(Demo(data_dir).run())
 
 
 @main.group()

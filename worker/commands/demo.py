@@ -1,4 +1,4 @@
-"""`make demo`: a conversation that survives `kill -9`, in about a minute.
+"""`turnkeep demo`: a conversation that survives `kill -9`, in about a minute.
 
 Starts `turnkeep serve` as a user would, talks to the worker through the client, kills it during an answer and
 between two turns, and shows what each turn cost. Needs only an installed Turnkeep.
@@ -6,8 +6,6 @@ between two turns, and shows what each turn cost. Needs only an installed Turnke
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
@@ -15,14 +13,11 @@ from uuid import uuid4
 from rich.console import Console
 from rich.table import Table
 
-from turnkeep_client.errors import TurnkeepError
-
-from .local import LocalWorker
+from bench.local import LocalWorker
 
 if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
-DATA_DIR: Final = Path(".demo")
 KILL_AFTER_TOKENS: Final = 25
 NOTES: Final = Path(__file__).with_name("lighthouse.txt")
 HEAD: Final = ("turn", "KV from", "new", "cached", "prefilled", "1st token", "tokens/s")
@@ -31,9 +26,9 @@ HEAD: Final = ("turn", "KV from", "new", "cached", "prefilled", "1st token", "to
 class Demo:
     """The script of the demo."""
 
-    def __init__(self) -> None:
+    def __init__(self, data_dir: Path) -> None:
         self._console = Console(highlight=False)
-        self._worker = LocalWorker(DATA_DIR)
+        self._worker = LocalWorker(data_dir)
         self._table = Table(title="What each turn cost", box=None, title_justify="left")
         for name in HEAD:
             self._table.add_column(
@@ -71,7 +66,7 @@ class Demo:
             f" came {first_s:.2f} s after the worker took the question up. Without the snapshots on SSD it"
             f" would have read the whole conversation again: about {tokens / rate:.1f} s at the {rate:.0f}"
             " tokens/s of the first turn, and more with every turn.\n\nYour turn:"
-            " [bold].venv/bin/turnkeep serve[/], and [bold].venv/bin/turnkeep chat[/] beside it."
+            " [bold]turnkeep serve[/], and [bold]turnkeep chat[/] beside it."
         )
 
     async def _ask(
@@ -109,19 +104,3 @@ class Demo:
 
     def _say(self, text: str) -> None:
         self._console.print(f"\n[bold green]==[/] {text}")
-
-
-def main() -> int:
-    """Run the demo; a fault is one line and exit code 1."""
-    try:
-        asyncio.run(Demo().run())
-    except TurnkeepError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

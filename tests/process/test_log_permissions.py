@@ -1,0 +1,73 @@
+"""The permissions that the page about the log gives for each command are enough for it, on a real server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands.command_runs import command
+from tests.ops.test_dead import venomous
+from turnkeep_client.errors import RequestFailedError
+from worker.sessions.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("## Permissions")[2]
+#: For the commands of each row, in their order.
+ARGUMENTS = {
+    "sessions": [],
+    "show": ["s"],
+    "dead list": [],
+    "dead show": ["s", "turn-7"],
+    "export": ["s", "file"],
+    "export --kv": ["s", "file"],
+    "dead drop": ["s", "turn-9"],
+    "dead retry": ["s", "turn-7"],
+    "replay": ["s", "--speed", "max"],
+    "import": ["file", "--as", "copy"],
+}
+
+
+def rows() -> list[tuple[list[str], list[str]]]:
+    found = re.findall(r"^\| (`[a-z].*?) \| (.*) \|$", PAGE, re.MULTILINE)
+    return [
+        (re.findall("`(.*?)`", commands), re.findall("`(.*?)`", subjects)) for commands, subjects in found
+    ]
+
+
+async def test_the_documented_permissions_are_enough_for_each_command(
+    foreign_server: Callable[..., Any],
+    local_worker: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [one for commands, _ in rows() for one in commands] == list(ARGUMENTS)
+    users: list[dict[str, Any]] = [{"user": "worker", "password": "w"}]
+    for number, (_, subjects) in enumerate(rows()):
+        allowed = {"publish": subjects, "subscribe": ["_INBOX.>", "turnkeep.*.*.out"]}
+        users.append({"user": f"u{number}", "password": "p", "permissions": allowed})
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60}, authorization={"users": users}
+    )
+    monkeypatch.setattr(Session, "_attempt", venomous)
+    worker = await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep", max_attempts=1)
+    await worker.client.session("s").generate(text="x" * 99, max_tokens=4)
+    for dead in ("turn-7", "turn-9"):
+        with pytest.raises(RequestFailedError):
+            await worker.client.session("s").append(text="VENOM", request_id=dead)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for number, (commands, _) in enumerate(rows()):
+        for one in commands:
+            here = ("--data-dir", worker.settings.data_dir) if one.startswith("export") else ()
+            words = (*one.split(), *ARGUMENTS[one], *here, "--nats", url.replace("//", f"//u{number}:p@"))
+            done = await command(*words)
+            assert done.returncode == 0, (one, done.stdout, done.stderr)
+    refused = await command("sessions", "--nats", url.replace("//", "//u1:p@"))
+    assert refused.returncode == 1
+    assert "this user may not publish on $JS.API.STREAM.INFO.turnkeep_log" in refused.stderr
