@@ -6,6 +6,7 @@ Reads one entry of a session, so that 100,000 sessions take seconds. Only sizes 
 from __future__ import annotations
 
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -54,9 +55,10 @@ class _Outcome(Struct):
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
-async def list_sessions(client: Client, tenant: str = "*") -> list[SessionRow]:
-    """List the sessions of a tenant, or of all, in no order. Raises `TurnkeepError`."""
-    counts = await client.stored.subjects(tenant)
+async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
+    """List the sessions of a tenant, or of all, whose names match, in no order. Raises `TurnkeepError`."""
+    every = await client.stored.subjects(tenant)
+    counts = {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
     results = {key: one async for key, one in client.stored.last(counts, "out")}
     waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from uuid import uuid4
 
 from .errors import InvalidMessageError, NoWorkerError, TurnkeepError
+from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 
     from .calls import Stored
-    from .subjects import SessionKey, SessionKind, Subjects
+    from .subjects import SessionKind, Subjects
 
 #: The server answers for at most 1,024 subjects at a time.
 _SUBJECTS_AT_ONCE: Final = 1000
@@ -72,7 +73,7 @@ class LogStream:
     async def subjects(self, tenant: str = "*", session: str = "*") -> dict[SessionKey, dict[str, int]]:
         """Count each session's entries by kind. Needs `$JS.API.STREAM.INFO.<log>`."""
         found: dict[SessionKey, dict[str, int]] = {}
-        pattern, offset, total = f"{self._subjects.prefix}.{tenant}.{session}.*", 0, 1
+        pattern, offset, total = self._subjects.log(_pattern(tenant, session)), 0, 1
         while offset < total:
             body = json.dumps({"subjects_filter": pattern, "offset": offset}).encode()
             try:
@@ -105,7 +106,7 @@ class LogStream:
 
     async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield all entries of a session, in order; names may be `*`. Needs `$JS.API.DIRECT.GET.<log>`."""
-        subject = f"{self._subjects.prefix}.{key.tenant}.{key.session}.{kind}"
+        subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         request = {"seq": 1, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
         async for batch in self._api.batches(self.name, request):
             for one in batch:
@@ -170,3 +171,11 @@ class LogStream:
                 if error.code == _WRONG_LAST_SEQUENCE:
                     raise LastSequenceError(str(error), error.code) from None
                 raise
+
+
+def _pattern(tenant: str, session: str) -> SessionKey:
+    """Build the key of one session or, with `*`, of several. Raises `InvalidMessageError`."""
+    for what, name in (("tenant", tenant), ("session", session)):
+        if name != "*":
+            check_id(what, name)
+    return SessionKey(tenant, session)

@@ -75,6 +75,8 @@ async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
     assert await names("--tenant", "b") == ["idle"]
     assert await names("--match", "*l*ed", "--sort", "name") == ["closed", "failed"]
     assert await names("--state", "waiting", "--state", "closed", "--sort", "name") == ["closed", "waiting"]
+    bad = await command("sessions", "--tenant", "b.>", *where(worker))
+    assert bad.stderr.startswith("turnkeep: tenant 'b.>' is not valid: it must be 1 to 64 of the characters")
     assert await names("--since", "2100-01-01") == []
     assert len(await names("--since", "1h", "--until", "2100-01-01")) == 5
     assert await names("--limit", "1") == ["waiting"]

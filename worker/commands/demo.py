@@ -93,9 +93,11 @@ class Demo:
         usage, seconds = generation.result.usage, generation.result.seconds
         decode_s = seconds.total - seconds.first_token
         rate = f"{(usage.completion_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "-"
-        costs = (usage.prompt_tokens, usage.cached_tokens, usage.prefilled_tokens)
+        # By the position: an answer that a fast worker had sent whole before its kill ran no prompt again.
+        context = generation.result.position - usage.completion_tokens
+        costs = (context, usage.cached_tokens, usage.prefilled_tokens)
         self._row(question, source, *costs, f"{seconds.first_token:.2f} s", rate)
-        return usage.prompt_tokens, usage.prefilled_tokens, seconds.first_token
+        return context, usage.prefilled_tokens, seconds.first_token
 
     def _row(self, what: str, source: str, context: int, cached: int, prefilled: int, *times: str) -> None:
         counts = map(str, (context - self._position, cached, prefilled))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +67,13 @@ def sessions(
 
     def wanted(row: SessionRow) -> bool:
         return (
-            fnmatch.fnmatchcase(row.session, match)
-            and (not states or row.state in states or ("dead" in states and row.dead > 0))
+            (not states or row.state in states or ("dead" in states and row.dead > 0))
             and (since is None or row.last >= since)
             and (until is None or row.last < until)
         )
 
     async def read(client: Client) -> tuple[int, list[SessionRow]]:
-        found = await list_sessions(client, tenant)
+        found = await list_sessions(client, tenant, match)
         rows = [row for row in found if wanted(row)]
         sized = await measured(client, rows, tenant) if with_bytes or by == "bytes" else rows
         return len(found), order(sized, by)

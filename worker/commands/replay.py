@@ -90,7 +90,10 @@ def replay(
     run = uuid4().hex[:8]
 
     async def play(client: Client) -> Report:
-        entries = await client.log() if source is None else of_file(source)
+        if source is not None:
+            entries = of_file(source)
+        else:  # only the sessions that are named, where some are
+            entries = [one for name in sessions or (None,) for one in await client.log(name)]
         record = fold(within(entries, sessions, since, until))
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
