@@ -110,15 +110,13 @@ class Replay:
             async with asyncio.TaskGroup() as tasks:
                 for one in played:
                     tasks.create_task(self._session(one))
-        except* TurnkeepError as group:
-            raise next(iter(_leaves(group))) from None
+        except BaseExceptionGroup as faults:
+            raise faults.exceptions[0] from None
         return self._report(played)
 
     async def _session(self, played: _Played) -> None:
         key = SessionKey(self._client.tenant, self._rename(played.name))
         async with self._places:
-            if await self._client.log(key.session):
-                raise ReplayError(f"the log has a session {key} already; replay into another tenant")
             closing = None
             try:
                 await self._play(key, played)
@@ -187,14 +185,6 @@ class Replay:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _leaves(group: BaseExceptionGroup[TurnkeepError]) -> list[TurnkeepError]:
-    return [
-        leaf
-        for one in group.exceptions
-        for leaf in (_leaves(one) if isinstance(one, BaseExceptionGroup) else [one])
-    ]
 
 
 def _times(exchanges: Sequence[Exchange]) -> Times:
