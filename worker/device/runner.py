@@ -310,7 +310,7 @@ class Runner:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context[-MOST_SEEN:].ids(),
+                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, 0)),
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
