@@ -23,7 +23,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
 async def test_the_commands_run_as_they_are_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Session, "_attempt", venomous)
     worker = await local_worker(max_attempts=1)
     await worker.client.session("garden").generate(text="What is red?", max_tokens=8)
@@ -31,6 +30,7 @@ async def test_the_commands_run_as_they_are_written(
         with pytest.raises(RequestFailedError):
             await worker.client.session("garden").append(text="VENOM", request_id=dead)
     monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     commands = [
         line.partition("#")[0].strip()
         for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

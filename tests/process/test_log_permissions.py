@@ -45,7 +45,6 @@ async def test_the_documented_permissions_are_enough_for_each_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert [one for commands, _ in rows() for one in commands] == list(ARGUMENTS)
     users: list[dict[str, Any]] = [{"user": "worker", "password": "w"}]
     for number, (_, subjects) in enumerate(rows()):

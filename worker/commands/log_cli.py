@@ -146,17 +146,6 @@ def dead() -> None:
     """Requests that workers gave up: each ended or failed every attempt."""
 
 
-_timeout = click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(1),
-    default=600.0,
-    show_default=True,
-    help="How long to wait for the result.",
-)
-
-
 @dead.command("list")
 @click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
 @as_json
@@ -220,7 +209,15 @@ def dead_show(
 @click.argument("session")
 @click.argument("request", metavar="ID")
 @click.option("--anyway", is_flag=True, help="Also if the session has gone on since.")
-@_timeout
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="How long to wait for the result.",
+)
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def dead_retry(
