@@ -1,1 +1,1 @@
-"""What surrounds running workers: metrics for people and programs. Imports `protocol` alone."""
+"""What surrounds running workers: metrics for people and programs, and the log. Imports `protocol` alone."""

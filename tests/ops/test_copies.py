@@ -91,6 +91,22 @@ async def test_a_session_of_thousands_of_requests_is_imported_in_parts(
     await second.client.session("long").open()
 
 
+async def test_of_a_session_that_the_log_has_no_room_for_nothing_stays(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("long")
+    await asyncio.gather(*(session.append(tokens=[5] * 2, request_id=f"r{i}") for i in range(400)))
+    file = tmp_path / "long.turnkeep"
+    await command("export", "long", file, *where(worker))
+    second = await other(local_worker, tmp_path, log_max_bytes=2**18, max_message_bytes=2**16)
+    done = await command("import", file, *where(second))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "maximum bytes exceeded" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert await second.client.stored.subjects() == {}
+
+
 async def chatter(worker: LocalWorker) -> None:
     """Write to the log all the time."""
     while True:
