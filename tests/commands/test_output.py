@@ -13,13 +13,17 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 from command_runs import environment, turnkeep, where
 
+from worker.commands.cli import main
 from worker.formatting import size, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from click.testing import Result
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 
@@ -82,23 +86,24 @@ async def test_info_names_the_device_as_people_do(local_worker: Callable) -> Non
 @pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])
 def test_a_fresh_data_directory_has_nothing_cached_yet(tmp_path: Path, made: str) -> None:
     data_dir = tmp_path / "fresh"
+
+    def cache(*arguments: object) -> Result:
+        return CliRunner().invoke(main, ["cache", *map(str, arguments), "--data-dir", str(data_dir)])
+
     if made != "nothing":
         data_dir.mkdir()
     if made == "empty folder":
         (data_dir / "snapshots").mkdir()
     for command in ("ls", "du"):
-        done = turnkeep("cache", command, "--data-dir", data_dir)
-        assert (done.returncode, done.stderr) == (0, "")
+        done = cache(command)
+        assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.startswith(f"nothing is cached yet in {data_dir / 'snapshots'}\n")
     for command in (("verify",), ("prune", "--all"), ("export", "--all", tmp_path / "x.tar")):
-        done = turnkeep("cache", *command, "--data-dir", data_dir)
-        assert (done.returncode, done.stdout) == (1, "")
+        done = cache(*command)
+        assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr.startswith("turnkeep: nothing is cached yet in")
-    assert json.loads(turnkeep("cache", "ls", "--json", "--data-dir", data_dir).stdout) == {
-        "chains": [],
-        "pins": [],
-    }
-    assert json.loads(turnkeep("cache", "du", "--json", "--data-dir", data_dir).stdout)["total_bytes"] == 0
+    assert json.loads(cache("ls", "--json").stdout) == {"chains": [], "pins": []}
+    assert json.loads(cache("du", "--json").stdout)["total_bytes"] == 0
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 

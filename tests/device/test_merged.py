@@ -96,13 +96,18 @@ def test_a_rows_kv_can_be_read_after_any_step(make_model, kind) -> None:
     """Exactly what it was after the tokens that are known."""
     model = make_model(kind)
     batch = batch_for(model)
-    pieces = [begin(model, prompt(n, salt=n)) for n in (9, 3, 17)]
+    prompts = [prompt(n, salt=n) for n in (9, 3, 17)]
+    whole = [tokens + alone(model, tokens, 16)[0] for tokens in prompts]
+    pieces = [begin(model, tokens) for tokens in prompts]
     rows = [piece.row for piece in pieces]
     batch.step(pieces)
     for num_steps in range(12):
         batch.step([])
-        for row in rows if num_steps % 4 > 1 else ():
-            assert go_on(model, batch.caches(row), row.known[-1], 3) == alone(model, row.known, 3)[0]
+        for row, expected in zip(rows, whole, strict=True) if num_steps % 4 > 1 else ():
+            num_known = len(row.known)
+            assert row.known == expected[:num_known]
+            got = go_on(model, batch.caches(row), row.known[-1], 3)
+            assert got == expected[num_known : num_known + 3]
     assert all(map(is_merged, rows))
 
 

@@ -147,9 +147,9 @@ class LogReader:
         try:
             js, subject = nc.jetstream(), SUBJECTS.tokens(SessionKey("default", name), request_id)
             subscription = await js.subscribe(subject, stream=SUBJECTS.token_stream, ordered_consumer=True)
-            bodies = [(await subscription.next_msg(timeout=2)).data]
+            bodies = [(await subscription.next_msg(timeout=30)).data]
             while bodies[-1]:
-                bodies.append((await subscription.next_msg(timeout=2)).data)
+                bodies.append((await subscription.next_msg(timeout=30)).data)
             return bodies
         finally:
             await nc.close()
@@ -183,7 +183,7 @@ async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started
         for name, given in options.items()
     }
     tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
-    for num_tokens in (20, 200):  # a second life ends before its time too
+    for num_tokens in (20, 60):  # a second life ends before its time too
         await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
         assert not any(task.done() for task in tasks.values())
         restart(process)
@@ -305,7 +305,7 @@ INTERLEAVINGS = settings(
 )
 
 
-@settings(INTERLEAVINGS, max_examples=2)
+@settings(INTERLEAVINGS, max_examples=1)
 @given(scripts=SCRIPTS, crashes=CRASHES)
 async def test_any_interleaving_with_crashes_gives_each_session_the_history_it_has_alone(
     crowd: Crowd, scripts: list[list[tuple[Any, ...]]], crashes: list[tuple[int, int]]
