@@ -1,4 +1,4 @@
-"""nats-py's client, changed so that no message that a server delivers can stop it from reading.
+"""nats-py's client, changed so that nothing that a server sends can silence it or stop it from reading.
 
 A NATS server lets any client publish a header block without a line end, and subjects of almost any bytes. At
 some of them nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
@@ -71,6 +71,28 @@ class Nats(Client):
                 raise NoTlsError
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
+
+    async def _process_connect_init(self) -> None:
+        # nats-py takes the line that follows its PING for the PONG. If that line is an INFO, or the server's
+        # own PING, which comes a second after it accepted the connection, nats-py never sends anything again.
+        transport: Any = self._transport
+        readline, num_read = transport.readline, 0
+
+        async def answer() -> bytes:
+            nonlocal num_read
+            while True:
+                line: bytes = await readline()
+                num_read += 1
+                if num_read > 1 and line.startswith(b"PING"):
+                    transport.write(b"PONG\r\n")
+                elif num_read == 1 or not line.startswith(b"INFO"):
+                    return line
+
+        transport.readline = answer
+        try:
+            await super()._process_connect_init()
+        finally:
+            transport.readline = readline
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

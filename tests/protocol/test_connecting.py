@@ -1,0 +1,63 @@
+"""A connection is one however slowly the server and this machine set it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from turnkeep_client.nats_client import Nats
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+INFO = b'INFO {"server_id":"A","version":"2.15.0","headers":true,"max_payload":1048576}\r\n'
+
+
+class SlowServer:
+    """Speaks enough of the NATS protocol to set a connection up; `before` is sent before its PONG."""
+
+    def __init__(self) -> None:
+        self.before = b""
+        self.got: list[bytes] = []
+        self.url = ""
+        self.ended = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(INFO)
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                self.got.append(line)
+                if line == b"PING\r\n":
+                    writer.write(self.before + b"PONG\r\n")
+            writer.close()
+            await writer.wait_closed()
+        self.ended.set()
+
+
+@pytest.fixture
+async def slow_server() -> AsyncIterator[SlowServer]:
+    server = SlowServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        server.url = f"nats://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        yield server
+
+
+@pytest.mark.parametrize("before", [b"PING\r\n", INFO, INFO + b"PING\r\nPING\r\n"])
+async def test_what_a_server_says_before_its_pong_does_not_silence_the_client(
+    slow_server: SlowServer, before: bytes
+) -> None:
+    """Its own PING comes after a second, which a busy machine can take to connect, and INFO at any time."""
+    slow_server.before = before
+    nc = Nats()
+    await nc.connect(slow_server.url, allow_reconnect=False)
+    is_connected = nc.is_connected
+    await nc.publish("subject", b"body")
+    await nc.close()
+    assert is_connected
+    async with asyncio.timeout(20):
+        await slow_server.ended.wait()
+    assert b"body\r\n" in slow_server.got
+    assert slow_server.got.count(b"PONG\r\n") == before.count(b"PING")
