@@ -21,11 +21,13 @@ demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an a
 	$(BIN)/turnkeep demo
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4
+	@# A quarter of the time tests wait, so that two cores can do with three processes. A process keeps a file's tests.
+	$(BIN)/python -m pytest -q --dist worksteal -n $$(($$(getconf _NPROCESSORS_ONLN) > 2 ? 4 : 3))
 
 soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 -m soak
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
+	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_saboteurs.py
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .
