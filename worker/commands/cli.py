@@ -11,23 +11,19 @@ import importlib.metadata
 import json
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from bench.cli import bench
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.formatting import size
 from worker.settings import SettingsError
 
-from .cache_cli import cache
-from .copy_cli import export, import_
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
-from .log_cli import dead, sessions, show
 from .printing import table
-from .replay import replay
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -37,8 +33,31 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 
 
+#: Commands of other modules, which are imported when the command is run, or all are listed.
+_ELSEWHERE: Final = {
+    "bench": ("bench.cli", "bench"),
+    "cache": ("worker.commands.cache_cli", "cache"),
+    "dead": ("worker.commands.log_cli", "dead"),
+    "export": ("worker.commands.copy_cli", "export"),
+    "import": ("worker.commands.copy_cli", "import_"),
+    "replay": ("worker.commands.replay", "replay"),
+    "sessions": ("worker.commands.log_cli", "sessions"),
+    "show": ("worker.commands.log_cli", "show"),
+}
+
+
 class _Group(click.Group):
     """Turns each error of a user into one line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
+            module, attribute = _ELSEWHERE[cmd_name]
+            self.add_command(getattr(import_module(module), attribute))
+            _show_whole_sentences(self)
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -321,12 +340,6 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 
     settings = load_settings(config, flags)
     talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
-
-
-main.add_command(bench)
-main.add_command(cache)
-for _command in (replay, sessions, show, dead, export, import_):
-    main.add_command(_command)
 
 
 def _show_whole_sentences(group: click.Group) -> None:
