@@ -10,7 +10,7 @@ COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-u
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test soak lint type check bench lock clean
+.PHONY: help setup demo test soak lint type check bench tools lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -41,10 +41,13 @@ check: lint type test ## What CI runs: lint, type, test
 bench: $(STAMP) ## Run the short session benchmark
 	$(BIN)/turnkeep bench session --smoke
 
+tools: $(VENV)/tools/.set-up ## Install what checks ops/deploy and .github, and what a release is made with
+
 lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer versions)
 	$(COMPILE) requirements/base.in -o requirements/base.lock
 	$(COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(COMPILE) --no-deps requirements/corpora.in -o requirements/corpora.lock
+	$(COMPILE) requirements/tools.in -o requirements/tools.lock
 
 clean: ## Remove caches and build output; `rm -rf .venv` starts over
 	rm -rf dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -76,4 +79,9 @@ $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protoco
 			$(APT) $$package || { apt-get update -q && $(APT) $$package; }; \
 		fi; \
 		$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)'; } || true
+	@touch $@
+
+$(VENV)/tools/.set-up: requirements/tools.lock $(STAMP)
+	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(VENV)/tools
+	$(BIN)/uv pip sync -q --require-hashes --python $(VENV)/tools/bin/python requirements/tools.lock
 	@touch $@

@@ -40,10 +40,9 @@ from worker.sessions.session import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
-from worker.settings import SettingsError
 from worker.wire import broker, streams
 from worker.wire.connection import connect
-from worker.wire.credentials import nats_options, over_tls
+from worker.wire.credentials import over_tls, worker_options
 from worker.wire.desk import Desk
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
@@ -151,10 +150,8 @@ class App:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
-            options = nats_options(settings)
+            options = worker_options(settings)
             if settings.nats is None:
-                if options:
-                    raise SettingsError("the worker's own NATS server has no users; set nats too")
                 server = broker.EmbeddedServer(directory, settings)
                 server.check()
                 loaded = await self._load_model(directory, stack)

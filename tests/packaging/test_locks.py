@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ("base", "dev", "corpora")
+ENVIRONMENT = ("base", "dev", "corpora")
+LOCKS = (*ENVIRONMENT, "tools")
 
 #: Installed for the files that they bring; what they ask for is left out on purpose. Only earlier locks asked
 #: for the last one, which an environment may still have.
@@ -70,7 +71,7 @@ def test_client_and_application_ask_for_the_same_versions() -> None:
 
 def test_the_environment_has_what_the_locks_say_and_what_its_packages_ask_for() -> None:
     here = installed()
-    for name in LOCKS:
+    for name in ENVIRONMENT:
         for line in rows(name):
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate():

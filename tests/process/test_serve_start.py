@@ -107,3 +107,28 @@ def test_a_log_without_a_terminal_has_a_line_while_a_model_is_converted(tmp_path
     )
     events = [json.loads(line)["event"] for line in done.stderr.splitlines() if line.startswith("{")]
     assert "converting weights" in events
+
+
+def test_a_check_leaves_with_0_where_a_worker_would_start_and_changes_nothing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    port = str(free_port())
+    done = serve(tmp_path / "data", "--check", "--model", str(tiny_model), "--nats-port", port)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((tmp_path / "data" / "nats").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--model", "/no/such/model"), 1, "nothing at /no/such/model"),
+        (("--nats", "nats://127.0.0.1:1"), 1, "no NATS server answers"),
+        (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
+        (("--nats-user", "me"), 2, "nats_user has no password"),
+    ],
+)
+def test_a_check_says_what_a_worker_would_stumble_over(
+    options: tuple[str, ...], code: int, says: str, tmp_path: Path
+) -> None:
+    done = serve(tmp_path / "data", "--check", *options)
+    assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -21,6 +21,7 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.formatting import size
 from worker.settings import SettingsError
+from worker.wire.credentials import worker_options
 
 from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
 from .printing import table
@@ -29,6 +30,7 @@ from .talking import CLIENT_SETTINGS, talk
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
+    from worker.settings import Settings
 
 _INTERRUPTED = 130
 
@@ -85,12 +87,17 @@ def main() -> None:
 
 
 @main.command()
+@click.option("--check", is_flag=True, help="Check what this worker needs, as doctor does, and end.")
 @with_settings()
-def serve(config: Path | None, **flags: Any) -> None:
+def serve(config: Path | None, check: bool, **flags: Any) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
     On SIGHUP the worker reads the settings again and applies max_disk and min_free_disk.
     """
+    if check:
+        settings = load_settings(config, flags)
+        worker_options(settings)
+        _examine(settings, as_json=False)
     from .serve import serve as run
 
     run(load_settings(config, flags), lambda: load_settings(config, flags))
@@ -153,9 +160,13 @@ def model_path(config: Path | None, **flags: Any) -> None:
 @with_settings()
 def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Check this machine: what was found, what is missing, and how to fix it."""
+    _examine(load_settings(config, flags), as_json=as_json)
+
+
+def _examine(settings: Settings, *, as_json: bool) -> NoReturn:
     from .doctor import checks, exit_code, show
 
-    found = checks(load_settings(config, flags))
+    found = checks(settings)
     if as_json:
         click.echo(json.dumps([asdict(check) for check in found]))
     else:

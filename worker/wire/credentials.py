@@ -45,6 +45,14 @@ def nats_options(settings: Settings) -> dict[str, Any]:
     return (_user(settings, used[0]) if used else {}) | _tls(settings)
 
 
+def worker_options(settings: Settings) -> dict[str, Any]:
+    """Read the credentials of a worker, whose own server has no users. Raises `SettingsError`."""
+    options = nats_options(settings)
+    if options and settings.nats is None:
+        raise SettingsError("the worker's own NATS server has no users; set nats too")
+    return options
+
+
 def over_tls(settings: Settings, urls: str) -> str:
     """Make nats:// and ws:// URLs tls:// and wss:// ones where the settings name a CA or a certificate."""
     if settings.nats_ca is None and settings.nats_cert is None:

@@ -1,0 +1,204 @@
+"""What is in ops/deploy, by the validators of its formats, and started here as far as this machine can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import plistlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import requires
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.commands.command_runs import environment
+from tests.parts import free_port, nats_server_program
+from turnkeep_client.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "ops" / "deploy"
+TOOLS = ROOT / ".venv" / "tools" / "bin"
+
+
+def check(program: str, *arguments: object, cwd: Path = DEPLOY) -> None:
+    """Run a validator; skips where it is not installed (`make tools`, or the distribution has it)."""
+    path = shutil.which(program, path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    done = subprocess.run([path, *map(str, arguments)], cwd=cwd, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one]
+
+
+def services() -> dict[str, Any]:
+    return dict(documents("compose.yaml")[0]["services"])
+
+
+def test_the_dockerfile_has_nothing_that_its_linter_minds() -> None:
+    check("hadolint", "Dockerfile")
+
+
+def test_the_compose_file_fits_its_schema() -> None:
+    check("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml")
+
+
+def test_the_manifests_fit_the_schemas_of_kubernetes() -> None:
+    check("kubernetes-validate", "--strict", "kubernetes.yaml")
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in DEPLOY.glob("*.service")))
+def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
+    """With a program that is there in the place of the installed one."""
+    text = (DEPLOY / unit).read_text()
+    (tmp_path / unit).write_text(text.replace("/opt/turnkeep/bin/turnkeep", sys.executable))
+    check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
+
+
+def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
+    agent = plistlib.loads((DEPLOY / "turnkeep.plist").read_bytes())
+    times = {"ThrottleInterval", "ExitTimeOut"}
+    flags = {"RunAtLoad", "KeepAlive"}
+    texts = {"Label", "WorkingDirectory", "ProcessType", "StandardErrorPath"}
+    assert set(agent) == times | flags | texts | {"ProgramArguments", "EnvironmentVariables"}
+    assert {type(agent[name]) for name in times} == {int}
+    assert {type(agent[name]) for name in flags} == {bool}
+    assert agent["ProgramArguments"][1:] == ["serve"]
+
+
+def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
+    """What the image takes of dev.lock is there, and is all that the exporter and the build need."""
+    (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
+    lock = (ROOT / "requirements" / "dev.lock").read_text()
+    assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
+    needed = [Requirement(row) for row in requires("hatchling") or ()]
+    assert {one.name for one in needed if not one.marker or one.marker.evaluate()} <= set(names.split("|"))
+
+
+def test_every_file_that_the_compose_file_mounts_is_there() -> None:
+    mounted = [volume for one in services().values() for volume in one.get("volumes", ())]
+    files = [volume.split(":")[0] for volume in mounted if volume.startswith(".")]
+    assert files
+    assert [file for file in files if not (DEPLOY / file).is_file()] == []
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "prometheus.yml", tmp_path)
+    shutil.copy(ROOT / "ops" / "prometheus" / "alerts.yml", tmp_path)
+    check("promtool", "check", "config", "prometheus.yml", cwd=tmp_path)
+
+
+def test_no_container_of_ours_is_root_or_writes_to_its_own_files() -> None:
+    assert re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE) == ["10001:10001"]
+    ours = [one for one in services().values() if one["image"] == "turnkeep"]
+    assert len(ours) == 5
+    assert all(one["read_only"] and one["cap_drop"] == ["ALL"] for one in ours)
+    specs = [one.get("spec", {}) for one in documents("kubernetes.yaml")]
+    pods = [spec["template"]["spec"] for spec in specs if "template" in spec]
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+class Here:
+    """Commands of containers as processes: their folders below `tmp_path`, their ports on this machine."""
+
+    def __init__(self, tmp_path: Path, model: Path) -> None:
+        self._ports = {port: free_port() for port in (4222, 8222, 9422)}
+        self._folders = {path: tmp_path / path.strip("/").replace("/", "-") for path in FOLDERS}
+        for folder in self._folders.values():
+            folder.mkdir()
+        self._model = model
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def text(self, value: str) -> str:
+        for path, folder in self._folders.items():
+            value = value.replace(path, str(folder))
+        for port, free in self._ports.items():
+            value = value.replace(str(port), str(free))
+        return value.replace("//nats:", "//127.0.0.1:").replace("0.0.0.0", "127.0.0.1")
+
+    def command(self, service: dict[str, Any], words: list[str]) -> tuple[list[str], dict[str, str]]:
+        program, *rest = map(self.text, words)
+        programs = {
+            "python": [sys.executable],
+            "turnkeep": [sys.executable, "-m", "worker"],
+            "nats-server": [nats_server_program(), "-p", self.text("4222")],  # else the file's
+        }
+        settings = {name: self.text(value) for name, value in service.get("environment", {}).items()}
+        settings["TURNKEEP_DATA_DIR"] = self.text("/var/lib/turnkeep")
+        settings["TURNKEEP_MODEL"] = str(self._model)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "protocol")])
+        return [*programs[program], *rest], environment() | settings | {"PYTHONPATH": path}
+
+    def run(self, service: dict[str, Any], words: list[str]) -> subprocess.CompletedProcess[str]:
+        command, env = self.command(service, words)
+        return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
+
+    def start(self, service: dict[str, Any]) -> None:
+        command, env = self.command(service, service["command"])
+        folder = self.text(service.get("working_dir", "/var/lib/turnkeep"))
+        self._started.append(subprocess.Popen(command, env=env, cwd=folder, stderr=subprocess.DEVNULL))
+
+    def wait_for(self, service: dict[str, Any], words: list[str]) -> None:
+        """Run a health check until it is content."""
+        deadline = time.monotonic() + 60
+        while (done := self.run(service, words)).returncode:
+            assert time.monotonic() < deadline, done.stdout + done.stderr
+
+    def stop(self) -> list[int]:
+        codes = []
+        while self._started:
+            self._started[-1].terminate()
+            codes.append(self._started.pop().wait(60))
+        return codes
+
+
+FOLDERS = ("/etc/nats", "/var/lib/nats", "/var/lib/turnkeep")
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
+    here = Here(tmp_path, tiny_model)
+    yield here
+    here.stop()
+
+
+@pytest.mark.process
+async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(here: Here) -> None:
+    def checked(service: dict[str, Any]) -> list[str]:
+        return list(service["healthcheck"]["test"][1:])
+
+    def serve() -> None:
+        of = services()
+        assert here.run(of["accounts"], of["accounts"]["command"]).returncode == 0
+        here.start(of["nats"])
+        here.wait_for(of["nats"], checked(of["nats"]))
+        made = here.run(of["mirrors"], of["mirrors"]["command"])
+        assert made.returncode == 0, made.stderr
+        here.start(of["worker"])
+        (words,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", (DEPLOY / "Dockerfile").read_text())
+        here.wait_for(of["worker"], yaml.safe_load(words))
+        here.start(of["exporter"])
+        here.wait_for(of["exporter"], checked(of["exporter"]))
+
+    await asyncio.to_thread(serve)
+    seed = here.text("/etc/nats/default.client.nk")
+    async with await connect(here.text("nats://nats:4222"), nkeys_seed=seed) as client:
+        appended = await client.session("s1").append(text="hello")
+    assert appended.position == 5
+    assert await asyncio.to_thread(here.stop) == [143, 0, 0]
