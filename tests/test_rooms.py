@@ -38,7 +38,7 @@ FLOORS = {
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
-    *("worker/device", "worker/batch", "worker/models", "worker/quality.py"),
+    *("worker/device", "worker/batch", "worker/models", "worker/quality.py", "worker/sizing.py"),
     "bench/in_process.py",  # a program of its own, which a bench compares a worker with
 }
 NATS = {*(f"protocol/turnkeep_client/{name}.py" for name in ("client", "nats_client")), "worker/wire"}

@@ -76,9 +76,6 @@ T = TypeVar("T")
 
 VERSION = importlib.metadata.version("turnkeep")
 
-#: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
-_PLANNED_CONTEXT = 65_536
-
 #: The settings that a reload may change.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
@@ -439,9 +436,7 @@ class App:
     def _kv_limit(self, context_tokens: int) -> int:
         """Return the limit of KV in bytes. Raises `WorkerError` if the device has no room for a block."""
         settings, estimator = self._settings, self._device.estimator
-        room = estimator.room_for_kv(
-            settings.max_batch, settings.block_tokens, min(context_tokens, _PLANNED_CONTEXT)
-        )
+        room = estimator.kv_limit(settings.max_batch, settings.block_tokens, context_tokens)
         if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
             raise WorkerError(
                 f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"

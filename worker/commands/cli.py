@@ -44,6 +44,7 @@ _ELSEWHERE: Final = {
     "import": ("worker.commands.copy_cli", "import_"),
     "replay": ("worker.commands.replay", "replay"),
     "sessions": ("worker.commands.log_cli", "sessions"),
+    "size": ("worker.commands.size_cli", "size"),
     "show": ("worker.commands.log_cli", "show"),
 }
 

@@ -35,12 +35,16 @@ def limit_freed() -> None:
     mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu() else MLX_CACHE_BYTES)
 
 
-def default_limit_bytes() -> int:
-    """Derive the limit for all that MLX holds from the device, or from what the machine has left."""
+def default_limit_bytes(to_load_bytes: int = 0) -> int:
+    """Derive the limit for all that MLX holds from the device, or from what the machine has left.
+
+    `to_load_bytes` of weights are not in memory yet.
+    """
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return recommended
-    return mx.get_active_memory() + int(psutil.virtual_memory().available * MEMORY_SHARE)
+    available = max(psutil.virtual_memory().available - to_load_bytes, 0)
+    return mx.get_active_memory() + to_load_bytes + int(available * MEMORY_SHARE)
 
 
 def wire(size_bytes: int) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
 
+#: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
+_PLANNED_CONTEXT: Final = 65_536
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
 #: Models in 16 bits compute the softmax in 32, too.
@@ -133,6 +135,10 @@ class Estimator:
     def restore_bytes(self, num_tokens: int, block: int) -> int:
         """Estimate what a restore of `num_tokens` takes: their KV, one layer twice, the rest of a block."""
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
+
+    def kv_limit(self, max_rows: int, chunk: int, num_context: int) -> int:
+        """Return the limit of KV in bytes for sessions of up to `num_context` tokens."""
+        return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT))
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
         """Return the bytes of KV that fit beside weights, the largest step, and what is allocated ahead.

@@ -71,11 +71,12 @@ def _trial_key(loaded: LoadedModel, caches: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int | None) -> Estimator:
+def estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int) -> Estimator:
+    """Make the estimator of a model, of whose caches these have run a token."""
     unpacked = unpacked_bytes(caches)
     return Estimator(
         shape=shape_of(loaded.config),
-        limit_bytes=limit_bytes or machine.default_limit_bytes(),
+        limit_bytes=limit_bytes,
         weight_bytes=loaded.weight_bytes,
         kv=layers.sizes(caches),
         num_layers=len(caches),
@@ -137,7 +138,7 @@ class Runner:
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
-        self.estimator = _estimator(loaded, caches, limit_bytes)
+        self.estimator = estimator(loaded, caches, limit_bytes or machine.default_limit_bytes())
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
         #: Why sessions of this model cannot have sinks and a window; None if they can.

@@ -137,12 +137,18 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
 
 
 def load(
-    folder: Path, *, dtype: str, kv_bits: int | None = None, progress: Progress | None = None
+    folder: Path,
+    *,
+    dtype: str,
+    kv_bits: int | None = None,
+    progress: Progress | None = None,
+    lazy: bool = False,
 ) -> LoadedModel:
     """Load a model folder on the calling thread, which must be the thread that will run the model.
 
     With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
-    With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. Raises `ModelError`.
+    With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy` MLX reads
+    weights once a pass is evaluated; the result's sizes are known before. Raises `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -160,7 +166,8 @@ def load(
             model.set_dtype(getattr(mx, dtype))
         leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
         weights = list(leaves.values())
-        _evaluate(weights, progress)
+        if not lazy:
+            _evaluate(weights, progress)
     except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
         raise ModelError(f"{folder} cannot be loaded: {explain(_text_config(written), error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
@@ -183,14 +190,14 @@ def load(
 
 
 def cache_sizes(model: Module) -> KvSize:
-    """Measure the size of a session's KV by running one token."""
+    """Measure the size of a session's KV by a pass of one token, whose shapes are enough: it is not run."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
     from cache.kv import layers
 
     caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0]]), cache=caches))
+    model(mx.array([[0]]), cache=caches)
     return layers.sizes(caches)
 
 

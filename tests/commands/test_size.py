@@ -1,0 +1,123 @@
+"""`turnkeep size`: what it says is what a worker with the same settings then takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands.command_runs import command
+from tests.parts import BLOCK, TINY_KV_BYTES
+from worker.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+    from turnkeep_client.messages import Metrics
+
+TURN, ANSWER, TURNS = 40, 9, 7
+MEMORY = 64 * 2**20
+
+
+async def sized(model: Path, *options: object, **more: object) -> dict[str, Any]:
+    flags = {"--sessions": 10, "--turns-per-hour": 6, "--context": 256} | more
+    given = [str(part) for flag in flags.items() for part in flag]
+    done = await command("size", "--model", model, "--block-tokens", BLOCK, "--json", *given, *options)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+async def settled(worker: LocalWorker) -> Metrics:
+    """The metrics once no snapshot is on its way."""
+    async with asyncio.timeout(20):
+        async for metrics in worker.client.metrics():
+            if not metrics.snapshots.in_flight and not metrics.running and metrics.resident_sessions:
+                return metrics
+    raise AssertionError("the client was closed")
+
+
+@pytest.mark.parametrize("policy", ["full", "sink_window:4,64"])
+async def test_a_session_takes_what_was_said(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Path, policy: str
+) -> None:
+    worker = await local_worker(
+        model=str(endless_model),
+        device_memory=MEMORY,
+        cache_policy=load({"cache_policy": policy}, {}).cache_policy,
+        max_draft=0,
+    )
+    session = worker.client.session("s1")
+    for _ in range(TURNS):
+        await session.generate(text="x" * TURN, max_tokens=ANSWER, temperature=0)
+    held = (await session.info()).position
+    metrics = await settled(worker)
+    said = await sized(
+        endless_model,
+        *("--cache-policy", policy, "--device-memory", MEMORY),
+        **{"--context": held, "--prompt-tokens": TURN, "--answer-tokens": held // TURNS - TURN},
+    )
+    token = TINY_KV_BYTES
+    # The last token of an answer has no KV yet.
+    assert said["session_kv_bytes"] - metrics.resident_kv_bytes in (0, token)
+    assert said["kv_limit_bytes"] == metrics.max_memory_bytes
+    assert said["sessions_on_device"] == 10
+    snapshots = metrics.snapshots
+    assert said["session_disk_bytes"] == pytest.approx(snapshots.stored_bytes, rel=0.01)
+    assert said["written_bytes_per_turn"] * TURNS == pytest.approx(snapshots.written_bytes, rel=0.02)
+
+
+async def test_no_weights_are_read_for_a_plain_model(endless_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(endless_model, broken)
+    file = broken / "model.safetensors"
+    header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    size_bytes = file.stat().st_size
+    os.truncate(file, header_bytes)
+    os.truncate(file, size_bytes)  # zeros, which give no answer
+    assert (await sized(broken))["weight_bytes"] == size_bytes - header_bytes
+
+
+async def test_what_does_not_fit_is_said(endless_model: Path) -> None:
+    limits = ("--device-memory", "2MiB", "--max-disk", "1MiB", "--drive", "1GB")
+    few = await sized(endless_model, *limits, **{"--sessions": 100})
+    assert 0 <= few["sessions_on_device"] < few["sessions_on_disk"] < 100
+    assert few["sessions_nowhere"] == 100 - few["sessions_on_disk"]
+    assert few["drive_writes_per_day"] == few["written_bytes_per_day"] / 1e9
+    assert few["expected_tokens_per_s"] is None
+    none = await sized(endless_model, "--snapshots", "off")
+    assert (none["disk_bytes"], none["written_bytes_per_day"], none["sessions_on_disk"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", 4096), "--context is 4096; under the policy full it must be 2048 or less"),
+        (
+            ("--cache-policy", "sink_window:4,16"),
+            "--cache-policy: a window of 16 tokens is smaller than this",
+        ),
+        (("--drive", "big"), "'big' is no size; it must be like 512GB or 1TiB"),
+    ],
+)
+async def test_what_cannot_be_is_one_line(
+    endless_model: Path, options: tuple[object, ...], message: str
+) -> None:
+    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 64, "--block-tokens", BLOCK)
+    done = await command("size", "--model", endless_model, *load, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+async def test_the_table_says_where_sessions_are(endless_model: Path) -> None:
+    done = await command(
+        *("size", "--model", endless_model, "--sessions", 3, "--turns-per-hour", 1, "--context", 512)
+    )
+    assert "3 of 3 sessions; up to 3 answer at once" in done.stdout
+    assert "not known before it is measured" in done.stdout

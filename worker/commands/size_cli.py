@@ -1,0 +1,173 @@
+"""`turnkeep size`: what a load of sessions takes of a machine, before there is a worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from worker.formatting import size as in_units
+from worker.settings import SettingsError, parse_size
+
+from .flags import as_json, load_settings, with_settings
+from .printing import table
+from .progress import terminal_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from worker.models.model import LoadedModel
+    from worker.settings import Settings
+    from worker.sizing import Load, Plan, Sized
+
+_SETTINGS: Final = (
+    *("data_dir", "model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
+    *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
+)
+_UNKNOWN: Final = "not known before it is measured; turnkeep bench load measures it on this machine"
+
+
+def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    try:
+        found = None if value is None else parse_size(value)
+    except (ValueError, OverflowError):
+        found = 0
+    if found == 0:
+        raise click.BadParameter(f"{value!r} is no size; it must be like 512GB or 1TiB")
+    return found
+
+
+def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[Any], Any]:
+    kind = click.IntRange(least, 2**31)
+    return click.option(flag, metavar="N", type=kind, default=default, show_default=True, help=purpose)
+
+
+@click.command()
+@click.option(
+    "--sessions", metavar="N", type=click.IntRange(1), required=True, help="Sessions that are in use."
+)
+@click.option(
+    "--turns-per-hour",
+    metavar="T",
+    type=click.FloatRange(0),
+    required=True,
+    help="Turns of one session in an hour, all day long.",
+)
+@_tokens("--prompt-tokens", 200, "Tokens that a turn adds before its answer, the template's too.")
+@_tokens("--answer-tokens", 300, "Tokens of an answer.", least=1)
+@_tokens("--context", 4096, "Tokens at which a session ends, and another one begins.", least=1)
+@click.option(
+    "--drive", metavar="SIZE", callback=_size, help="Size of the SSD, to count its drive writes per day."
+)
+@as_json
+@with_settings(*_SETTINGS)
+def size(
+    config: Path | None,
+    sessions: int,
+    turns_per_hour: float,
+    prompt_tokens: int,
+    answer_tokens: int,
+    context: int,
+    drive: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Say what so many sessions take: device memory, disk, and writes to the SSD.
+
+    Counts with the estimator by which a worker admits turns, for this machine, or for another one by
+    --device-memory and --dtype. Weights are read only with --kv-bits, and for models with windows.
+    """
+    from worker.sizing import Load, measure, plan
+
+    settings = load_settings(config, flags)
+    loaded, dtype = _loaded(settings)
+    max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
+    if settings.cache_policy.window is None and context > max_context:
+        raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
+    try:
+        sized = measure(
+            loaded,
+            settings.cache_policy,
+            block=settings.block_tokens,
+            max_context=max_context,
+            limit_bytes=settings.device_memory,
+        )
+    except ValueError as error:
+        raise SettingsError(f"--cache-policy: {error}") from None
+    load = Load(
+        sessions=sessions,
+        turns_per_hour=turns_per_hour,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        context_tokens=context,
+    )
+    found = plan(
+        sized,
+        load,
+        block=settings.block_tokens,
+        max_batch=settings.max_batch,
+        max_context=max_context,
+        max_memory=settings.max_memory,
+        max_disk=0 if settings.snapshots == "off" else settings.max_disk,
+    )
+    per_day = found.written_bytes_per_day
+    drive_writes = None if drive is None or per_day is None else per_day / drive
+    if as_json:
+        more = {"expected_tokens_per_s": None, "drive_writes_per_day": drive_writes}
+        kv = {"kv_bytes_per_token": sized.kv.bytes_per_token}
+        click.echo(json.dumps({"model": loaded.name, **asdict(load), **asdict(found), **kv, **more}))
+        return
+    named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {settings.cache_policy}"
+    table(("model", named), _rows(settings, sized, load, found, drive_writes))
+
+
+def _loaded(settings: Settings) -> tuple[LoadedModel, str]:
+    from worker.models import model as models
+
+    dtype = settings.dtype if settings.dtype != "auto" else models.default_dtype()
+    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
+        folder = models.resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
+    return models.load(folder, dtype=dtype, kv_bits=settings.kv_bits, lazy=True), dtype
+
+
+def _rows(
+    settings: Settings, sized: Sized, load: Load, found: Plan, drive_writes: float | None
+) -> list[tuple[str, str]]:
+    device, weights, room = map(
+        in_units, (found.device_memory_bytes, found.weight_bytes, found.kv_limit_bytes)
+    )
+    session, bounded = in_units(found.session_kv_bytes), in_units(sized.kv.bounded_bytes)
+    grows = f", {in_units(sized.kv.bytes_per_token)} more with each" if sized.kv.bytes_per_token else ""
+    at_most = f"; windows and states take {bounded} at the most" if sized.kv.bounded_bytes else ""
+    of = f"of {load.sessions} sessions"
+    running = min(settings.max_batch, found.sessions_on_device)
+    rows = [
+        ("device memory", f"{device}: weights {weights}, KV {room}, the rest for steps"),
+        ("a session's KV", f"{session} for {load.context_tokens} tokens{grows}{at_most}"),
+        ("on the device", f"{found.sessions_on_device} {of}; up to {running} answer at once"),
+        *_disk_rows(settings, found, drive_writes, of),
+    ]
+    if found.sessions_nowhere:
+        rows.append(("prefilled again", f"{found.sessions_nowhere} {of}, whole, when they come back"))
+    generated, prefilled = found.wanted_generated_tokens_per_s, found.wanted_prefilled_tokens_per_s
+    more = ", and what is prefilled again" if found.sessions_nowhere else ""
+    wanted = f"{generated:.4g} generated, {prefilled:.4g} prefilled{more}"
+    return [*rows, ("tokens/s wanted", wanted), ("tokens/s to expect", _UNKNOWN)]
+
+
+def _disk_rows(settings: Settings, found: Plan, drive_writes: float | None, of: str) -> list[tuple[str, str]]:
+    if found.session_disk_bytes is None:
+        why = "snapshots are off" if settings.snapshots == "off" else "this model's KV cannot be kept there"
+        return [("on the SSD", f"nothing: {why}")]
+    whole, session = in_units(found.disk_bytes or 0), in_units(found.session_disk_bytes)
+    holds = f"max_disk {in_units(settings.max_disk)} holds {found.sessions_on_disk} {of}"
+    per_day, per_turn = map(in_units, (found.written_bytes_per_day or 0, found.written_bytes_per_turn or 0))
+    writes = "" if drive_writes is None else f", {drive_writes:.3g} drive writes a day"
+    return [
+        ("not on the device", f"{found.sessions_off_device} {of}, restored from the SSD or prefilled again"),
+        ("on the SSD", f"{session} a session, {whole} in all; {holds}"),
+        ("written to the SSD", f"{per_turn} a turn, {per_day} a day{writes}"),
+    ]

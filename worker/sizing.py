@@ -1,0 +1,190 @@
+"""What a load of sessions takes: device memory, disk, and bytes written to the disk.
+
+Reads a model's shapes, mostly without reading its weights, and computes with the estimator of admission and
+the sizes of snapshot files. Uses MLX; for commands, not for a running worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+
+from cache.kv import layers
+from cache.names.blocks import tail_start
+from cache.names.identity import Identity
+from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor
+from cache.store import file_bytes
+from worker.batch.batch import PrefillPiece
+from worker.batch.choosing import batch_for
+from worker.device import machine
+from worker.device.runner import estimator
+from worker.sessions.policies import misfit
+
+if TYPE_CHECKING:
+    from cache.kv.size import KvSize
+    from cache.names.policy import Policy
+    from worker.device.memory import Estimator
+    from worker.models.model import LoadedModel
+
+
+_DAY_H: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sessions that end at `context_tokens`, others in their place; a turn adds a prompt and an answer."""
+
+    sessions: int
+    turns_per_hour: float
+    prompt_tokens: int
+    answer_tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A model on this device, under one policy. `layout` is None if its KV cannot be kept on disk."""
+
+    estimator: Estimator
+    kv: KvSize
+    layout: ModelLayout | None
+    identity: Identity
+
+    def file_bytes(self, num_new: int, at: int) -> int:
+        """Return the size of the file of a snapshot of the last `num_new` of `at` tokens."""
+        layout = self.layout or ModelLayout(())
+        seen = min(at, max((window.num_tokens for window in self.kv.windows), default=at))
+        kv = ((name, dtype, (1, shape[0], num_new, shape[1])) for name, dtype, shape in layout.kv)
+        states = (
+            (name, dtype, (*shape[:GROWING], seen, *shape[GROWING + 1 :]) if -1 in shape else shape)
+            for name, dtype, shape in layout.states
+        )
+        tensors = tuple(_blank(*one) for one in (*kv, *states))
+        return file_bytes(Name(bytes(32), at - num_new, bytes(4 * num_new)), self.identity, tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a load takes, with all sessions at their full context; None where there are no snapshots."""
+
+    weight_bytes: int
+    device_memory_bytes: int
+    kv_limit_bytes: int
+    session_kv_bytes: int
+    sessions_on_device: int
+    sessions_off_device: int
+    session_disk_bytes: int | None
+    sessions_on_disk: int | None
+    sessions_nowhere: int
+    disk_bytes: int | None
+    written_bytes_per_turn: float | None
+    written_bytes_per_day: float | None
+    wanted_generated_tokens_per_s: float
+    wanted_prefilled_tokens_per_s: float
+
+
+def measure(
+    loaded: LoadedModel, policy: Policy, *, block: int, max_context: int, limit_bytes: int | None
+) -> Sized:
+    """Measure a model that was loaded lazily; only one with windows of its own has to run.
+
+    Raises `ValueError` with the reason why sessions cannot be under the policy.
+    """
+    model = loaded.model
+    if (why := misfit(policy, block_tokens=block, context_tokens=max_context)) is not None:
+        raise ValueError(why)
+    layers.make(model, policy)
+    if loaded.kv.windows:
+        batch = batch_for(model)
+        caches = layers.make(model, rings=batch.windows_are_rings)
+        batch.step([PrefillPiece(caches, 0, [0])])
+    else:
+        caches = layers.make(model)
+        model(mx.array([[0]]), cache=caches)
+    limit = limit_bytes or machine.default_limit_bytes(loaded.weight_bytes)
+    described = layers.describe(caches)
+    digest = "0" * 64  # as long as a real one: only sizes are wanted
+    identity = Identity(
+        weights=digest,
+        config=digest,
+        tokenizer=digest,
+        kv_dtype="float32",
+        block_tokens=block,
+        code=digest,
+        caches=described,
+        policy=str(policy),
+    )
+    layout = layers.layout(caches, list) if layers.unsupported(caches) is None else None
+    whole = estimator(loaded, caches, limit)
+    return Sized(whole, whole.kv.under(policy), layout, identity)
+
+
+def plan(
+    sized: Sized,
+    load: Load,
+    *,
+    block: int,
+    max_batch: int,
+    max_context: int,
+    max_memory: int | None,
+    max_disk: int,
+) -> Plan:
+    """Compute what a load takes. A `max_disk` of 0 means no snapshots."""
+    estimated = sized.estimator
+    room = estimated.kv_limit(max_batch, block, max_context)
+    room = min(max_memory or room, room)
+    session_bytes = sized.kv.held(load.context_tokens)
+    on_device = min(load.sessions, room // max(session_bytes, 1))
+    per_s = load.sessions * load.turns_per_hour / 3600
+    written = disk = on_disk = None
+    if max_disk and sized.layout is not None:
+        written, disk = _life(sized, load, block)
+        on_disk = min(load.sessions, max_disk // max(disk, 1))
+    return Plan(
+        weight_bytes=estimated.weight_bytes,
+        device_memory_bytes=estimated.limit_bytes,
+        kv_limit_bytes=room,
+        session_kv_bytes=session_bytes,
+        sessions_on_device=on_device,
+        sessions_off_device=load.sessions - on_device,
+        session_disk_bytes=disk,
+        sessions_on_disk=on_disk,
+        sessions_nowhere=load.sessions - max(on_device, on_disk or 0),
+        disk_bytes=None if disk is None else disk * load.sessions,
+        written_bytes_per_turn=written,
+        written_bytes_per_day=None if written is None else written * per_s * 3600 * _DAY_H,
+        wanted_generated_tokens_per_s=per_s * load.answer_tokens,
+        wanted_prefilled_tokens_per_s=per_s * load.prompt_tokens,
+    )
+
+
+def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
+    """Return the bytes that a session writes in each turn, on average, and those of its files in the end.
+
+    As the device cuts: blocks as they fill up, and at a turn's end the tail, in pieces (`tail_start`).
+    """
+    at = written = kept = num_turns = 0
+    edges, sizes = [0], [0]  # of the tail's pieces, and what each of them takes
+    while at < load.context_tokens:
+        num_turns += 1
+        start, at = at, min(at + load.prompt_tokens + load.answer_tokens, load.context_tokens)
+        for end in range(start - start % block + block, at + 1, block):
+            size = sized.file_bytes(block, end)
+            written, kept = written + size, kept + size
+            edges, sizes = [end], [0]  # a block takes the place of its pieces
+        begin = tail_start(edges, at)
+        if begin < at:
+            size = sized.file_bytes(at - begin, at)
+            written += size
+            num_kept = edges.index(begin) + 1
+            edges, sizes = [*edges[:num_kept], at], [*sizes[:num_kept], size]
+    return written / max(num_turns, 1), kept + sum(sizes)
+
+
+def _blank(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    size = ITEM_BYTES[dtype]
+    for number in shape:
+        size *= number
+    return Tensor(name, dtype, shape, memoryview(bytes(size)))
