@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from .index.index import Index
     from .index.nodes import Node
+    from .kv.arrays import Arrays
     from .names.blocks import Span, Tokens
     from .names.identity import Identity
     from .names.policy import Policy
@@ -96,6 +97,10 @@ class _Form:
         self.layout = layout
         self.stateful = bool(layout.states)
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
@@ -244,16 +249,40 @@ class Store:
         returned. None if nothing is left, or if the prefix needs a state or files that were not read (match
         again), or if the disk hangs, after the time limit. Always releases the match.
         """
+        seen = self._form(match.policy).layout.seen(match.num_tokens)
+        return await self._load(match, seen, room_tokens=room_tokens)
+
+    async def recall(
+        self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
+    ) -> tuple[tuple[Span, ...], Arrays]:
+        """Read these spans of the layers that the chain's policy is for, as far as they are stored.
+
+        `tokens` reach to the end of the last one. Returns the spans that were read, in order, and the arrays
+        of their tokens, put together; no spans if nothing was read.
+        """
+        match = self.match(chain, tokens)
+        found = tuple(sorted((span for span in spans if span.end <= match.num_tokens), key=_start))
+        if not found:
+            self.release(match)
+            return (), {}
+        restored = await self._load(match, found, only=True)
+        if restored is None:
+            return (), {}
+        return found, {name: array for name, array in restored.tensors.items() if array.size}
+
+    async def _load(
+        self, match: Match, seen: Sequence[Span], *, room_tokens: int = 0, only: bool = False
+    ) -> Restored | None:
+        """Read the files with tokens of `seen`, and release the match. `only` reads nothing but these."""
         if not match.nodes:
             return None
         if self._closing:
             self.release(match)
             return None
         form = self._form(match.policy)
-        seen = form.layout.seen(match.num_tokens)
         nodes, files, at = [], [], 0
         for node in match.nodes:
-            state = form.stateful and node is match.nodes[-1]
+            state = form.stateful and node is match.nodes[-1] and not only
             if state or any(span.start < at + node.num_tokens and at < span.end for span in seen):
                 nodes.append(node)
                 # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
@@ -272,6 +301,7 @@ class Store:
                 room_tokens,
                 limit_s,
                 help_out,
+                (match.policy, tuple(seen)) if only else None,
             )
 
         try:

@@ -35,6 +35,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("generated_tokens", "generated_tokens", "Tokens of answers."),
     ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
     ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
+    ("recalled_tokens", "recalled_tokens", "Tokens of paged sessions whose KV came back from SSD."),
     ("snapshots_accepted", "snapshots.accepted", "Snapshots that were handed to the writer."),
     ("snapshots_durable", "snapshots.durable", "Snapshots that were written and synced."),
     ("snapshots_dropped", "snapshots.dropped", "Snapshots that were given up before the disk.", "reason"),

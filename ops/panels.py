@@ -102,7 +102,7 @@ PANELS: Final = (
     Panel(
         "Tokens per second",
         "none",
-        {kind: _per_s(f"{kind}_tokens_total") for kind in ("generated", "prefilled", "cached")},
+        {kind: _per_s(f"{kind}_tokens_total") for kind in ("generated", "prefilled", "cached", "recalled")},
     ),
     Panel(
         "Share of tokens",

@@ -454,6 +454,10 @@ class App:
         why = misfit(policy, block_tokens=blocks, context_tokens=self._context_tokens)
         if why is None and policy.window is not None:
             why = self._device.refusal
+        if why is None and policy.recall and self._settings.snapshots == "off":
+            why = "paged sessions keep their KV on disk, and snapshots are off"
+        if why is None and policy.recall and not self._device.has_pages:
+            why = "this model's keys cannot be sketched, or its rows not share a pass"
         if why is not None:
             raise WorkerError(f"cache_policy cannot be the default here: {why}")
 

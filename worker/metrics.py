@@ -59,6 +59,7 @@ def collect(
         generated_tokens=telemetry.generated_tokens,
         draft_tokens=telemetry.draft_tokens,
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
+        recalled_tokens=telemetry.recalled_tokens,
         time_to_first_token=telemetry.time_to_first_token.histogram(),
         time_per_output_token=telemetry.time_per_output_token.histogram(),
         batch_size=telemetry.batch_size.histogram(),

@@ -22,7 +22,7 @@ import platformdirs
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
-from turnkeep_client.messages import DEFAULT_SINK, DEFAULT_WINDOW
+from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
 from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
 
 if TYPE_CHECKING:
@@ -105,14 +105,18 @@ def _bits(value: object) -> int:
     return bits
 
 
-_POLICY_TEXT = re.compile(r"sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?")
+_POLICY_TEXT = re.compile(
+    r"(?P<paged>paged(?::\s*(\d{1,9}))?)|sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?"
+)
 
 
 def _policy(value: object) -> Policy:
     match = _POLICY_TEXT.fullmatch(_text(value))
     if match is None:
         raise ValueError(value)
-    return Policy(int(match[1] or DEFAULT_SINK), int(match[2] or DEFAULT_WINDOW))
+    if match["paged"]:
+        return Policy.paged(int(match[2] or DEFAULT_RESIDENT), sink=DEFAULT_SINK)
+    return Policy(int(match[3] or DEFAULT_SINK), int(match[4] or DEFAULT_WINDOW))
 
 
 def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
@@ -223,10 +227,11 @@ _MODEL = Kind("text", "MODEL", _text)
 #: Not on the command line, which other users of the machine can see; `__repr__` leaves such a setting out.
 _SECRET = Kind("text", "TEXT", _text, lambda _value: "***")
 _POLICY = Kind(
-    "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024",
-    "sink_window:SINK,WINDOW",
+    "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024, or paged:RESIDENT"
+    " with one of 260 or more",
+    "sink_window:SINK,WINDOW|paged:RESIDENT",
     _policy,
-    lambda policy: f"sink_window:{policy.sink},{policy.window}",
+    lambda one: f"paged:{one.most_tokens}" if one.recall else f"sink_window:{one.sink},{one.window}",
 )
 _OPTIONAL_PATH = _or("none", None, _PATH)
 _SYNC = Kind(

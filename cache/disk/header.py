@@ -71,11 +71,12 @@ _TENSOR: Final = re.compile(
 )
 
 _PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
-#: All tensor names of a file, each with a space behind it: each layer's keys and values, then states.
+#: All tensor names of a file, each with a space behind it: each layer's keys and values, sketches, states.
 _NAMES: Final = re.compile(
     rf"(?:({_PATH})\.keys \1\.values |"
     rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
     r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
+    rf"(?:({_PATH})\.sketch\.codes \3\.sketch\.scales \3\.sketch\.biases )*"
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
 #: The name of nothing: no chain contains it.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from cache.kv.arrays import Arrays, Blank
+    from cache.names.blocks import Span
+    from cache.names.policy import Policy
     from cache.names.snapshot import Layout, ModelLayout, States
 
     from .folder import Folder
@@ -81,8 +83,11 @@ def restore(
     room_tokens: int,
     limit_s: float,
     help_out: Help,
+    only: tuple[Policy, tuple[Span, ...]] | None = None,
 ) -> ReadOutcome:
     """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
+
+    `only` asks for certain spans of the layers of one reach, and for nothing else.
 
     If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited
     reach: a shorter session would need another state and other files.
@@ -104,7 +109,9 @@ def restore(
         if last.state:
             states = snapshot_format.peek(folder.path(last.digest), last.digest, last.start, identity)[1]
             model.check_states(states, num_tokens)
-        blank = arrays.Blank(model.kv, num_tokens, states, room_tokens=room_tokens, reaches=model.reaches)
+        blank = arrays.Blank(
+            model.kv, num_tokens, states, room_tokens=room_tokens, reaches=model.reaches, only=only
+        )
         reading = _Reading(folder, files, identity, model.kv, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:

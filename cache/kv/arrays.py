@@ -23,6 +23,7 @@ from cache.names.snapshot import Place, seen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import Layout, States
 
@@ -55,6 +56,7 @@ class Blank:
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
     layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
     (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
+    `only` asks for certain spans of the tensors of one reach, and for nothing else.
     """
 
     def __init__(
@@ -65,10 +67,17 @@ class Blank:
         *,
         room_tokens: int = 0,
         reaches: Sequence[Policy] = (),
+        only: tuple[Policy, tuple[Span, ...]] | None = None,
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
         capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
-        sizes = [capacity if reach == FULL else reach.num_visible(num_tokens) for reach in reaches]
+        spans = [seen(reach, num_tokens) for reach in reaches]
+        if only is not None:
+            spans = [only[1] if reach == only[0] else () for reach in reaches]
+        sizes = [
+            capacity if reach == FULL and only is None else sum(span.num_tokens for span in held)
+            for reach, held in zip(reaches, spans, strict=True)
+        ]
         kv = [
             (name, dtype, (1, heads, size, dim))
             for (name, dtype, (heads, dim)), size in zip(layout, sizes, strict=True)
@@ -83,9 +92,9 @@ class Blank:
                 _rows(_memory(self._owners[name]), heads),
                 dim * np.dtype(_TYPES[dtype][1]).itemsize,
                 reach,
-                seen(reach, num_tokens),
+                held,
             )
-            for (name, dtype, (heads, dim)), reach in zip(layout, reaches, strict=True)
+            for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 

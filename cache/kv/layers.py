@@ -24,10 +24,11 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from cache.names.policy import FULL
+from cache.names.policy import CHUNK, FULL
 from cache.names.snapshot import GROWING, STATE, ModelLayout, Tensor
 
 from . import states
+from .paged import PagedCache, Pages
 from .ring import RingCache
 from .size import KvSize, Window
 from .states import leaves
@@ -35,6 +36,7 @@ from .states import leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
 
 _DTYPES: Final = {
@@ -55,22 +57,24 @@ def make(model: Any, policy: Policy = FULL, *, rings: bool = False) -> list[Any]
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. Raises
     `ValueError` with the class of a layer that does not support the policy.
     """
-    return [_under(policy, cache, rings=rings) for cache in make_prompt_cache(model)]
+    pages = Pages(policy) if policy.recall else None
+    return [_under(policy, pages, cache, rings=rings) for cache in make_prompt_cache(model)]
 
 
-def _under(policy: Policy, cache: Any, *, rings: bool) -> Any:
+def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool) -> Any:
     kind = type(cache)
     if rings and kind is RotatingKVCache and not cache.keep:
         return RingCache(0, cache.max_size)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
     if kind is CacheList:
-        members = [_under(policy, member, rings=rings) for member in cache.caches]
+        members = [_under(policy, pages, member, rings=rings) for member in cache.caches]
         return CacheList(*members)  # type: ignore[no-untyped-call]
-    if kind is KVCache:
-        return RingCache(policy.sink, policy.window)
-    if kind is QuantizedKVCache:
-        return RingCache(policy.sink, policy.window, cache.group_size, cache.bits)
+    if kind in (KVCache, QuantizedKVCache):
+        packing = (cache.group_size, cache.bits) if kind is QuantizedKVCache else ()
+        if pages is not None:
+            return PagedCache(pages, *packing)
+        return RingCache(policy.sink, policy.window, *packing)
     raise ValueError(f"{policy.name} is not for layers of {kind.__name__}; use the policy full")
 
 
@@ -104,6 +108,7 @@ def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
     `new` makes empty caches, under the policy that it is given, if any.
     """
     whole: list[tuple[str, str, tuple[int, ...]]] = []
+    sketches: list[tuple[str, str, tuple[int, ...]]] = []
     kv: dict[Policy, list[tuple[str, str, tuple[int, ...]]]] = {}
     for path, cache in leaves(caches):
         if states.is_cut(cache):
@@ -111,6 +116,11 @@ def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
                 (f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3]))
                 for part, array in states.parts(cache).items()
             )
+            if type(cache) in (KVCache, QuantizedKVCache):
+                sketches += (
+                    (f"{path}.{name}", _DTYPES[dtype], (num_heads, width))
+                    for name, (dtype, num_heads, width) in states.sketch(cache).items()
+                )
             continue
         for part, array in states.state(cache, states.num_tokens(cache) or 0).items():
             shape = list(array.shape)
@@ -123,7 +133,8 @@ def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
             rebuild(tensors, new(*policy.values()), num_tokens)
 
     reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
-    return ModelLayout(tuple(chain.from_iterable(kv.values())), tuple(whole), prove, reaches)
+    together = tuple(chain.from_iterable(kv.values()))
+    return ModelLayout(together, tuple(whole), prove, reaches, tuple(sketches))
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
@@ -140,7 +151,9 @@ def _kind(cache: Any) -> str:
         return "a state of fixed size"
     bits = getattr(cache, "bits", 0)
     kept = f"{bits} bits" if bits else "full precision"
-    if type(cache) is RingCache:
+    if isinstance(cache, PagedCache):
+        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
+    if isinstance(cache, RingCache):
         sinks = f"the first {cache.sink} and " if cache.sink else ""
         return f"{kept}, {sinks}the last {cache.window} tokens"
     most = states.most_tokens(cache)
@@ -183,6 +196,7 @@ def cut(
             held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
             pieces |= held
             reaches |= dict.fromkeys(held, states.reach(cache))
+            reaches |= {f"{path}.{name}": FULL for name in states.SKETCH}  # kept of every token
         elif at_end:
             for part, array in states.state(cache, end).items():
                 state[f"{STATE}{path}.{part}"] = array
@@ -224,10 +238,32 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
 def holds(caches: Sequence[Any], start: int, end: int) -> bool:
     """Whether all layers that are cut by tokens still hold all of `[start, end)`."""
     return all(
-        cache.holds(start, end) if type(cache) is RingCache else end <= cache.offset
+        cache.holds(start, end) if isinstance(cache, RingCache) else end <= cache.offset
         for _, cache in leaves(caches)
         if states.is_cut(cache)
     )
+
+
+def pages(caches: Sequence[Any]) -> Pages | None:
+    """Return what decides which chunks are on the device; None if the session is not paged."""
+    return next((cache.pages for _, cache in leaves(caches) if isinstance(cache, PagedCache)), None)
+
+
+def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> None:
+    """Put whole chunks from SSD into slots, unevaluated: `spans` in order, and the arrays of their tokens.
+
+    A chunk that matters less than all that are there stays away.
+    """
+    decides = pages(caches)
+    slots = [decides.take(span.start // CHUNK) if decides is not None else None for span in spans]
+    for path, cache in leaves(caches):
+        if not isinstance(cache, PagedCache):
+            continue
+        arrays = [tensors[f"{path}.{part}"] for part in states.parts(cache)]
+        for i, slot in enumerate(slots):
+            if slot is not None:
+                held = [array[..., i * CHUNK : (i + 1) * CHUNK, :] for array in arrays]
+                cache.put(slot, held[: len(held) // 2], held[len(held) // 2 :])
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
@@ -246,7 +282,7 @@ def earliest(caches: Sequence[Any]) -> int | None:
     """
     if not trimmable(caches):
         return None
-    return max((cache.earliest for _, cache in leaves(caches) if type(cache) is RingCache), default=0)
+    return max((cache.earliest for _, cache in leaves(caches) if isinstance(cache, RingCache)), default=0)
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
@@ -270,7 +306,7 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
     """
     copies: list[mx.array] = []
     for (_, cache), (_, copy) in zip(leaves(caches), leaves(new), strict=True):
-        if type(cache) is RingCache:
+        if isinstance(cache, RingCache):
             copy.copy_from(cache)
             copy.trim(copy.offset - num_tokens)
         else:
@@ -302,17 +338,17 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 
     Plain layers grow together, and none later than a ring: the first of them speaks for all.
     """
-    cache = next((cache for cache in caches if type(cache) is not RingCache), caches[0])
+    cache = next((cache for cache in caches if not isinstance(cache, RingCache)), caches[0])
     room = states.room(cache)
     if room is None:
         return None
     wanted = cache.offset + num_tokens
-    return bool((min(wanted, cache.capacity) if type(cache) is RingCache else wanted) > room)
+    return bool((cache.places_for(wanted) if isinstance(cache, RingCache) else wanted) > room)
 
 
 def sizes(caches: Sequence[Any]) -> KvSize:
     """Measure the sizes of a model's KV on caches that have run some tokens."""
-    per_token = fixed = 0
+    per_token = fixed = sketch = 0
     windows: Counter[tuple[int, bool]] = Counter()
     for _, cache in leaves(caches):
         if not hasattr(cache, "keys"):
@@ -322,10 +358,14 @@ def sizes(caches: Sequence[Any]) -> KvSize:
         most = states.most_tokens(cache)
         if most is None:
             per_token += size
+            if type(cache) in (KVCache, QuantizedKVCache):
+                sketch += sum(
+                    dtype.size * heads * width for dtype, heads, width in states.sketch(cache).values()
+                )
         else:
-            windows[most, type(cache) is RingCache] += size
+            windows[most, isinstance(cache, RingCache)] += size
     found = (Window(most, size, is_ring) for (most, is_ring), size in sorted(windows.items()))
-    return KvSize(per_token, tuple(found), fixed)
+    return KvSize(per_token, tuple(found), fixed, sketch)
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:
@@ -350,9 +390,13 @@ def _live_bytes(cache: Any) -> int:
     # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds; a
     # ring holds more than is seen.
     num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
-    if type(cache) is RingCache:
+    sketch = 0
+    if isinstance(cache, PagedCache):
+        num_tokens = cache.pages.policy.num_visible(num_tokens)
+        sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
+    elif isinstance(cache, RingCache):
         num_tokens = min(num_tokens, cache.sink + cache.window)
-    return sum(
+    return sketch + sum(
         part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
         for part in parts
         if isinstance(part, mx.array)

@@ -24,7 +24,7 @@ class RingCache:
     and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
     later tokens cycle through the places behind the sinks. `offset` counts the tokens that were run. A key
     at position p is rotated by p modulo `grid`, a power of two of at least `sink + window`: see
-    `worker.batch.ring_attention`.
+    `worker.batch.ring_attention`. With a grid of 0 it is rotated by p.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RingCache:
         self.group_size = group_size
         self.bits = bits
         # Stored keys depend on the grid: another formula needs another `FORMAT_VERSION`.
-        self.grid = grid or 1 << max(12, (2 * (sink + window) - 1).bit_length())
+        self.grid = 1 << max(12, (2 * (sink + window) - 1).bit_length()) if grid is None else grid
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
@@ -61,6 +61,10 @@ class RingCache:
     def nbytes(self) -> int:
         """The allocated bytes."""
         return sum(array.nbytes for array in self.state)
+
+    def places_for(self, end: int) -> int:
+        """Return how many places `end` tokens take."""
+        return min(end, self.capacity)
 
     def empty(self) -> bool:
         """Whether the cache is still empty."""
@@ -130,7 +134,7 @@ class RingCache:
         return keys, values
 
     def _unpacked(self, side: tuple[mx.array, ...], num_places: int) -> mx.array:
-        shown = [array[..., :num_places, :] for array in side]
+        shown = [array[..., :num_places, :] if array.shape[2] > num_places else array for array in side]
         if not self.bits:
             return shown[0]
         codes, scales, biases = shown
@@ -175,8 +179,11 @@ class RingCache:
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
         """Allocate for `end` tokens, up to the capacity."""
+        self._extend(keys, values, min(-(-end // SLACK) * SLACK, self.capacity))
+
+    def _extend(self, keys: Sequence[mx.array], values: Sequence[mx.array], wanted: int) -> None:
+        """Allocate up to `wanted` places, for keys and values like these."""
         held = self.keys[0].shape[2] if self.keys is not None else 0
-        wanted = min(-(-end // SLACK) * SLACK, self.capacity)
         if held >= wanted:
             return
         grown = []

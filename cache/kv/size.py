@@ -19,21 +19,27 @@ if TYPE_CHECKING:
 class Window:
     """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together.
 
-    A ring is cut by tokens, and its size includes the piece of a prompt that is being prefilled.
+    A ring is cut by tokens, and its size includes `spare` tokens: the piece of a prompt that is being
+    prefilled, and what is being recalled.
     """
 
     num_tokens: int
     bytes_per_token: int
     is_ring: bool = False
+    spare: int = SLACK
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """Bytes of a model's KV: for every token, for tokens in windows, and for states of a fixed size."""
+    """Bytes of a model's KV: for every token, for tokens in windows, and for states of a fixed size.
+
+    `sketch_bytes` are what a policy with `recall` keeps of every token besides.
+    """
 
     bytes_per_token: int
     windows: tuple[Window, ...] = ()
     fixed_bytes: int = 0
+    sketch_bytes: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -49,8 +55,9 @@ class KvSize:
         """Return the bytes of the same layers under a policy."""
         if policy.most_tokens is None or not self.bytes_per_token:
             return self
-        ring = Window(policy.most_tokens + SLACK, self.bytes_per_token, is_ring=True)
-        return KvSize(0, (*self.windows, ring), self.fixed_bytes)
+        spare = policy.spare
+        ring = Window(policy.most_tokens + spare, self.bytes_per_token, is_ring=True, spare=spare)
+        return KvSize(self.sketch_bytes if policy.recall else 0, (*self.windows, ring), self.fixed_bytes)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
         """Return the bytes of `num_tokens` tokens. Windows may hold `ahead` more tokens during prefill."""
@@ -65,7 +72,8 @@ class KvSize:
     def live(self, num_tokens: int) -> int:
         """Return the bytes of the KV that the next token sees: what a ring holds beyond that is left out."""
         seen = (
-            replace(one, num_tokens=one.num_tokens - SLACK) if one.is_ring else one for one in self.windows
+            replace(one, num_tokens=one.num_tokens - one.spare) if one.is_ring else one
+            for one in self.windows
         )
         return replace(self, windows=tuple(seen)).held(num_tokens)
 

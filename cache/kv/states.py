@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 
 from cache.names.policy import FULL, Policy
 
+from .paged import PagedCache, sketch_group
 from .ring import RingCache
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 
 #: The arrays of a quantised part, in mlx-lm's order.
 _QUANTIZED: Final = ("codes", "scales", "biases")
+#: The tensors of the sketch of a paged cache's keys.
+SKETCH: Final = tuple(f"sketch.{kind}" for kind in _QUANTIZED)
 #: A tensor of every state: its position, then what its class counts besides.
 _NUMBERS: Final = "numbers"
 
@@ -50,7 +53,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_cut(cache: Any) -> bool:
     """Whether the cache is cut by tokens: every token that it holds has its own place."""
-    return type(cache) in _PLAIN or type(cache) is RingCache
+    return type(cache) in _PLAIN or isinstance(cache, RingCache)
 
 
 def is_known(cache: Any) -> bool:
@@ -64,6 +67,9 @@ def describe(cache: Any) -> str:
     match cache:
         case QuantizedKVCache():
             return f"{name}({cache.group_size},{cache.bits})"
+        case PagedCache():
+            bits = f" {cache.group_size},{cache.bits}" if cache.bits else ""
+            return f"{name}({cache.pages.policy}{bits})"
         case RingCache(bits=0):
             return f"{name}({cache.sink},{cache.window})"
         case RingCache():
@@ -79,7 +85,9 @@ def describe(cache: Any) -> str:
 
 def reach(cache: Any) -> Policy:
     """Return which tokens a cache that is cut by tokens sees."""
-    return Policy(cache.sink, cache.window) if type(cache) is RingCache else FULL
+    if isinstance(cache, PagedCache):
+        return cache.pages.policy
+    return Policy(cache.sink, cache.window) if isinstance(cache, RingCache) else FULL
 
 
 def num_tokens(cache: Any) -> int | None:
@@ -87,16 +95,32 @@ def num_tokens(cache: Any) -> int | None:
     return None if type(cache) is ArraysCache else int(cache.offset)
 
 
+def sketch(cache: Any) -> dict[str, tuple[mx.Dtype, int, int]]:
+    """Return the types, heads and row lengths of the sketches of a plain cache's keys: see `PagedCache`.
+
+    Empty if the keys cannot be sketched.
+    """
+    held: Any = cache.keys
+    packed = type(cache) is QuantizedKVCache
+    like = held[1] if packed else held
+    size = held[0].shape[3] * 32 // cache.bits if packed else held.shape[3]
+    group = sketch_group(size)
+    if group is None:
+        return {}
+    shapes = ((mx.uint32, size // 16), (like.dtype, size // group), (like.dtype, size // group))
+    return {name: (dtype, like.shape[1], width) for name, (dtype, width) in zip(SKETCH, shapes, strict=True)}
+
+
 def room(cache: Any) -> int | None:
     """Return how many tokens are allocated; None if the class does not allocate ahead."""
-    if type(cache) not in _AHEAD and type(cache) is not RingCache:
+    if type(cache) not in _AHEAD and not isinstance(cache, RingCache):
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
     """Return how many tokens a ring holds, or a window or chunk keeps between steps; None for others."""
-    if type(cache) is RingCache:
+    if isinstance(cache, RingCache):
         return cache.capacity
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
@@ -106,7 +130,7 @@ def most_tokens(cache: Any) -> int | None:
 def drop_passed(cache: Any) -> list[mx.array]:
     """Drop what a window or chunk would drop before its next token; return the rest, unevaluated."""
     most = most_tokens(cache)
-    if most is None or cache.keys is None or type(cache) is RingCache:
+    if most is None or cache.keys is None or isinstance(cache, RingCache):
         return []
     keep = getattr(cache, "keep", 0)
     num_filled = cache.offset - getattr(cache, "start_position", cache.offset - cache.keys.shape[2])
@@ -126,7 +150,7 @@ def drop_passed(cache: Any) -> list[mx.array]:
 
 def drop_room(cache: Any) -> list[mx.array]:
     """Drop the unused room of a cache; return the rest, unevaluated."""
-    if type(cache) is RingCache:
+    if isinstance(cache, RingCache):
         cache.shrink()
     else:
         held = tokens(cache, 0, cache.offset)
@@ -154,9 +178,12 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 
     Only for caches that are cut by tokens. Raises `ValueError` if the cache does not hold all the tokens.
     """
-    if type(cache) is RingCache:
+    if isinstance(cache, RingCache):
         keys, values = cache.tokens(start, end)
-        return _named("keys", keys) | _named("values", values)
+        held = _named("keys", keys) | _named("values", values)
+        if isinstance(cache, PagedCache):
+            held |= {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=True)}
+        return held
     if cache.keys is None or end > cache.offset:
         raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")
     return {name: part[..., start:end, :] for name, part in parts(cache).items()}
@@ -167,17 +194,20 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
 
     The arrays of a plain cache may have unused room; those of a ring are its sinks, then its window.
     """
-    is_ring = type(cache) is RingCache
-    names = ["keys", "values"]
+    is_ring = isinstance(cache, RingCache)
+    names, more = ["keys", "values"], {}
     if getattr(cache, "bits", 0):
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
+    if isinstance(cache, PagedCache):
+        arrays = dict(arrays)
+        more["sketch"] = [arrays.pop(name) for name in SKETCH if name in arrays]
     if set(arrays) != set(names) or (
         not is_ring and any(array.shape[2] < num_tokens for array in arrays.values())
     ):
         raise ValueError(f"not the keys and values of {num_tokens} tokens in a {type(cache).__name__}")
     filled = [arrays[name] for name in names]
     if is_ring:
-        cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens)
+        cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens, **more)
         return
     if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room
         filled = [array[..., :num_tokens, :] for array in filled]

@@ -1,4 +1,4 @@
-"""Which tokens of a session keep their KV: all, or the first few and the last ones. Pure.
+"""Which tokens of a session keep their KV on the device: all, or a part of them. Pure.
 
 A policy is chosen when a session is opened, and is part of every snapshot's identity: KV depends on the
 tokens that were visible when it was computed.
@@ -7,11 +7,19 @@ tokens that were visible when it was computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: Tokens held beyond a window: up to this many are written before the first of them attends to the window,
 #: and a session can be rewound by as many without prefilling again.
 SLACK: Final = 256
+#: Tokens that are recalled together; a chunk begins at a multiple of it.
+CHUNK: Final = 64
+#: The most tokens that are recalled at a time.
+RECALLED: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,37 +27,98 @@ class Policy:
     """Which tokens a token sees: all tokens up to itself, or, with a `window`, a part of them.
 
     That part is the first `sink` and the last `window`, itself included: as in "Efficient Streaming Language
-    Models with Attention Sinks" (arXiv 2309.17453).
+    Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they are, and up to
+    `recall` other tokens are visible too, in whole chunks: those with tokens of `pins`, (start, end), and
+    those that matter most. All tokens are on SSD, and these on the device.
     """
 
     sink: int = 0
     window: int | None = None
+    recall: int = 0
+    pins: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
+        """Divide `resident` tokens: sinks, pinned chunks, half of the rest for others, half for the window.
+
+        Raises `ValueError` for pins that overlap, or that leave less than four chunks.
+        """
+        spans = tuple(sorted(pins))
+        if any(end > start for (_, end), (start, _) in pairwise(spans)):
+            raise ValueError("pins overlap; make one of those that do")
+        num_pinned = len(cls(pins=spans).pinned) * CHUNK
+        left = resident - sink - num_pinned
+        if left < 4 * CHUNK:
+            raise ValueError(
+                f"{num_pinned} pinned tokens (whole chunks of {CHUNK}) and {sink} sinks leave"
+                f" {max(left, 0)} of {resident} resident tokens; {4 * CHUNK} or more must be left"
+            )
+        chosen = left // 2 // CHUNK * CHUNK
+        return cls(sink, left - chosen, num_pinned + chosen, spans)
+
+    @property
+    def pinned(self) -> list[int]:
+        """The numbers of the chunks that stay on the device, in order."""
+        chunks = (range(start // CHUNK, -(-end // CHUNK)) for start, end in self.pins)
+        return sorted(set(chain.from_iterable(chunks)))
 
     @property
     def name(self) -> str:
         """The policy as the protocol calls it."""
-        return "full" if self.window is None else "sink_window"
+        return "full" if self.window is None else "paged" if self.recall else "sink_window"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a session may exceed the model's context: no token sees that far."""
+        return self.window is not None and not self.recall
+
+    @property
+    def spare(self) -> int:
+        """The most tokens that the device holds beside the visible ones."""
+        return SLACK + (RECALLED if self.recall else 0)
 
     @property
     def most_tokens(self) -> int | None:
         """The most tokens that are visible; None without a bound."""
-        return None if self.window is None else self.sink + self.window
+        return None if self.window is None else self.sink + self.recall + self.window
 
     def __str__(self) -> str:
         """Return the policy as a part of an identity."""
-        return "full" if self.window is None else f"sink_window({self.sink},{self.window})"
+        if self.window is None:
+            return "full"
+        numbers = [str(self.sink), str(self.window), *([str(self.recall)] if self.recall else [])]
+        return f"{self.name}({','.join([*numbers, *(f'{start}-{end}' for start, end in self.pins)])})"
 
     def num_visible(self, position: int) -> int:
-        """Return how many tokens' KV a session of `position` tokens keeps."""
+        """Return how many of the `position` tokens of a session are visible, at the most."""
         return position if self.most_tokens is None else min(position, self.most_tokens)
 
     def num_held(self, position: int) -> int:
         """Count the tokens whose KV the device holds for a session of `position` tokens, at the most."""
-        return position if self.most_tokens is None else min(position, self.most_tokens + SLACK)
+        return position if self.most_tokens is None else min(position, self.most_tokens + self.spare)
 
     def visible_from(self, position: int) -> int:
-        """Return the position from which all of `position` tokens are visible; before it, only the sinks."""
-        return 0 if self.num_visible(position) == position else position - (self.window or 0)
+        """Return the position from which all of `position` tokens are visible; before it, only some are."""
+        if self.window is None or position <= self.sink + self.window:
+            return 0
+        num_before, pinned = -(-(position - self.window) // CHUNK), self.pinned
+        num_chosen = num_before - sum(chunk < num_before for chunk in pinned)
+        if num_chosen <= self.recall // CHUNK - len(pinned):
+            return 0
+        return position - self.window
+
+    def seen(self, position: int) -> tuple[tuple[int, int], ...]:
+        """List what a session of `position` tokens needs to go on: sinks and pins, then the window."""
+        first = self.visible_from(position)
+        if not first:
+            return ((0, position),) if position else ()
+        spans = [(0, self.sink)]
+        for chunk in self.pinned:
+            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, first)
+            if start <= spans[-1][1]:
+                start = spans.pop()[0]
+            spans.append((start, end))
+        return (*((start, end) for start, end in spans if start < end), (first, position))
 
 
 #: Every token keeps its KV.

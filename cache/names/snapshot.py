@@ -56,12 +56,8 @@ States = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
-    """List what a layer of this reach sees of a session's `num_tokens` tokens: the sinks, then the window."""
-    first = reach.visible_from(num_tokens)
-    if not first:
-        return (Span(0, num_tokens),)
-    window = Span(first, num_tokens)
-    return (Span(0, reach.sink), window) if reach.sink else (window,)
+    """List what a layer of this reach sees of a session's `num_tokens` tokens."""
+    return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
 
 
 #: The axis along which a window's or a chunk's keys and values grow, up to the tokens that were run.
@@ -82,6 +78,7 @@ class ModelLayout:
     states: States = ()
     prove: Callable[..., None] | None = None
     reaches: tuple[Policy, ...] = ()
+    sketches: Layout = ()
     _distinct: tuple[Policy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +106,8 @@ class ModelLayout:
             return self
         reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)
         prove = self.prove and partial(self.prove, policy=policy)
-        return replace(self, reaches=reaches, prove=prove)
+        more = self.sketches if policy.recall else ()
+        return replace(self, kv=self.kv + more, reaches=reaches + (FULL,) * len(more), prove=prove)
 
     def seen(self, num_tokens: int) -> tuple[Span, ...]:
         """List what the layers of a session of `num_tokens` tokens see; spans may overlap."""

@@ -78,9 +78,10 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             raise ValueError("needs content; only an assistant message with tool_calls may have none")
 
 
-#: What a `sink_window` keeps where the `open` does not say it.
+#: What a `sink_window` or `paged` keeps where the `open` does not say it.
 DEFAULT_SINK: Final = 4
 DEFAULT_WINDOW: Final = 1024
+DEFAULT_RESIDENT: Final = 4096
 
 _MOST_TOKENS: Final = 2**31 - 1
 # The bounds are checked after decoding, so that a refusal can give their reason.
@@ -91,19 +92,24 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
 
     `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
-    (1024): so many does each token see, the session may go on without end, and its KV stays as large. With
-    `kv_bits`, a worker whose KV has another precision refuses the session.
+    (1024): so many does each token see, the session may go on without end, and its KV stays as large.
+    `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
+    the spans `pin` (start, end), and of the others those that matter most to what is said. With `kv_bits`, a
+    worker whose KV has another precision refuses the session.
     """
 
-    policy: Literal["full", "sink_window"] | None = None
+    policy: Literal["full", "sink_window", "paged"] | None = None
     sink: _Span | None = None
     window: _Span | None = None
+    resident: _Span | None = None
+    pin: tuple[tuple[int, int], ...] | None = None
     kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("sink", "window") if getattr(self, name) is not None]
-        if given and self.policy != "sink_window":
-            raise ValueError(f"takes {' and '.join(given)} with the policy sink_window only")
+        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and self.policy != policy:
+                raise ValueError(f"takes {' and '.join(given)} with the policy {policy} only")
         if self.sink is not None and not 1 <= self.sink <= _MOST_TOKENS:
             raise ValueError(
                 f"needs a sink of 1 to {_MOST_TOKENS} tokens, not {self.sink}: attention rests on the first"
@@ -111,6 +117,11 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
             )
         if self.window is not None and not 1 <= self.window <= _MOST_TOKENS:
             raise ValueError(f"needs a window of 1 to {_MOST_TOKENS} tokens, not {self.window}")
+        if self.resident is not None and not 1 <= self.resident <= _MOST_TOKENS:
+            raise ValueError(f"needs 1 to {_MOST_TOKENS} resident tokens, not {self.resident}")
+        for start, end in self.pin or ():
+            if not 0 <= start < end <= _MOST_TOKENS:
+                raise ValueError(f"needs pins of a start and a larger end, from 0, not [{start}, {end}]")
 
 
 class _Request(
@@ -204,14 +215,23 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 
 
 class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cache policy of a session: it keeps the first `sink` tokens and the last `window`."""
+    """The cache policy of a session.
+
+    Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged` `resident`
+    tokens are on the device, among them always those of the spans `pin`.
+    """
 
     policy: str
     sink: int | None = None
     window: int | None = None
+    resident: int | None = None
+    pin: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
+        if self.resident is not None:
+            pins = "".join(f", always {start}-{end}" for start, end in self.pin)
+            return f"{self.policy} ({self.resident} tokens on the device{pins})"
         if self.sink is None or self.window is None:
             return self.policy
         return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"
@@ -220,7 +240,8 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Bounded(_Result, frozen=True, kw_only=True):
     """Has `cache` and `visible_from` where the session's policy is not `full`.
 
-    From the position `visible_from` on the model sees all tokens; of those before it, only the sinks.
+    From the position `visible_from` on the model sees all tokens; of those before it, only the sinks, or
+    under `paged` those that are on the device.
     """
 
     cache: SessionCache | None = None
@@ -497,6 +518,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     generated_tokens: int
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    recalled_tokens: int = 0
     time_to_first_token: Histogram
     time_per_output_token: Histogram
     batch_size: Histogram

@@ -16,6 +16,7 @@ from .calls import Call, ResultFeeds, Wire, expect
 from .errors import RequestFailedError
 from .generation import Generation
 from .messages import (
+    DEFAULT_RESIDENT,
     DEFAULT_SINK,
     DEFAULT_WINDOW,
     Append,
@@ -264,6 +265,8 @@ def _whole(cache: CachePolicy | None) -> SessionCache | None:
         return None
     if cache.policy == "full":
         return SessionCache(policy="full")
+    if cache.policy == "paged":
+        return SessionCache(policy="paged", resident=cache.resident or DEFAULT_RESIDENT, pin=cache.pin or ())
     return SessionCache(
         policy=cache.policy, sink=cache.sink or DEFAULT_SINK, window=cache.window or DEFAULT_WINDOW
     )

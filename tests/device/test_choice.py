@@ -43,7 +43,10 @@ def estimator(make_model) -> Estimator:
 def chooser_of(scheduler: Scheduler[Turn], room: Room) -> StepChooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
     none: Any = SimpleNamespace(
-        size_bytes=lambda step: 0, cut_noted=lambda turn: None, drop_resident=lambda: False
+        size_bytes=lambda step: 0,
+        is_behind=lambda turn, num: False,
+        cut_noted=lambda turn: None,
+        drop_resident=lambda: False,
     )
     at: Any = room
     return StepChooser(scheduler, Pace(0.25, BLOCK), at, batch, none, none, lambda event: None)

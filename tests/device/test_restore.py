@@ -5,136 +5,46 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
+import engine_process
 import pytest
+from engine_process import Process, Recorded
 from mlx_lm.models.cache import KVCache
 from naive_window import Naive, kinds_of
-from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, loaded, prompt
+from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key, prompt
 
 from cache.disk import format as snapshot_format
 from cache.disk import header
 from cache.kv import layers
-from cache.kv.size import KvSize
 from cache.names.blocks import as_tokens
-from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
-from cache.store import Store
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
-from worker.device.admission import Ledger
-from worker.device.device import Device
-from worker.device.engine import Engine
-from worker.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from worker.device.engine import TurnResult
+    from cache.names.identity import Identity
+
 
 HOT = Sampling(0.9, top_p=0.95, seed=77)
-IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
-
-
-class Recorded:
-    """A model that keeps the bits of the logits that answers are drawn from."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.bits: list[bytes] = []
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        logits = self._model(tokens, cache=cache)
-        if tokens.shape[1] == 1:
-            mx.eval(logits)
-            self.bits.append(bytes(memoryview(logits).cast("B")))
-        return logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class Process:
-    """What one worker process has of a session's way: an engine, a device, an open store."""
-
-    def __init__(self, engine: Engine, store: Store, model: Recorded) -> None:
-        self.engine = engine
-        self.store = store
-        self.model = model
-
-    async def append(self, tokens: list[int], name: str = "s", policy: Policy = FULL) -> TurnResult:
-        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False, policy=policy)
-        assert outcome is not None
-        return outcome
-
-    async def generate(
-        self,
-        tokens: list[int],
-        num: int,
-        sampling: Sampling = GREEDY,
-        name: str = "s",
-        policy: Policy = FULL,
-    ) -> tuple[TurnResult, list[int], list[bytes]]:
-        """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
-        growing = answer(num)
-        self.model.bits.clear()
-        outcome = await self.engine.run(
-            key(name),
-            as_tokens(tokens),
-            lambda: False,
-            answer=growing,
-            sampling=sampling,
-            max_new=num,
-            policy=policy,
-        )
-        assert outcome is not None
-        return outcome, growing.tokens, self.model.bits[-num:]
 
 
 @pytest.fixture
 def open_process(make_model, trials, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
     """Be a worker process on the test's snapshot directory, until the end of the `async with`."""
 
-    @asynccontextmanager
-    async def open_(
-        queue_bytes: int = 1 << 28,
-        folder: str = "snapshots",
-        kind: str = "llama",
-        kv_bits: int | None = None,
-        max_bytes: int = 1 << 30,
-    ) -> AsyncIterator[Process]:
-        recorded = Recorded(make_model(kind, kv_bits))
-        device = Device(
-            lambda: loaded(recorded),
-            lambda error: None,
-            block_tokens=BLOCK,
-            max_batch=4,
-            stall_s=0.25,
-            trials=trials,
+    def open_(
+        folder: str = "snapshots", kind: str = "llama", kv_bits: int | None = None, **sizes: int
+    ) -> AbstractAsyncContextManager[Process]:
+        return engine_process.open_process(
+            make_model(kind, kv_bits), tmp_path / folder, trials=trials, **sizes
         )
-        await asyncio.to_thread(device.start)
-        assert device.unsupported_cache is None
-        store = await Store.open(
-            tmp_path / folder,
-            identity=replace(IDENTITY, caches=device.caches),
-            layout=device.layout,
-            max_bytes=max_bytes,
-            queue_bytes=queue_bytes,
-            min_free_bytes=0,
-        )
-        engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=BLOCK)
-        device.cut_snapshots(store.room)
-        try:
-            yield Process(engine, store, recorded)
-        finally:
-            assert await asyncio.to_thread(device.stop)
-            assert await store.close()
 
     return open_
 

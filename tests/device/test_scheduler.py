@@ -18,6 +18,7 @@ class Turn:
     target: int
     tenant: str = "a"
     draws: bool = True
+    asks: bool = False
     num_cached: int = 0
     priority: int = 0
     ran: list[int] = field(default_factory=list)

@@ -150,7 +150,7 @@ def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_pat
         ("kv_bits", "6", "'full' or 4 or 8"),
         ("kv_bits", 8.0, "'full' or 4 or 8"),
         ("kv_bits", True, "'full' or 4 or 8"),
-        ("cache_policy", "paged", "'full' or sink_window:SINK,WINDOW"),
+        ("cache_policy", "lru", "'full' or sink_window:SINK,WINDOW"),
         ("cache_policy", "sink_window:0,64", "two numbers of tokens from 1, such as sink_window:4,1024"),
         ("cache_policy", "sink_window:4,0", "two numbers of tokens from 1"),
         ("cache_policy", "sink_window:4", "two numbers of tokens from 1"),

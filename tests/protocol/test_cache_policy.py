@@ -37,6 +37,11 @@ def opening(cache: bytes) -> CachePolicy:
             b'{"policy":"sink_window","sink":1,"window":32,"kv_bits":4}',
             CachePolicy(policy="sink_window", sink=1, window=32, kv_bits=4),
         ),
+        (b'{"policy":"paged"}', CachePolicy(policy="paged")),
+        (
+            b'{"policy":"paged","resident":2048,"pin":[[0,200]]}',
+            CachePolicy(policy="paged", resident=2048, pin=((0, 200),)),
+        ),
     ],
 )
 def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CachePolicy) -> None:
@@ -46,7 +51,7 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
 @pytest.mark.parametrize(
     ("cache", "refusal"),
     [
-        (b'{"policy":"paged"}', "cache.policy must be full or sink_window, not 'paged'"),
+        (b'{"policy":"lru"}', "cache.policy must be full, paged or sink_window, not 'lru'"),
         (b'{"policy":7}', "cache.policy must be `str | null`, not `int`"),
         (b'{"policy":"full","sink":4}', "cache takes sink with the policy sink_window only"),
         (b'{"sink":4,"window":64}', "cache takes sink and window with the policy sink_window only"),
@@ -63,13 +68,27 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
             "cache needs a window of 1 to 2147483647 tokens, not 0",
         ),
         (b'{"policy":"sink_window","window":-1}', "cache needs a window of 1 to 2147483647 tokens, not -1"),
+        (b'{"policy":"full","pin":[[0,9]]}', "cache takes pin with the policy paged only"),
+        (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
+        (b'{"policy":"paged","resident":0}', "cache needs 1 to 2147483647 resident tokens, not 0"),
+        (
+            b'{"policy":"paged","pin":[[9,9]]}',
+            "cache needs pins of a start and a larger end, from 0, not [9, 9]",
+        ),
+        (
+            b'{"policy":"paged","pin":[[-1,9]]}',
+            "cache needs pins of a start and a larger end, from 0, not [-1, 9]",
+        ),
         (b'{"policy":"sink_window","window":1e30}', "cache.window must be `int | null`"),
         (b'{"policy":"sink_window","window":1.5}', "cache.window must be `int | null`, not `float`"),
         (b'{"policy":"sink_window","window":"64"}', "cache.window must be `int | null`, not `str`"),
         (b'{"policy":"sink_window","sink":true}', "cache.sink must be `int | null`, not `bool`"),
         (
             b'{"policy":"sink_window","sinks":4}',
-            "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, kv_bits",
+            (
+                "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, resident,"
+                " pin, kv_bits"
+            ),
         ),
     ],
 )
@@ -106,5 +125,5 @@ def test_a_bounded_session_says_what_the_model_still_sees() -> None:
 
 
 def test_a_later_workers_policy_is_read_too() -> None:
-    body = b'{"type":"opened","id":"a","seq":1,"position":0,"cache":{"policy":"paged","resident":4096}}'
-    assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=SessionCache(policy="paged"))
+    body = b'{"type":"opened","id":"a","seq":1,"position":0,"cache":{"policy":"lru","most":4096}}'
+    assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=SessionCache(policy="lru"))

@@ -112,7 +112,7 @@ def test_sampling_names_every_option_of_generate() -> None:
         (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
         (lambda session: session.append(text="\ud800"), "whole Unicode characters"),
         (lambda session: session.append(tokens=[object()]), "cannot be written as JSON"),
-        (lambda session: session.open({"policy": "paged"}), "cache.policy must be full or sink_window"),
+        (lambda session: session.open({"policy": "lru"}), "cache.policy must be full, paged or sink_window"),
         (lambda session: session.open({"sink": 4}), "cache takes sink with the policy sink_window only"),
         (lambda session: session.rewind(-1), "position must be `int` >= 0"),
         (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),

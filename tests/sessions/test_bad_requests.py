@@ -62,7 +62,7 @@ NO_REQUEST = [
     (b'{"type":"rewind","id":"a","position":-1}', "position must be `int` >= 0"),
     (
         b'{"type":"open","id":"a","cache":{"policy":"none"}}',
-        "cache.policy must be full or sink_window, not 'none'",
+        "cache.policy must be full, paged or sink_window, not 'none'",
     ),
 ]
 BAD_IDS = ["", "a" * 65, "a.b", "*", ">", "a/b", "../a", "a b", "a\n", "-a", "_a", "ü", "a\x00", "$SYS"]
@@ -90,7 +90,7 @@ BAD_NUMBERS = [
 
 
 BAD_POLICIES = [
-    ({"policy": "paged"}, "cache.policy must be full or sink_window, not 'paged'"),
+    ({"policy": "lru"}, "cache.policy must be full, paged or sink_window, not 'lru'"),
     ({"policy": "full", "sink": 4}, "cache takes sink with the policy sink_window only"),
     ({"window": 64}, "cache takes window with the policy sink_window only"),
     ({"policy": "sink_window", "sink": 0}, "without them in sight answers fall apart"),

@@ -220,9 +220,9 @@ async def test_checkpoints_of_sessions_with_all_of_their_kv_are_what_they_were(w
 async def test_a_policy_of_a_later_version_is_not_taken_for_another(world: World) -> None:
     await world.ask(Open(id="o"))
     entries = world.log.entries
-    told = entries[1].body.replace(b"}", b',"cache":{"policy":"paged","resident":4096}}')
+    told = entries[1].body.replace(b"}", b',"cache":{"policy":"lru","most":4096}}')
     entries[1] = replace(entries[1], body=told)
     world.crash()
     refused = await world.ask(append(0))
     assert refused.code == "history_diverged"
-    assert refused.message.startswith("the log says a cache policy that this worker does not know: paged; ")
+    assert refused.message.startswith("the log says a cache policy that this worker does not know: lru; ")

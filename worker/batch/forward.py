@@ -23,6 +23,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import make_prompt_cache
 
+from cache.kv.paged import PagedCache
 from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
@@ -68,12 +69,12 @@ class OwnPart:
     def grid(self, layer: int) -> int:
         """Only a ring's offsets are counted from a grid."""
         cache = self._caches[layer]
-        return cache.grid if type(cache) is RingCache else 0
+        return cache.grid if isinstance(cache, RingCache) else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
         """Let the cache make the mask, as the model would have it do; what a ring shows, `attend` knows."""
         cache = self._caches[layer]
-        if type(cache) is RingCache:
+        if isinstance(cache, RingCache):
             return None
         if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
             return None
@@ -84,12 +85,12 @@ class OwnPart:
         if self._num_tokens > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         cache = self._caches[layer]
-        is_ring = type(cache) is RingCache
+        is_ring = isinstance(cache, RingCache)
         self._fetched = (keys, values) if is_ring else cache.update_and_fetch(keys, values)
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         """Attend to all keys and values of the cache."""
-        if type(self._caches[layer]) is RingCache:
+        if isinstance(self._caches[layer], RingCache):
             return self._attend_ring(layer, queries, attention)
         keys, values = self._fetched
         if self._num_tokens == 1:
@@ -102,16 +103,18 @@ class OwnPart:
         ring, (keys, values), outputs = self._caches[layer], self._fetched, []
         start, end = ring.offset, ring.offset + self._num_tokens
         while ring.offset < end:
-            at, most = ring.offset, min(SLACK, ring.grid)
+            at, most = ring.offset, min(SLACK, ring.grid or SLACK)
             num = min(most - at % most, end - at)  # never across a base
             run = slice(at - start, at - start + num)
             ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
-            kind = (ring.sink, ring.window, at)
+            kind = (ring.grid, ring.sink, ring.window, at)
             if kind not in self._sights:
                 self._sights[kind] = ring_attention.sight(ring, [at + num], num)
             seen = self._sights[kind]
             places = ring.unpacked(seen.num_places)
             outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
+            if isinstance(ring, PagedCache) and ring.pages.asks(at, num):
+                ring.weigh(queries[run], attention.scale)
         together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return together.transpose(2, 1, 0, 3)
 

@@ -16,6 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
+from cache.kv.paged import PagedCache
+
 from . import cpu
 
 if TYPE_CHECKING:
@@ -103,11 +105,13 @@ class Sight:
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     """Say what the last `num` tokens of each of several rows see of rings like this one.
 
-    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base.
+    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base. What is in slots is
+    seen where it is before the window; a ring with slots is alone.
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
-    num_places = int(min(end.max(), ring.capacity))
+    slots = ring.slot_positions() if isinstance(ring, PagedCache) else np.zeros(0)
+    num_places = ring.capacity if len(slots) else int(min(end.max(), ring.capacity))
     places = np.arange(num_places)
     last = end - 1
     held = np.where(places < ring.sink, places, last - (last - places) % (ring.capacity - ring.sink))
@@ -115,6 +119,10 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     is_sink = (places < ring.sink) & (held < end)
     held, here = held[:, None, :], at[:, :, None]
     seen = (held <= here) & ((held > here - ring.window) | is_sink[:, None, :])
+    if not ring.grid:  # every key stands where it says
+        recalled = (slots >= ring.sink) & (slots <= here - ring.window)
+        seen = np.concatenate([seen, recalled], axis=-1)
+        return Sight(num_places + len(slots), None if seen.all() else mx.array(seen[:, None]))
     first = at[:, :1] // ring.grid * ring.grid
     before = (held[:, 0] < first) & (held[:, 0] >= ring.sink) & seen.any(axis=1)
     passed = at - (ring.sink + ring.window - 1)

@@ -23,7 +23,7 @@ from worker.formatting import size
 from worker.settings import SettingsError
 from worker.wire.credentials import worker_options
 
-from .flags import as_json, load_settings, tenant_option, with_sampling, with_settings
+from .flags import SpanType, as_json, load_settings, tenant_option, with_sampling, with_settings
 from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
@@ -232,11 +232,22 @@ def ask(
 @tenant_option
 @click.option(
     "--policy",
-    type=click.Choice(["full", "sink_window"]),
-    help="Tokens that keep their KV: all, or the first and the last ones. [default: the worker's]",
+    type=click.Choice(["full", "sink_window", "paged"]),
+    help="Tokens with KV: all, the first and the last ones, or all on SSD and some on the device."
+    " [default: the worker's]",
 )
 @click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
 @click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
+@click.option(
+    "--resident", metavar="N", type=int, help="Tokens that paged has on the device. [default: 4096]"
+)
+@click.option(
+    "--pin",
+    metavar="START-END",
+    type=SpanType(),
+    multiple=True,
+    help="Tokens that paged always has there; may be given several times.",
+)
 @with_settings(*CLIENT_SETTINGS)
 def open_session(
     config: Path | None,
@@ -245,16 +256,19 @@ def open_session(
     policy: str | None,
     sink: int | None,
     window: int | None,
+    resident: int | None,
+    pin: tuple[tuple[int, int], ...],
     **flags: Any,
 ) -> None:
     """Start SESSION under a cache policy, which it keeps until it is closed.
 
     Not needed for a session under the worker's default: its first request starts it. Under sink_window a
-    session may go on without end, in memory of a fixed size.
+    session may go on without end, in memory of a fixed size. Under paged all of it stays within reach, up to
+    the model's context: what matters to the last tokens is read back from SSD.
     """
     from .control import open_session as run
 
-    asked = {"policy": policy, "sink": sink, "window": window}
+    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
     cache = {name: value for name, value in asked.items() if value is not None}
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
 

@@ -110,3 +110,18 @@ def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..
 def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
     """Load the settings of a command with these options. Raises `SettingsError`."""
     return settings_module.load(flags, os.environ, config)
+
+
+class SpanType(click.ParamType[tuple[int, int]]):
+    """Positions as START-END, the end not included."""
+
+    name = "span"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """Parse an option's value."""
+        start, _, end = str(value).partition("-")
+        if not (start.isdecimal() and end.isdecimal()):
+            self.fail(f"{value!r} is not START-END, such as 0-200", param, ctx)
+        return int(start), int(end)

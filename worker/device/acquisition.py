@@ -59,6 +59,7 @@ class Acquisition:
         # An append leaves its last token to the answer drawn from its logits: run twice, the token could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
+        turn.asks = bool(turn.draws and turn.policy.recall and turn.policy.visible_from(turn.target))
         turn.resident = self._room.pop(turn.key)
         if not self._trimmable:
             turn.source = None

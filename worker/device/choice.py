@@ -83,6 +83,11 @@ class StepChooser:
         budget = self._pace.budget(num_rows)
         while True:
             step = self._scheduler.next(budget)
+            ready = [(turn, num) for turn, num in step.prefill if not self._cutting.is_behind(turn, num)]
+            if len(ready) < len(step.prefill):
+                step = Step(step.decode, tuple(ready))
+                if not step:
+                    return ChosenStep(_NOTHING, pause_s=_RETRY_S)
             if (choice := self._fitting(step)) is not None:
                 return choice
             if budget > LEAST:
@@ -158,9 +163,15 @@ _NOTHING: Final[Step[Turn]] = Step((), ())
 
 
 def _num_scores(turn: Turn, num_tokens: int) -> int:
-    """Count the scores of a token of a prompt's next piece. A ring's are put together from runs: twice."""
+    """Count the scores of a token of a prompt's next piece. A ring's are put together from runs: twice.
+
+    A paged session's last queries are compared with the sketches of all keys, which are unpacked for it.
+    """
     num_cached = turn.num_cached + num_tokens
-    return num_cached if turn.policy.window is None else 2 * turn.policy.num_held(num_cached)
+    if turn.policy.window is None:
+        return num_cached
+    asked = num_cached * (1 + 64 // num_tokens) if turn.policy.recall else 0
+    return 2 * turn.policy.num_held(num_cached) + asked
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

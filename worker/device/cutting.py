@@ -5,7 +5,8 @@ Device thread only. Knows how far a turn is and how much room there is; not how 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
 import structlog
@@ -13,6 +14,7 @@ import structlog
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
 
+from .scheduler import Step
 from .turn import SnapshotCut
 
 if TYPE_CHECKING:
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .memory import Estimator
-    from .scheduler import Step
     from .turn import Turn
 
 log = structlog.get_logger()
+
+#: How long a paged prompt waits for a disk that takes nothing.
+PATIENCE_S: Final = 2.0
 
 
 class Cutting:
@@ -62,6 +66,20 @@ class Cutting:
             self._estimator.kv.under(turn.policy).snapshot(span.num_tokens, at=span.end)
             for turn, span in (*ready, *self._due)
         )
+
+    def is_behind(self, turn: Turn, num_tokens: int) -> bool:
+        """Whether a paged prompt's next piece should wait for the disk, for `PATIENCE_S` at the most.
+
+        What leaves the device before it is on its way to the disk can only be prefilled again.
+        """
+        if self.room is None or not turn.policy.recall:
+            return False
+        size_bytes = self.size_bytes(Step((), ((turn, num_tokens),)))
+        if size_bytes <= self.room():
+            turn.behind_since_s = None
+            return False
+        turn.behind_since_s = turn.behind_since_s or time.monotonic()
+        return time.monotonic() < turn.behind_since_s + PATIENCE_S
 
     def note_prompt(self, turn: Turn) -> None:
         """Note the spans of the prompt that lack a snapshot and that KV covers by now."""
@@ -102,9 +120,12 @@ class Cutting:
         if self.room is None:
             return
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
-        ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
             caches = self._batch.caches(row)
+        if not layers.holds(caches, span.start, span.end):  # evicted from disk, and long out of the window
+            return
+        ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
+        if row is not None:
             at_end = at_end and row.num_cached == span.end
         tensors = None
         try:

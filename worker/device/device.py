@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.kv.size import KvSize
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
@@ -79,7 +80,7 @@ class Device:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, why sessions cannot have a window, and the device's name.
+        #: any token, why sessions cannot have a window, whether they can be paged, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
@@ -87,6 +88,7 @@ class Device:
         self.kv_layers: dict[str, str] = {}
         self.trimmable = True
         self.refusal: str | None = None
+        self.has_pages = False
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
@@ -143,6 +145,10 @@ class Device:
         """Release the room that `reserve_room` has reserved or waits for."""
         self._commands.put(lambda runner: runner.room.release(key))
 
+    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
+        """Answer a `Recall`: the chunks that were read, in order, and the arrays of their tokens."""
+        self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
+
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the running step; False if it did not end in time."""
         self._commands.put(None)
@@ -188,6 +194,7 @@ class Device:
         self.kv_layers = runner.kv_layers
         self.trimmable = runner.trimmable
         self.refusal = runner.refusal
+        self.has_pages = runner.has_pages
         self.name = machine.name()
         return runner
 

@@ -28,6 +28,7 @@ from .turn import (
     Finished,
     NoRoomError,
     Prefilled,
+    Recall,
     Sampled,
     Short,
     SnapshotCut,
@@ -184,6 +185,10 @@ class Engine:
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a policy; None if it can."""
+        if policy.recall and self._store is None:
+            return "this worker stores no KV on disk, which paged sessions need; use another policy"
+        if policy.recall and not self._device.has_pages:
+            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
         return None if policy.window is None else self._device.refusal
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
@@ -328,7 +333,7 @@ class Engine:
         if run is None:
             return
         self._flights.deliver(event)
-        if not isinstance(event, Sampled):
+        if not isinstance(event, Sampled | Recall):
             # Its memory is free now, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=isinstance(event, Finished) and not self._is_over(run, turn))
 
@@ -412,6 +417,9 @@ class Engine:
                 if publish is not None:
                     tokens = [event.token for event in sampled]
                     await publish(sampled[0].index, tokens, "".join(event.text for event in sampled))
+            for event in events:
+                if isinstance(event, Recall):
+                    self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)
             match events[-1]:
                 case Faulted(_, NoRoomError() as error):
                     raise NoMemoryError(str(error)) from error

@@ -16,6 +16,9 @@ from .residency import LEAST_SHARED
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    import mlx.core as mx
+
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, Store
     from turnkeep_client.subjects import SessionKey
@@ -105,6 +108,18 @@ class Finder:
         # What is held is stored; with layers that have states, an append's end is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
+
+    async def recall(self, turn: Turn, spans: tuple[Span, ...]) -> int:
+        """Read chunks of a turn's session from SSD for the device; return how many tokens were there."""
+        found: tuple[Span, ...] = ()
+        tensors: dict[str, mx.array] = {}
+        try:
+            if self._store is not None and turn.chain is not None:
+                tokens = turn.tokens(max(span.end for span in spans))
+                found, tensors = await self._store.recall(turn.chain, tokens, spans)
+        finally:
+            self._device.recalled(turn, found, tensors)  # the turn may wait for it
+        return sum(span.num_tokens for span in found)
 
     def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
         """Find the tenant's session with the longest common prefix, resident or about to be prefilled.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeAlias
 
-from .turn import Faulted, Finished, Sampled
+from .turn import Faulted, Finished, Recall, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .device import Device
     from .turn import StepReport, Turn
 
-#: What the follower of a turn receives; the last event is no `Sampled`.
-TurnEvent: TypeAlias = Sampled | Finished | Faulted
+#: What the follower of a turn receives; the last event is `Finished` or `Faulted`.
+TurnEvent: TypeAlias = Sampled | Recall | Finished | Faulted
 
 
 class Flights:
@@ -58,7 +58,7 @@ class Flights:
 
     def deliver(self, event: TurnEvent) -> None:
         """Pass an event on to the turn's follower."""
-        if isinstance(event, Sampled):
+        if isinstance(event, Sampled | Recall):
             self._flights[event.turn].events.put_nowait(event)
         else:
             self._flights.pop(event.turn).events.put_nowait(event)

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
-from cache.names.policy import Policy
+from cache.names.blocks import Span
+from cache.names.policy import CHUNK, RECALLED, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
@@ -40,7 +41,18 @@ from .memory import Estimator, shape_of
 from .pace import Pace
 from .room import Room
 from .scheduler import Scheduler
-from .turn import Event, Faulted, Finished, NoRoomError, Prefilled, ResidentKv, Sampled, StepReport, Turn
+from .turn import (
+    Event,
+    Faulted,
+    Finished,
+    NoRoomError,
+    Prefilled,
+    Recall,
+    ResidentKv,
+    Sampled,
+    StepReport,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -53,6 +65,11 @@ if TYPE_CHECKING:
     from .scheduler import Step
 
 log = structlog.get_logger()
+
+#: The last tokens of a prompt are run again once what matters to them is on the device.
+ASKED_TOKENS: Final = 32
+#: An answer's session asks for chunks once in so many tokens.
+RECALL_EVERY: Final = 16
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -143,6 +160,8 @@ class Runner:
         self.room = Room(self.estimator, block_tokens, self._emit)
         #: Why sessions of this model cannot have sinks and a window; None if they can.
         self.refusal = _refusal(loaded.model, self._batch)
+        #: Whether a part of a session's KV can be on the device, and the rest on SSD.
+        self.has_pages = self._batch.windows_are_rings and bool(self.layout.sketches)
         #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
@@ -152,6 +171,7 @@ class Runner:
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
+        self._asking: set[Turn] = set()  # whose prompts wait for chunks from SSD
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
@@ -205,6 +225,9 @@ class Runner:
         """End a turn where it stands; no effect on a turn that is over."""
         if turn in self._scheduler:
             self._end_or_fault_all(turn)
+        elif turn in self._asking:
+            self._asking.discard(turn)
+            self._end_or_fault_all(turn)
         elif self._acquisition.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that its session keeps its KV
             self._end_or_fault_all(turn)
@@ -214,6 +237,45 @@ class Runner:
         turn.num_granted = num_tokens
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
+
+    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
+        """Let a turn see chunks that were read from SSD; one whose prompt waited for them goes on."""
+        turn.is_recalling = False
+        if turn in self._asking or turn in self._scheduler:
+            self._guarded(turn, lambda turn: self._recalled(turn, spans, tensors))
+
+    def _recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
+        if spans:
+            layers.recall(self._caches(turn), tensors, spans)
+        if turn in self._asking:
+            self._asking.discard(turn)
+            self._scheduler.add(turn)
+            if turn.asks:
+                self._recall(turn)
+            elif spans and turn.caches is not None:  # with what matters in sight, the end is run again
+                turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
+                layers.trim(turn.caches, turn.num_cached)
+
+    def _caches(self, turn: Turn) -> list[Any]:
+        """Return the KV of a turn under way."""
+        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []
+
+    def _recall(self, turn: Turn) -> None:
+        """Ask for the chunks that have come to matter to a paged session and are not on the device."""
+        is_end = turn.asks and turn.num_cached >= turn.target - 1
+        if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
+            return
+        if not turn.is_recalling:
+            turn.asks = turn.asks and not is_end
+            pages = layers.pages(self._caches(turn))
+            chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
+            if chunks:
+                turn.is_recalling = True
+                spans = (Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
+                self._emit(Recall(turn, tuple(spans)))
+        if is_end and turn.is_recalling:
+            self._scheduler.remove(turn)
+            self._asking.add(turn)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -256,6 +318,7 @@ class Runner:
         if not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
+        self._asking.discard(turn)
         self._acquisition.remove(turn)
         turn.resident = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
@@ -283,6 +346,7 @@ class Runner:
         self.cutting.cut_noted(turn)
         if turn.num_cached == turn.target:
             self._end(turn)
+        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
         """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
@@ -305,6 +369,9 @@ class Runner:
         for turn in step.decode:
             if turn in self._scheduler:  # else it failed when another turn ended
                 self._decoded(turn)
+        for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
+            if turn.policy.recall and turn in self._scheduler:
+                self._guarded(turn, self._recall)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens

@@ -36,6 +36,10 @@ class Work(Protocol):
     def draws(self) -> bool:
         """Whether the prompt's last token begins an answer, which needs a row."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether the prompt's last token waits, whether there is a row or not."""
+
 
 T = TypeVar("T", bound=Work)
 
@@ -116,8 +120,9 @@ class Scheduler(Generic[T]):
             start = turn.num_cached
             end = min((start // self._block + 1) * self._block, turn.target, start + budget)
             if end == turn.target and turn.draws:
-                if rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows:
-                    end -= 1  # the last token waits for a row
+                is_full = rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows
+                if turn.asks or is_full:
+                    end -= 1  # the last token waits
                 else:
                     rows[turn.tenant] += 1
             if end > start:

@@ -44,6 +44,7 @@ class Turn:
     `spans` are the parts of the context without a snapshot; `edges` are where the stored pieces of the
     last, partial block start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to
     the store, belongs to the event loop. `resident` is the session's KV on the device until the turn starts.
+    A turn that `asks` stops before its prompt's last token, until what matters to it is on the device.
     """
 
     key: SessionKey
@@ -69,6 +70,9 @@ class Turn:
     target: int = field(init=False, default=0)
     prefill_s: float = field(init=False, default=0.0)
     resident: ResidentKv | None = field(init=False, default=None)
+    asks: bool = field(init=False, default=False)
+    is_recalling: bool = field(init=False, default=False)
+    behind_since_s: float | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
 
@@ -126,6 +130,14 @@ class SnapshotCut:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """A paged session's turn wants these chunks from SSD; the event loop answers with `Device.recalled`."""
+
+    turn: Turn
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes.
 
@@ -162,7 +174,7 @@ class Starved:
     """No step fits, and no idle session is left: snapshots that wait for the disk take the room."""
 
 
-Event = Prefilled | Sampled | SnapshotCut | Finished | Faulted | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Recall | Finished | Faulted | Short | Starved
 
 
 class NoRoomError(Exception):

@@ -42,7 +42,7 @@ from .policies import chosen, misfit, seen
 if TYPE_CHECKING:
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.messages import CachePolicy, Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
@@ -84,7 +84,9 @@ class Execution:
         vocab_size: int,
         kv_bits: int | None,
     ) -> None:
-        """`context_tokens` is the most that a session under `full` may hold; `vocab_size` bounds token ids.
+        """`context_tokens` is the most that a session under `full` or `paged` may hold.
+
+        `vocab_size` bounds token ids.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -117,7 +119,7 @@ class Execution:
                 return await self._generate(key, request, pending, history)
             case Open(cache=cache):
                 self._check_precision(cache.kv_bits)
-                after = self._fold.opened(history, chosen(cache, self._fold.policy))
+                after = self._fold.opened(history, self._chosen(cache))
                 self._check_policy(after.policy)
                 self._note_policy(after.policy)
                 return Opened(id=request.id, seq=pending.seq, position=0, **seen(after)), after
@@ -190,7 +192,7 @@ class Execution:
             )
         self._check_size(len(prompt), policy, room=1)
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
-        most = self._context_tokens if policy.window is None else len(prompt) + request.max_tokens
+        most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
         max_tokens = min(request.max_tokens, most)
@@ -313,6 +315,13 @@ class Execution:
                 f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
             )
 
+    def _chosen(self, cache: CachePolicy) -> Policy:
+        """Return the policy that an `open` asks for; refuse one that contradicts itself."""
+        try:
+            return chosen(cache, self._fold.policy)
+        except ValueError as error:
+            raise RefusedError("invalid_request", str(error)) from error
+
     def _check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
         why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self._context_tokens)
@@ -333,7 +342,7 @@ class Execution:
 
     def _check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
         """Refuse a prompt that can never run, with `room` tokens for the answer."""
-        if policy.window is None and num_prompt + room > self._context_tokens:
+        if not policy.is_endless and num_prompt + room > self._context_tokens:
             raise RefusedError(
                 "context_exceeded",
                 f"the session would hold {num_prompt} tokens and {room} new ones, the context is "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import DEFAULT_SINK, DEFAULT_WINDOW, SessionCache
+from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW, SessionCache
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import CachePolicy
@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 
 
 def chosen(cache: CachePolicy, default: Policy) -> Policy:
-    """Return the policy that an `open` asks for; `default` if it asks for none."""
+    """Return the policy that an `open` asks for; `default` if it asks for none.
+
+    Raises `ValueError` for pins that do not fit.
+    """
     if cache.policy is None:
         return default
     if cache.policy == "full":
         return FULL
+    if cache.policy == "paged":
+        resident = DEFAULT_RESIDENT if cache.resident is None else cache.resident
+        return Policy.paged(resident, cache.pin or (), sink=DEFAULT_SINK)
     return Policy(
         DEFAULT_SINK if cache.sink is None else cache.sink,
         DEFAULT_WINDOW if cache.window is None else cache.window,
@@ -34,6 +40,15 @@ def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | N
             f"a window of {policy.window} tokens is smaller than this worker's block: it must have"
             f" {block_tokens} or more"
         )
+    if policy.recall:
+        if (policy.most_tokens or 0) > context_tokens:
+            return (
+                f"{policy.most_tokens} resident tokens exceed the context: there may be {context_tokens};"
+                " with so many use the policy full"
+            )
+        if policy.pins and policy.pins[-1][1] > context_tokens:
+            return f"pins end at {policy.pins[-1][1]}; the context ends at {context_tokens}"
+        return None
     if policy.sink + policy.window > context_tokens:
         return (
             f"a sink of {policy.sink} and a window of {policy.window} tokens exceed the context: together"
@@ -46,6 +61,8 @@ def in_words(policy: Policy) -> SessionCache | None:
     """Build what results say of a policy; None for `full`."""
     if policy.window is None:
         return None
+    if policy.recall:
+        return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins)
     return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
 
 
@@ -64,5 +81,7 @@ def recorded(cache: SessionCache | None) -> Policy:
             return FULL
         case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
             return Policy(sink, window)
+        case SessionCache(policy="paged", resident=int(resident), pin=pins):
+            return Policy.paged(resident, pins, sink=DEFAULT_SINK)
         case _:
             raise ValueError(f"the log says a cache policy that this worker does not know: {cache.policy}")

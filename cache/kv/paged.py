@@ -1,0 +1,289 @@
+"""KV of a session of which only a part is on the device: `RingCache`, and slots for chunks of other tokens.
+
+All of a session's KV is on SSD. Beside its sinks and its window, `PagedCache` has room for a few chunks of
+earlier tokens, at their true positions. Which chunks, `Pages` decides for all layers together, by attention
+to a sketch of every key: its channels in two bits. Device thread only.
+
+A fact is found by a few heads, at one of a question's tokens: what counts is the largest share of its
+attention that any head gives a chunk. Means over heads do not find it, nor do bounds
+over pages of keys as in "Quest" (arXiv 2406.10774), of as many bytes: see `docs/adr`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from cache.names.policy import CHUNK, SLACK, Policy
+
+from .ring import RingCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Bits of a channel in a key's sketch.
+_SKETCH_BITS: Final = 2
+#: How many of the last queries of a pass are asked what matters to them.
+_ASKED: Final = 16
+#: An answer's queries are asked once in so many tokens.
+_EVERY: Final = 4
+#: For more rows than this it pays to dequantise all sketches first: 3 ms against 19 on a CPU, for 48 rows and
+#: 3,000 tokens of 3 heads; for 3 rows 5 ms against 1.
+_FEW_ROWS: Final = 8
+#: Tokens that matter are looked for page by page; a chunk matters if a page within it, or up to two before it
+#: or one behind it, does: what follows a match is read next, and a sentence is not cut in two.
+_PAGE: Final = 16
+_BEFORE, _BEHIND = 2, 1
+#: How much of what a chunk mattered before is kept.
+_MEMORY: Final = 0.5
+#: A chunk on SSD must matter so many times as much as the one whose slot it takes.
+_GAIN: Final = 1.05
+
+
+def sketch_group(head_dim: int) -> int | None:
+    """Return how many channels of a key's sketch have one scale; None where keys cannot be sketched."""
+    return next((size for size in (64, 32) if head_dim % size == 0), None)
+
+
+class Pages:
+    """Which chunks are in the slots of a session's layers, and how much each chunk matters."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        #: By slot: the chunk's number, -1 for none. Pinned chunks have the first slots, for ever.
+        self.slots: list[int] = [-1] * (policy.recall // CHUNK)
+        self._pinned = policy.pinned
+        self._noted: list[mx.array] = []  # by layer: how much each page mattered to some queries
+        self._mattered = np.zeros(0)
+        #: Chunks recalled from SSD, and those that gave way to others.
+        self.num_recalled = self.num_evicted = 0
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether queries were asked since `choose`."""
+        return bool(self._noted)
+
+    def assign(self, chunk: int) -> int | None:
+        """Return a chunk's slot, a free one if it has none; None if no slot is free."""
+        if chunk in self.slots:
+            return self.slots.index(chunk)
+        if chunk in self._pinned:
+            slot = self._pinned.index(chunk)
+        elif -1 in self.slots[len(self._pinned) :]:
+            slot = self.slots.index(-1, len(self._pinned))
+        else:
+            return None
+        self.slots[slot] = chunk
+        return slot
+
+    def asks(self, start: int, num: int) -> bool:
+        """Whether the queries of the tokens `[start, start + num)` are asked what matters to them."""
+        return num > 1 or start % _EVERY == 0
+
+    def note(self, mattering: mx.array) -> None:
+        """Note how much each page of the whole chunks matters to some queries of a layer, unevaluated."""
+        self._noted.append(mattering)
+
+    def choose(self, position: int) -> list[int]:
+        """Return the chunks that should be in slots and are not, those that matter most first."""
+        if self._noted:
+            num_pages = min(noted.shape[0] for noted in self._noted)
+            found = np.array(mx.stack([noted[:num_pages] for noted in self._noted]).max(axis=0))
+            self._noted = []
+            padded = np.pad(found, (_BEFORE, _BEHIND))
+            size = CHUNK // _PAGE
+            near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
+            before = np.zeros(len(near))
+            before[: len(self._mattered)] = self._mattered[: len(near)]
+            self._mattered = np.maximum(_MEMORY * before, near.max(axis=1))
+        last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
+        numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
+        here = [chunk for chunk in self.slots if chunk in numbers]
+        free = len(self.slots) - len(self._pinned) - len(here)
+        away = sorted((one for one in numbers if one not in here), key=lambda one: -self._mattered[one])
+        wanted, away = away[:free], away[free:]
+        for leaving, chunk in zip(sorted(here, key=lambda one: self._mattered[one]), away, strict=False):
+            if self._mattered[chunk] <= _GAIN * self._mattered[leaving]:
+                break
+            wanted.append(chunk)
+        return wanted
+
+    def take(self, chunk: int) -> int | None:
+        """Give a recalled chunk the slot of the one that matters least; None if all matter more."""
+        slot = self.assign(chunk)
+        if slot is None:
+            movable = range(len(self._pinned), len(self.slots))
+            slot = min(movable, key=lambda one: self._value(self.slots[one]))
+            if self._value(self.slots[slot]) >= self._value(chunk):
+                return None
+            self.slots[slot] = chunk
+            self.num_evicted += 1
+        self.num_recalled += 1
+        return slot
+
+    def _value(self, chunk: int) -> float:
+        return float(self._mattered[chunk]) if chunk < len(self._mattered) else 0.0
+
+    def trim(self, num_tokens: int) -> None:
+        """Empty the slots of chunks that end behind `num_tokens`."""
+        self.slots = [-1 if (chunk + 1) * CHUNK > num_tokens else chunk for chunk in self.slots]
+        self._mattered = self._mattered[: num_tokens // CHUNK]
+        self._noted = []
+
+    def copy_from(self, other: Pages) -> None:
+        """Become a copy; both stay usable."""
+        self.slots, self._mattered = [*other.slots], other._mattered.copy()
+
+
+class PagedCache(RingCache):
+    """The first `sink` tokens and the last `window` of one layer, and the chunks in the slots of `pages`.
+
+    The slots' places lie behind the ring's, and are allocated as chunks leave the window. `sketch` has, of
+    all tokens, the keys quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each.
+    """
+
+    def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0) -> None:
+        policy = pages.policy
+        if policy.window is None:
+            raise ValueError("a paged cache needs a window")
+        super().__init__(policy.sink, policy.window, group_size, bits, grid=0)
+        self.pages = pages
+        self.sketch: tuple[mx.array, ...] = ()
+        self._num_passed = 0  # chunks that have begun to leave the window
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """All arrays, for `mx.eval`."""
+        return (*super().state, *self.sketch)
+
+    @property
+    def num_slots(self) -> int:
+        """Count the slots that are allocated."""
+        held = self.keys[0].shape[2] if self.keys else 0
+        return max(0, held - self.capacity) // CHUNK
+
+    def places_for(self, end: int) -> int:
+        """Return how many places `end` tokens take."""
+        if end <= self.window:
+            return super().places_for(end)
+        passed = min(-(-(end - self.window) // CHUNK), len(self.pages.slots))
+        return self.capacity + max(passed, self.num_slots) * CHUNK
+
+    def slot_positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the position of the token at each place of the allocated slots; -1 for none."""
+        chunks = np.array(self.pages.slots[: self.num_slots], np.int64)[:, None]
+        return np.where(chunks < 0, -1, chunks * CHUNK + np.arange(CHUNK)).reshape(-1)
+
+    def trim(self, num_tokens: int) -> None:
+        """Drop the last `num_tokens` tokens; see `RingCache.trim`."""
+        super().trim(num_tokens)
+        self.pages.trim(self.offset)
+        self._num_passed = min(self._num_passed, -(-max(self.offset - self.window, 0) // CHUNK))
+
+    def copy_from(self, other: RingCache) -> None:
+        """Become a copy, unevaluated, of a cache with the same parameters; both stay usable."""
+        super().copy_from(other)
+        if isinstance(other, PagedCache):
+            self.pages.copy_from(other.pages)
+            self.sketch = tuple(map(mx.array, other.sketch))
+            self._num_passed = other._num_passed  # noqa: SLF001  # of the same class
+
+    def shrink(self) -> None:
+        """Free the places behind the last token, unevaluated; only while there are no slots."""
+        if not self.num_slots:
+            super().shrink()
+
+    def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """Add the keys and values of the next tokens, at most `SLACK`: (1, KV heads, tokens, size)."""
+        at = slice(self.offset, self.offset + keys[0].shape[2])
+        super().write(keys, values)
+        plain = self._unpacked(tuple(keys), at.stop - at.start)
+        sketched = mx.quantize(plain, sketch_group(plain.shape[3]), _SKETCH_BITS)
+        held = self.sketch[0].shape[2] if self.sketch else 0
+        if held < at.stop:
+            size = -(-at.stop // SLACK) * SLACK - held
+            blank = [mx.zeros((*part.shape[:2], size, part.shape[3]), part.dtype) for part in sketched]
+            pairs = zip(self.sketch, blank, strict=True)
+            self.sketch = tuple(mx.concatenate([*pair], axis=2) for pair in pairs) if held else tuple(blank)
+        for array, part in zip(self.sketch, sketched, strict=True):
+            array[..., at, :] = part
+        self._keep_passed()
+
+    def put(self, slot: int, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """Write a chunk's keys and values, (1, KV heads, `CHUNK`, size), to a slot."""
+        missing = slot + 1 - self.num_slots
+        if missing > 0:
+            self._make_room(keys, values, self.capacity)
+            self._extend(keys, values, self.capacity + (slot + 1) * CHUNK)
+        place = slice(self.capacity + slot * CHUNK, self.capacity + (slot + 1) * CHUNK)
+        for side, new in ((self.keys, keys), (self.values, values)):
+            for array, part in zip(side or (), new, strict=True):
+                array[..., place, :] = part
+
+    def fill(
+        self,
+        keys: Sequence[mx.array],
+        values: Sequence[mx.array],
+        num_tokens: int,
+        sketch: Sequence[mx.array] = (),
+    ) -> None:
+        """Fill an empty cache with the tokens of `policy.seen(num_tokens)`, in order.
+
+        `sketch` is that of `num_tokens` or more tokens. Raises `ValueError` for other numbers.
+        """
+        spans = self.pages.policy.seen(num_tokens)
+        num_held = sum(end - start for start, end in spans)
+        if any(array.shape[2] != num_held for array in (*keys, *values)):
+            raise ValueError(f"not the keys and values of {num_held} tokens")
+        if len(sketch) != 3 or any(array.shape[2] < num_tokens for array in sketch):
+            raise ValueError(f"not the sketch of {num_tokens} keys")
+
+        def part(at: int, num: int) -> tuple[list[mx.array], list[mx.array]]:
+            held = slice(at, at + num)
+            return [array[..., held, :] for array in keys], [array[..., held, :] for array in values]
+
+        first, end = spans[-1]
+        if first:
+            RingCache.write(self, *part(0, self.sink))
+            at = 0
+            for start, stop in spans[:-1]:
+                # A pinned chunk may end within the window, whose tokens follow then.
+                for chunk in range(start // CHUNK, -(-stop // CHUNK)):
+                    if chunk in self.pages.policy.pinned and (slot := self.pages.assign(chunk)) is not None:
+                        self.put(slot, *part(at + chunk * CHUNK - start, CHUNK))
+                at += stop - start
+            self.sketch, self._num_passed = tuple(sketch), -(-first // CHUNK)
+        self.offset, self.first_held = first, max(first, self.sink)
+        for begin in range(first, end, CHUNK):
+            self.write(*part(num_held - (end - begin), min(CHUNK, end - begin)))
+
+    def weigh(self, queries: mx.array, scale: float) -> None:
+        """Note how much pages of whole chunks matter to the last of `queries`, (tokens, heads, 1, head_dim).
+
+        That is the largest share of its attention that any query and head gives to a token of the page.
+        """
+        num_tokens = self.offset // CHUNK * CHUNK
+        if self.offset <= self.sink + self.window:
+            return
+        kv_heads, size = self.sketch[0].shape[1], queries.shape[-1]
+        asked = queries[-_ASKED:, :, 0].reshape(-1, kv_heads, queries.shape[1] // kv_heads, size)
+        asked = asked.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, size) * scale
+        codes, scales, biases = (array[..., :num_tokens, :] for array in self.sketch)
+        group = sketch_group(size)
+        if asked.shape[2] > _FEW_ROWS:
+            keys = mx.dequantize(codes, scales, biases, group, _SKETCH_BITS)
+            scores = asked @ keys.swapaxes(-1, -2)
+        else:
+            scores = mx.quantized_matmul(asked, codes, scales, biases, group_size=group, bits=_SKETCH_BITS)
+        shares = mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=(0, 1, 2))
+        self.pages.note(shares.reshape(-1, _PAGE).max(axis=-1))
+
+    def _keep_passed(self) -> None:
+        """Copy the chunks that begin to leave the window to slots, while some are free."""
+        while self._num_passed * CHUNK < self.offset - self.window:
+            chunk, self._num_passed = self._num_passed, self._num_passed + 1
+            slot = self.pages.assign(chunk)
+            if slot is not None:
+                self.put(slot, *self.tokens(chunk * CHUNK, (chunk + 1) * CHUNK))

@@ -1,0 +1,125 @@
+"""What one worker process has of a session's way: an engine, a device, an open store."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from tiny_models import BLOCK, GREEDY, answer, key, loaded
+
+from cache.kv.size import KvSize
+from cache.names.blocks import as_tokens
+from cache.names.identity import Identity
+from cache.names.policy import FULL, Policy
+from cache.store import Store
+from worker.device.admission import Ledger
+from worker.device.device import Device
+from worker.device.engine import Engine
+from worker.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from worker.batch.sampling import Sampling
+    from worker.device.engine import TurnResult
+
+IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
+
+
+class Recorded:
+    """A model that keeps the bits of the logits that answers are drawn from."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.bits: list[bytes] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits = self._model(tokens, cache=cache)
+        if tokens.shape[1] == 1:
+            mx.eval(logits)
+            self.bits.append(bytes(memoryview(logits).cast("B")))
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Process:
+    """What one worker process has of a session's way: an engine, a device, an open store."""
+
+    def __init__(self, engine: Engine, store: Store, model: Recorded) -> None:
+        self.engine = engine
+        self.store = store
+        self.model = model
+
+    async def append(self, tokens: list[int], name: str = "s", policy: Policy = FULL) -> TurnResult:
+        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False, policy=policy)
+        assert outcome is not None
+        return outcome
+
+    async def generate(
+        self,
+        tokens: list[int],
+        num: int,
+        sampling: Sampling = GREEDY,
+        name: str = "s",
+        policy: Policy = FULL,
+    ) -> tuple[TurnResult, list[int], list[bytes]]:
+        """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
+        growing = answer(num)
+        self.model.bits.clear()
+        outcome = await self.engine.run(
+            key(name),
+            as_tokens(tokens),
+            lambda: False,
+            answer=growing,
+            sampling=sampling,
+            max_new=num,
+            policy=policy,
+        )
+        assert outcome is not None
+        return outcome, growing.tokens, self.model.bits[-num:]
+
+
+@asynccontextmanager
+async def open_process(
+    model: Any,
+    directory: Path,
+    *,
+    queue_bytes: int = 1 << 28,
+    max_bytes: int = 1 << 30,
+    num_blocks: int = 1,
+    trials: Path | None = None,
+) -> AsyncIterator[Process]:
+    """Be a worker process on a snapshot directory; `num_blocks` times `BLOCK` tokens are a block."""
+    recorded = Recorded(model)
+    block = num_blocks * BLOCK
+    device = Device(
+        lambda: loaded(recorded),
+        lambda error: None,
+        block_tokens=block,
+        max_batch=4,
+        stall_s=0.25,
+        trials=trials,
+    )
+    await asyncio.to_thread(device.start)
+    assert device.unsupported_cache is None
+    store = await Store.open(
+        directory,
+        identity=replace(IDENTITY, caches=device.caches, block_tokens=block),
+        layout=device.layout,
+        max_bytes=max_bytes,
+        queue_bytes=queue_bytes,
+        min_free_bytes=0,
+    )
+    engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
+    device.cut_snapshots(store.room)
+    try:
+        yield Process(engine, store, recorded)
+    finally:
+        assert await asyncio.to_thread(device.stop)
+        assert await store.close()

@@ -1,0 +1,283 @@
+"""Paged sessions: a part on the device, all on SSD, and what matters comes back."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import engine_process
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import WIDE, prompt
+
+from cache.kv import layers
+from cache.kv.paged import PagedCache, Pages
+from cache.names.blocks import Span, as_tokens
+from cache.names.policy import CHUNK, Policy
+from worker.batch.forward import Forward, OwnPart
+from worker.device import cutting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_process import Process
+
+POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
+EXACT = POLICY.recall + (POLICY.window or 0)
+
+
+@pytest.fixture(scope="module")
+def model(build_model) -> Any:
+    return build_model("llama", **WIDE)
+
+
+def _run(
+    forward: Forward, caches: list[Any], tokens: Sequence[int], end: int, *, most: int = 300
+) -> mx.array:
+    """Run tokens up to `end` in pieces of random lengths: (tokens, vocabulary)."""
+    rng, found = random.Random(end), []
+    while caches[0].offset < end:
+        at = caches[0].offset
+        num = min(rng.choice([1, 1, 2, CHUNK, most]), end - at)
+        found.append(forward([OwnPart(caches, at, num)], list(tokens[at : at + num])))
+        mx.eval(found[-1], [cache.state for cache in caches])
+    return mx.concatenate(found)
+
+
+def _under_masks(model: Any, tokens: Sequence[int], seen: np.ndarray) -> mx.array:
+    """Run a whole session at once, with a mask of what each token sees: (tokens, vocabulary)."""
+
+    class Masked:
+        offset = 0
+
+        def make_mask(self, num: int, **_: Any) -> mx.array:
+            return mx.array(seen)
+
+        def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            return keys, values
+
+    logits: mx.array = model(mx.array([list(tokens)]), cache=[Masked() for _ in make_prompt_cache(model)])[0]
+    return logits
+
+
+def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
+    cut = layers.cut(caches, tokens.start, tokens.end) or ()
+    types = {"F32": np.float32, "U32": np.uint32}
+    return {one.name: mx.array(np.frombuffer(one.data, types[one.dtype]).reshape(one.shape)) for one in cut}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_it(model, seed: int) -> None:
+    """Of every layer and token: the sinks, the window, pins, and what is in slots; nothing else, and once."""
+    rng, num_tokens = random.Random(seed), 16 * CHUNK
+    tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
+    at, window = np.arange(num_tokens), POLICY.window or 0
+    seen = (at[None] <= at[:, None]) & ((at[None] > at[:, None] - window) | (at[None] < POLICY.sink))
+    disk: dict[int, dict[str, mx.array]] = {}
+    pages = caches[0].pages
+    found = []
+    while (start := caches[0].offset) < num_tokens:
+        end = start + CHUNK
+        found.append(_run(forward, caches, tokens, end))
+        disk[start // CHUNK] = _stored(caches, Span(start, end))
+        for chunk in range(num_tokens // CHUNK):  # a chunk is kept from when it begins to leave the window
+            is_kept = chunk in pages.slots
+            rows = (at >= start) & (at < end) & (at - window >= chunk * CHUNK)
+            columns = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+            if is_kept:
+                seen[rows, columns] |= at[columns][None] <= at[rows][:, None] - window
+        away = [one for one in range(POLICY.visible_from(end) // CHUNK) if one not in pages.slots]
+        for chunk in rng.sample(away, min(2, len(away))):
+            pages._mattered = np.array([rng.random() for _ in range(end // CHUNK)])
+            pages._mattered[chunk] = 2.0
+            layers.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
+            assert chunk in pages.slots
+            assert 3 in pages.slots, "a pin stays"
+    assert pages.num_evicted > 3
+    expected = _under_masks(model, tokens, seen)
+    assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+def test_a_session_is_exact_until_it_is_larger_than_what_is_on_the_device(model) -> None:
+    tokens = prompt(EXACT + 40)
+    found = _run(Forward(model), layers.make(model, POLICY), tokens, len(tokens))
+    expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
+    wrong = np.array(mx.abs(found - expected).max(axis=1)) > 1e-4 * mx.abs(expected).max().item()
+    assert POLICY.visible_from(EXACT) == 0 < POLICY.visible_from(EXACT + 1)
+    assert not wrong[:EXACT].any()
+    assert wrong[EXACT + 20 :].all()
+
+
+@pytest.mark.parametrize("num_tokens", [200, EXACT, EXACT + 70, 3 * EXACT + 5])
+def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(model, num_tokens: int) -> None:
+    tokens, forward = prompt(num_tokens + 20), Forward(model)
+    caches, stored = layers.make(model, POLICY), {}
+    for start in range(0, num_tokens, 64):
+        end = min(start + 64, num_tokens)
+        _run(forward, caches, tokens, end)
+        for name, array in _stored(caches, Span(start, end)).items():
+            stored.setdefault(name, []).append(array)
+    whole = {name: mx.concatenate(parts, axis=2) for name, parts in stored.items()}
+    spans = POLICY.seen(num_tokens)
+    held = {
+        name: array
+        if "sketch" in name
+        else mx.concatenate([array[..., start:end, :] for start, end in spans], axis=2)
+        for name, array in whole.items()
+    }
+    rebuilt = layers.rebuild(held, layers.make(model, POLICY), num_tokens)
+    if POLICY.visible_from(num_tokens):  # what was on the device beside pins comes back when it matters
+        assert {one for one in rebuilt[0].pages.slots if one >= 0} == {3}
+        chunks = [one for one in caches[0].pages.slots if one not in {-1, 3}]
+        spans_back = [Span(one * CHUNK, (one + 1) * CHUNK) for one in sorted(chunks)]
+        arrays = {
+            name: mx.concatenate([array[..., one.start : one.end, :] for one in spans_back], axis=2)
+            for name, array in whole.items()
+            if "sketch" not in name
+        }
+        layers.recall(rebuilt, arrays, spans_back)
+    assert sorted(rebuilt[0].pages.slots) == sorted(caches[0].pages.slots)
+    expected = _run(forward, caches, tokens, num_tokens + 20, most=20)
+    found = _run(forward, rebuilt, tokens, num_tokens + 20, most=20)
+    assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+def test_a_fork_and_a_rewind_see_what_the_session_saw(model) -> None:
+    tokens, forward = prompt(EXACT), Forward(model)
+    caches = layers.make(model, POLICY)
+    _run(forward, caches, tokens, EXACT)
+    fork = layers.fork(caches, layers.make(model, POLICY), EXACT - 200)
+    assert fork[0].offset == EXACT - 200
+    expected = _run(forward, layers.make(model, POLICY), tokens, EXACT)[-200:]
+    found = _run(forward, fork, tokens, EXACT)
+    assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
+    pages = Pages(Policy.paged(6 * CHUNK + 4, sink=4))
+    assert [pages.assign(chunk) for chunk in range(4)] == [0, 1, 2, None]
+    # By page, four in a chunk: each layer's notes, of which the largest counts.
+    first = {0: 0.5, 5: 0.1, 9: 0.3, 13: 0.1, 25: 0.2}
+    pages.note(mx.array([first.get(page, 0.0) for page in range(32)]))
+    pages.note(mx.array([{13: 0.104}.get(page, 0.0) for page in range(32)]))
+    assert pages.choose(12 * CHUNK) == [6], "a little more is not enough to change places"
+    assert pages.take(6) == 1
+    assert pages.take(4) is None, "it matters less than all that are there"
+    assert (sorted(pages.slots), pages.num_recalled, pages.num_evicted) == ([0, 2, 6], 1, 1)
+    pages.trim(7 * CHUNK - 1)
+    assert sorted(pages.slots) == [-1, 0, 2]
+
+
+@pytest.mark.parametrize(("page", "chunks"), [(21, {5}), (22, {5, 6}), (23, {5, 6}), (20, {4, 5})])
+def test_what_a_chunk_s_edge_cuts_in_two_comes_whole(page: int, chunks: set[int]) -> None:
+    pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
+    pages.note(mx.array([float(one == page) for one in range(40)]))
+    assert set(pages.choose(20 * CHUNK)[: len(chunks)]) == chunks
+
+
+async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any, list[int]]:
+    outcome, answer, _ = await process.generate(tokens, num, policy=POLICY)
+    return outcome, answer
+
+
+async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_only(
+    model, tmp_path, monkeypatch
+) -> None:
+    wanted, read = [2, 9], []
+    recall = layers.recall
+    monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
+    monkeypatch.setattr(Pages, "_value", lambda _, chunk: 1.0 if chunk in wanted else 0.0)
+    monkeypatch.setattr(layers, "recall", lambda *args: (read.append(args[2]), recall(*args)))
+    tokens = prompt(60 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        outcome, answer = await _answered(process, [*tokens, 5, 6, 7], 20)
+        assert (outcome.num_prefilled, len(answer)) == (4, 20)
+        per_token = process.engine._device.estimator.kv.bytes_per_token
+        sketch = process.engine._device.estimator.kv.sketch_bytes
+        num = len(tokens) + 3 + 19
+        assert outcome.live_bytes == (POLICY.most_tokens or 0) * per_token + num * sketch
+        assert {9} <= {span.start // CHUNK for spans in read for span in spans} <= set(wanted)
+        await process.store.barrier(10)
+    read.clear()
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        session = [*tokens, 5, 6, 7, *answer, 8, 9]
+        outcome, _ = await _answered(process, session, 5)
+        assert outcome.num_prefilled <= 3
+        assert {span.start // CHUNK for spans in read for span in spans} == set(wanted)
+        seen = sum(end - start for start, end in POLICY.seen(len(session))) + len(wanted) * CHUNK
+        most = (seen + 3 * 64) * per_token + (len(session) + 3 * 64) * sketch
+        assert process.store.stats().restored_bytes < 1.1 * most
+        assert len(session) * (per_token + sketch) > 3 * most
+
+
+async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
+    monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))
+    tokens = prompt(16 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        assert await process.store.clear()
+        outcome, answer = await _answered(process, [*tokens, 5], 12)
+        assert (outcome.num_prefilled, len(answer)) == (2, 12)
+
+
+async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
+    model, tmp_path, monkeypatch
+) -> None:
+    tokens = as_tokens(prompt(16 * CHUNK))
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        engine = process.engine
+        await process.append(list(tokens), policy=POLICY)
+        cancelled = False
+
+        async def never(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:
+            nonlocal cancelled
+            cancelled = True
+            engine.cancel(engine_process.key("s"))
+            return (), {}
+
+        monkeypatch.setattr(Pages, "choose", lambda *_: [2])
+        monkeypatch.setattr(process.store, "recall", never)
+        growing = engine_process.answer(50)
+        outcome = await engine.run(
+            engine_process.key("s"),
+            tokens + as_tokens([5]),
+            lambda: cancelled,
+            answer=growing,
+            max_new=50,
+            policy=POLICY,
+        )
+        assert cancelled
+        assert outcome is not None
+        assert not outcome.complete or len(growing.tokens) < 50
+
+
+@pytest.mark.parametrize("is_hanging", [False, True])
+async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
+    model, tmp_path, monkeypatch, is_hanging: bool
+) -> None:
+    """What leaves the device must be on its way to the disk; a disk that takes nothing ends the wait."""
+    monkeypatch.setattr(cutting, "PATIENCE_S", 0.2 if is_hanging else 60.0)
+    tokens = prompt(20 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        begun, refused = time.monotonic(), 0
+
+        def room() -> int:
+            nonlocal refused
+            is_full = is_hanging or time.monotonic() < begun + 0.4
+            refused += is_full
+            return 0 if is_full else process.store.room()
+
+        process.engine._device.cut_snapshots(room)
+        outcome = await process.append(tokens, policy=POLICY)
+        assert outcome.complete
+        await process.store.barrier(10)
+        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.match(chain, as_tokens(tokens))
+        process.store.release(match)
+        assert refused > 3
+        assert (match.num_tokens == 0) if is_hanging else (match.num_tokens > 19 * CHUNK)

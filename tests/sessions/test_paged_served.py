@@ -1,0 +1,109 @@
+"""Paged sessions as a user meets them: a worker on a real server, the client, restarts and refusals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cache.names.policy import Policy
+from tests.parts import TINY_CONTEXT, make_tiny_model
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import SessionCache
+from worker.app import WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CACHE = {"policy": "paged", "resident": 516, "pin": [[70, 90]]}
+SAID = SessionCache(policy="paged", resident=516, pin=((70, 90),))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory) -> Path:
+    """A model whose keys can be sketched: heads of 32 dimensions."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", hidden_size=128)
+
+
+def _words(num_tokens: int) -> list[int]:
+    return [3 + (7 * i + i // 11) % 90 for i in range(num_tokens)]
+
+
+async def test_a_paged_session_goes_on_after_a_restart_and_says_what_it_is(
+    local_worker: Callable, wide_model: Path
+) -> None:
+    worker = await local_worker(model=str(wide_model))
+    session = worker.client.session("s", cache=CACHE)
+    first = await session.append(tokens=_words(1200))
+    assert (first.cache, first.visible_from) == (SAID, 1200 - 256)
+    answer = await session.generate(max_tokens=40)
+    info = await session.info()
+    assert (info.policy, info.cache, info.capacity_tokens) == ("paged", SAID, 516)
+    assert 0 < info.kv_live_bytes < 1200 * 2 * 2 * 32 * 4 * 2 * 0.6
+    await worker.stop()
+    worker = await local_worker(model=str(wide_model), cache_policy=Policy(4, 64))
+    session = worker.client.session("s", cache=CACHE)
+    again = await session.generate(tokens=_words(30), max_tokens=20)
+    assert again.position == answer.position + 30 + len(again.tokens)
+    assert again.usage.prefilled_tokens <= 30 + 1 + 32, "the prompt, and its end once more"
+    assert again.usage.cached_tokens >= answer.position - 1
+    assert (await session.info()).worker.recalled_tokens > 0, "slots are empty after a restart"
+
+
+async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
+    local_worker: Callable, wide_model: Path
+) -> None:
+    worker = await local_worker(model=str(wide_model))
+    session = worker.client.session("s", cache=CACHE)
+    await session.append(tokens=_words(1500))
+    assert (await session.rewind(700)).position == 700
+    back = await session.generate(max_tokens=4)
+    assert back.usage.prefilled_tokens < 100
+    other = await worker.client.session("t", cache=CACHE).generate(tokens=_words(900), max_tokens=4)
+    assert other.usage.prefilled_tokens < 100
+    plain = await worker.client.session("u").generate(tokens=_words(900), max_tokens=4)
+    assert plain.usage.prefilled_tokens == 900, "an exact session never uses what was computed approximately"
+
+
+@pytest.mark.parametrize(
+    ("cache", "refusal"),
+    [
+        (
+            {"policy": "paged", "resident": 200},
+            "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more",
+        ),
+        ({"policy": "paged", "resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
+        ({"policy": "paged", "resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
+        ({"policy": "paged", "resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
+        (
+            {"policy": "paged", "resident": 900, "pin": [[3000, 3010]]},
+            "pins end at 3010; the context ends at 2048",
+        ),
+    ],
+)
+async def test_what_cannot_be_paged_is_refused_and_the_session_stays_free(
+    local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
+) -> None:
+    worker = await local_worker(model=str(wide_model))
+    with pytest.raises(RequestFailedError, match=refusal) as caught:
+        await worker.client.session("s").open(cache)
+    assert caught.value.code == "invalid_request"
+    assert (await worker.client.session("s").open(CACHE)).cache == SAID
+    with pytest.raises(RequestFailedError, match="is open under paged"):
+        await worker.client.session("s", cache={"policy": "paged", "resident": 700}).append(tokens=[5])
+    with pytest.raises(RequestFailedError, match="context_exceeded"):
+        await worker.client.session("s").append(tokens=_words(TINY_CONTEXT + 10))
+
+
+async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_model: Path) -> None:
+    narrow = await local_worker()
+    with pytest.raises(RequestFailedError, match="this model's keys cannot be sketched"):
+        await narrow.client.session("s").open({"policy": "paged", "resident": 600})
+    await narrow.stop()
+    diskless = await local_worker(model=str(wide_model), snapshots="off")
+    with pytest.raises(RequestFailedError, match="stores no KV on disk"):
+        await diskless.client.session("s").open({"policy": "paged", "resident": 600})
+    await diskless.stop()
+    with pytest.raises(WorkerError, match="cache_policy cannot be the default here: paged sessions keep"):
+        await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
