@@ -116,7 +116,7 @@ async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start)
 async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
     """Many more requests than are read at a time, and a worker that is put down in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)
-    seqs = [await one.publish("s", append(f"r{n}", "ab")) for n in range(700)]
+    seqs = [await one.publish("s", append(f"r{n}", "ab")) for n in range(400)]
     await one.result(seqs[20])
     await one.worker.stop()
     two = await wire(max_waiting=MAX_SESSIONS)
@@ -132,10 +132,10 @@ async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) 
     """It is not in memory yet: the rest of the queue is in the log."""
     one = await wire()
     long = await one.publish("s", generate("long", text="eee", max_tokens=1500))
-    seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(600)]
-    assert await one.control("s", {"type": "cancel", "id": "r599"}) == {
+    seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(400)]
+    assert await one.control("s", {"type": "cancel", "id": "r399"}) == {
         "type": "cancelled",
-        "id": "r599",
+        "id": "r399",
         "was": "waiting",
     }
     assert (await one.result(seqs[-1]))["code"] == "expired"
