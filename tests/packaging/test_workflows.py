@@ -1,0 +1,104 @@
+"""What runs in CI: valid by its schema, pinned, without rights that it does not need; and what it calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TOOLS = ROOT / ".venv" / "tools" / "bin"
+
+each = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(path.read_text())["jobs"])
+
+
+def script(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), cwd=ROOT, check=False, capture_output=True, text=True)
+
+
+@each
+def test_a_workflow_fits_its_schema(path: Path) -> None:
+    program = shutil.which("check-jsonschema", path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
+    if program is None:
+        pytest.skip("check-jsonschema is not installed; make tools")
+    done = script(program, "--builtin-schema", "vendor.github-workflows", path)
+    assert done.returncode == 0, done.stdout
+
+
+@each
+def test_an_action_is_pinned_to_a_commit_and_says_its_version(path: Path) -> None:
+    used = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
+    assert used
+    for one in used:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\.github/workflows/\w+\.yml", one), one
+
+
+def test_an_action_has_one_pin_in_all_workflows() -> None:
+    text = "".join(path.read_text() for path in WORKFLOWS)
+    pins = set(re.findall(r"uses: ([\w/-]+)@(.*)$", text, re.MULTILINE))
+    assert len(pins) == len({name for name, _ in pins})
+
+
+@each
+def test_a_job_ends_in_time_reads_only_and_fails_where_a_pipe_fails(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["defaults"] == {"run": {"shell": "bash"}}
+    for name, job in jobs(path).items():
+        assert "timeout-minutes" in job or "uses" in job, name
+
+
+@each
+def test_no_step_puts_what_others_wrote_into_a_script(path: Path) -> None:
+    """An expression in a script is replaced before the shell reads it: a branch's name could be a command."""
+    for job in jobs(path).values():
+        for step in job.get("steps", ()):
+            assert "${{" not in step.get("run", "")
+
+
+def test_code_of_a_fork_runs_on_no_machine_of_ours() -> None:
+    apple = jobs(ROOT / ".github" / "workflows" / "apple.yml")
+    own = "github.event.pull_request.head.repo.full_name == github.repository"
+    assert own in apple["label"]["if"]
+    assert apple["integration"]["needs"] == "label"
+    assert "needs.label.outputs.labels, 'apple-silicon'" in apple["integration"]["if"]
+    others = [job for path in WORKFLOWS if path.stem != "apple" for job in jobs(path).values()]
+    assert {job["runs-on"] for job in others if "uses" not in job} == {"ubuntu-24.04"}
+
+
+def test_the_paths_that_set_a_label_are_there() -> None:
+    (rule,) = yaml.safe_load((ROOT / ".github" / "labeler.yml").read_text())["apple-silicon"]
+    (globs,) = (one["any-glob-to-any-file"] for one in rule["changed-files"])
+    for pattern in globs:
+        before, _, after = pattern.partition("{")
+        words, _, rest = after.partition("}")
+        for word in words.split(","):
+            assert list(ROOT.glob((before + word + rest).replace("/**", ""))), f"{pattern}: {word}"
+
+
+def test_a_tag_that_is_not_the_version_makes_no_release() -> None:
+    done = script(".ci/release", "v9.9.9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("the tag is v9.9.9 and the version ")
+
+
+def test_the_first_errors_of_a_log_are_what_failed_and_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = ["worker/app.py:3:1: F401 unused", "worker/app.py:5: error: no", *["fine"] * 100]
+    lines += ["E   assert 1 == 2", "FAILED tests/test_rooms.py::test_a", "= 1 failed, 2 passed in 3.21s ="]
+    log.write_text("\n".join(lines) + "\n")
+    done = script(".ci/first-errors", log)
+    assert done.returncode == 0
+    shown = set(done.stdout.splitlines())
+    assert shown == {"```", *lines[:2], *lines[-3:]}
