@@ -1,6 +1,6 @@
 """The workers that were heard of lately: the last metrics messages of each, and how long ago they came.
 
-What `exporter` and `top` show is computed from this alone. No I/O.
+What `exporter`, `top` and `dashboard` show is computed from this alone. No I/O.
 """
 
 from __future__ import annotations

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.commands.command_runs import command
+from tests.ops.test_operating_page import block
 from tests.parts import BLOCK, TINY_KV_BYTES
 from worker.settings import load
 
@@ -116,8 +119,8 @@ async def test_what_cannot_be_is_one_line(
 
 
 async def test_the_table_says_where_sessions_are(endless_model: Path) -> None:
-    done = await command(
-        *("size", "--model", endless_model, "--sessions", 3, "--turns-per-hour", 1, "--context", 512)
-    )
-    assert "3 of 3 sessions; up to 3 answer at once" in done.stdout
+    _, *written = shlex.split(block("sh", "turnkeep size"))
+    done = await command(*written, "--model", endless_model, "--cache-policy", "sink_window:4,1024")
+    assert "200 of 200 sessions; up to 16 answer at once" in done.stdout
+    assert re.search(r"written to the SSD .* a day, \S+ drive writes a day", done.stdout)
     assert "not known before it is measured" in done.stdout

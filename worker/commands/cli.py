@@ -368,6 +368,44 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
     talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
 
 
+def _endpoint(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
+    host, _colon, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise click.BadParameter(f"{value!r} is no address; it must be like 127.0.0.1:9423 or [::1]:9423")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@main.command()
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="127.0.0.1:9423",
+    show_default=True,
+    callback=_endpoint,
+    help="Address to serve the page on; whoever reaches it can read the metrics.",
+)
+@click.option(
+    "--keep-s",
+    metavar="SECONDS",
+    type=click.FloatRange(60, 7 * 86400),
+    default=3600.0,
+    show_default=True,
+    help="Length of the history, and time until a silent worker is forgotten.",
+)
+@with_settings(*CLIENT_SETTINGS)
+def dashboard(config: Path | None, listen: tuple[str, int], keep_s: float, **flags: Any) -> None:
+    """Serve one web page with all workers of a prefix and their history, until Ctrl-C."""
+    from ops.dashboard import run
+
+    settings = load_settings(config, flags)
+    host, port = listen
+    talk(
+        settings,
+        "default",
+        lambda client: run(client, host=host, port=port, keep_s=keep_s, prefix=settings.prefix),
+    )
+
+
 def _show_whole_sentences(group: click.Group) -> None:
     """List commands with their whole first sentences; click would cut them at the terminal's width."""
     for command in group.commands.values():

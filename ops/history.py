@@ -1,0 +1,81 @@
+"""What a dashboard shows of workers: figures of now, and their course. One thread takes, others read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from .figures import Figures, percentile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .fleet import Sighting
+
+    #: When, and the figures in the order of `SERIES`.
+    _Point = tuple[float, tuple[float | None, ...]]
+
+#: Points of a worker's course, at the most; a page draws no more on its width.
+MOST_POINTS: Final = 720
+#: Time between two points, at the least: that between a worker's messages, by default.
+LEAST_STEP_S: Final = 5.0
+
+#: The figures of each moment. Rates, shares and percentiles are of the fleet's window; None of nothing.
+SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
+    "first_token_p50_s": lambda _, of: percentile(of.first_token, 0.5),
+    "first_token_p95_s": lambda _, of: percentile(of.first_token, 0.95),
+    "duration_p50_s": lambda _, of: percentile(of.duration, 0.5),
+    "duration_p95_s": lambda _, of: percentile(of.duration, 0.95),
+    "generated_per_s": lambda _, of: of.generated_per_s,
+    "prefilled_per_s": lambda _, of: of.prefilled_per_s,
+    "cached_per_s": lambda _, of: of.cached_per_s,
+    "kv_bytes": lambda one, _: one.metrics.resident_kv_bytes,
+    "kv_limit_bytes": lambda one, _: one.metrics.max_memory_bytes,
+    "disk_bytes": lambda one, _: one.metrics.snapshots.stored_bytes,
+    "disk_limit_bytes": lambda one, _: one.metrics.snapshots.capacity_bytes,
+    "running": lambda one, _: one.metrics.running,
+    "waiting": lambda one, _: one.metrics.waiting,
+    "sessions": lambda one, _: one.metrics.sessions,
+    "resident_sessions": lambda one, _: one.metrics.resident_sessions,
+}
+
+
+class History:
+    """The last `keep_s` of each worker that the fleet has not forgotten, in points `step_s` apart."""
+
+    def __init__(self, keep_s: float) -> None:
+        self.step_s = max(keep_s / MOST_POINTS, LEAST_STEP_S)
+        self._keep_s = keep_s
+        #: What is shown of each worker now, and its points. Both are replaced, not changed.
+        self._now: dict[str, dict[str, Any]] = {}
+        self._points: dict[str, list[_Point]] = {}
+
+    def take(self, sightings: Sequence[Sighting], at_s: float) -> None:
+        """Add a point for each worker. A silent one has no figures, which is a gap in its course."""
+        now, points = {}, {}
+        for one in sightings:
+            name, figures = one.metrics.worker, Figures(one)
+            values = tuple(of(one, figures) if one.up else None for of in SERIES.values())
+            kept = (point for point in self._points.get(name, ()) if at_s - point[0] <= self._keep_s)
+            points[name] = [*kept, (at_s, values)]
+            now[name] = {
+                "model": one.metrics.model,
+                "device": one.metrics.device,
+                "up": one.up,
+                "age_s": one.age_s,
+                "uptime_s": one.metrics.uptime_s,
+                **dict(zip(SERIES, values, strict=True)),
+            }
+        self._now, self._points = now, points
+
+    def shown(self, worker: str | None = None) -> dict[str, Any]:
+        """Return the figures of all workers, and the course of one: by default of one that is up."""
+        now = self._now
+        if worker not in now:
+            worker = min(now, key=lambda name: (not now[name]["up"], name), default=None)
+        return {"workers": now, "worker": worker, "course": self.course(worker or "")}
+
+    def course(self, worker: str) -> dict[str, Sequence[float | None]]:
+        """Return a worker's moments (`at_s`) and series; empty ones of a worker that is not there."""
+        points = self._points.get(worker, [])
+        columns = zip(*(values for _, values in points), strict=True) if points else ((),) * len(SERIES)
+        return {"at_s": [at_s for at_s, _ in points], **dict(zip(SERIES, columns, strict=True))}
