@@ -1,0 +1,19 @@
+"""The page on security names tests that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "security.md").read_text()
+
+
+def test_every_defence_names_tests_that_are_there() -> None:
+    defended = PAGE.partition("## Defended\n")[2].partition("## Not defended")[0]
+    rows = [row for row in defended.splitlines() if row.startswith("| ")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)`", row.split("|")[3])
+        assert tests, row
+        assert [test for test in tests if not (ROOT / test).is_file()] == [], row
