@@ -14,6 +14,7 @@ import mlx.core as mx
 from cache.kv import layers
 from cache.names.blocks import tail_start
 from cache.names.identity import Identity
+from cache.names.policy import FULL
 from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor
 from cache.store import file_bytes
 from worker.batch.batch import PrefillPiece
@@ -56,9 +57,12 @@ class Sized:
         """Return the size of the file of a snapshot of the last `num_new` of `at` tokens."""
         layout = self.layout or ModelLayout(())
         seen = min(at, max((window.num_tokens for window in self.kv.windows), default=at))
-        kv = ((name, dtype, (1, shape[0], num_new, shape[1])) for name, dtype, shape in layout.kv)
+        kv = (
+            (name, dtype, (1, shape[0], num_new, shape[1]), reach)
+            for (name, dtype, shape), reach in zip(layout.kv, layout.reaches, strict=True)
+        )
         states = (
-            (name, dtype, (*shape[:GROWING], seen, *shape[GROWING + 1 :]) if -1 in shape else shape)
+            (name, dtype, (*shape[:GROWING], seen, *shape[GROWING + 1 :]) if -1 in shape else shape, FULL)
             for name, dtype, shape in layout.states
         )
         tensors = tuple(_blank(*one) for one in (*kv, *states))
@@ -103,6 +107,9 @@ def measure(
     else:
         caches = layers.make(model)
         model(mx.array([[0]]), cache=caches)
+    layout = layers.layout(caches, list) if layers.unsupported(caches) is None else None
+    if policy.recall and not (layout and layout.sketches):
+        raise ValueError("this model's keys cannot be sketched; use another policy than paged")
     limit = limit_bytes or machine.default_limit_bytes(loaded.weight_bytes)
     described = layers.describe(caches)
     digest = "0" * 64  # as long as a real one: only sizes are wanted
@@ -116,9 +123,8 @@ def measure(
         caches=described,
         policy=str(policy),
     )
-    layout = layers.layout(caches, list) if layers.unsupported(caches) is None else None
     whole = estimator(loaded, caches, limit)
-    return Sized(whole, whole.kv.under(policy), layout, identity)
+    return Sized(whole, whole.kv.under(policy), layout and layout.under(policy), identity)
 
 
 def plan(
@@ -183,8 +189,8 @@ def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
     return written / max(num_turns, 1), kept + sum(sizes)
 
 
-def _blank(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _blank(name: str, dtype: str, shape: tuple[int, ...], reach: Policy) -> Tensor:
     size = ITEM_BYTES[dtype]
     for number in shape:
         size *= number
-    return Tensor(name, dtype, shape, memoryview(bytes(size)))
+    return Tensor(name, dtype, shape, memoryview(bytes(size)), reach)
