@@ -1,0 +1,82 @@
+"""The runbooks: their commands run as they are written, and what they promise of lost files holds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands.command_runs import command, turnkeep, where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.parts import WorkerProcess
+
+PAGE = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
+COMMANDS = [
+    line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.strip().splitlines()
+]
+#: Of the log and of a worker, other than those of files.
+LOCAL = {"cache", "serve"}
+
+
+async def test_the_commands_run_as_they_are_written(
+    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = await local_worker()
+    garden = worker.client.session("garden")
+    await garden.generate(text="What is red?", max_tokens=8)
+    here = ("--data-dir", worker.settings.data_dir)
+
+    async def run(line: str) -> None:
+        _, *arguments = shlex.split(line, comments=True)
+        places = here if arguments[0] in LOCAL else where(worker)
+        if arguments[0] == "serve":
+            places = (*where(worker), *here, "--model", worker.settings.model)
+        if arguments[0] == "ask":  # it minds signals, so it needs a process of its own
+            done = await asyncio.to_thread(turnkeep, *arguments, *places)
+        else:
+            done = await command(*arguments, *places)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+
+    stopped = [line for line in COMMANDS if line.endswith("# the worker is stopped")]
+    assert (len(stopped), len(COMMANDS) > 15) == (2, True)
+    for line in COMMANDS:
+        if line in stopped:
+            continue
+        if line.startswith("turnkeep cancel"):
+            answer = garden.generate(text="eee", max_tokens=1900, request_id="turn-7")
+            async for chunk in answer:
+                if chunk.i == 0:
+                    await run(line)
+            assert answer.result.finish_reason == "cancelled"
+        else:
+            await run(line)
+    await worker.stop()
+    for line in stopped:
+        await run(line)
+
+
+@pytest.mark.process
+async def test_a_session_goes_on_where_all_is_lost_but_the_stream(
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    worker = worker_process()
+    worker.start()
+    async with await worker.client() as client:
+        first = await client.session("garden").append(text="What is red? " * 20)
+    assert worker.stop() == 0
+    old = worker.data_dir.rename(tmp_path / "old")
+    worker.data_dir.mkdir()
+    (old / "nats").rename(worker.data_dir / "nats")
+    worker.start()
+    async with await worker.client() as client:
+        again = await client.session("garden").append(text="And blue?")
+    assert again.position == first.position + len("And blue?")
+    assert (again.cached_tokens, again.prefilled_tokens) == (0, again.position - 1)
