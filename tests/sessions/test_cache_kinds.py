@@ -47,6 +47,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 #: Heads of a size that can be quantised.
 WIDE = {"llama": {"head_dim": 32}}
+#: Attention of its own, which cannot be told how far away a token is.
+ALONE: dict[str, dict[str, Any]] = {"gemma2": {}}
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def make_folder(tiny_model: Path, tmp_path: Path) -> Callable[..., Path]:
             "model_type": kind,
             "vocab_size": vocabulary,
             **_SHAPE,
-            **(ARCHITECTURES | WIDE)[kind],
+            **(ARCHITECTURES | WIDE | ALONE)[kind],
             **more,
         }
         (folder / "config.json").write_text(json.dumps(config))
@@ -306,13 +308,13 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
 
 async def test_a_model_without_sinks_and_a_window_says_why(local_worker, make_folder) -> None:
     """At `open`, and at the start of a worker that would have them by default."""
-    folder = str(make_folder("falcon_h1"))
+    folder = str(make_folder("gemma2"))
     worker = await local_worker(model=folder)
     session = worker.client.session("s", cache={"policy": "sink_window", "sink": 4, "window": 64})
     with pytest.raises(RequestFailedError) as refused:
         await session.append(text="hello")
     assert refused.value.code == "invalid_request"
-    assert refused.value.message == "sink_window is not for layers of CacheList; use the policy full"
+    assert refused.value.message.endswith("be told how far away a token is; use the policy full")
     assert (await worker.client.session("s").append(text="hello")).cache is None
     await worker.stop()
     with pytest.raises(WorkerError) as stopped:
