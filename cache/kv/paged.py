@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _SKETCH_BITS: Final = 2
 #: How many of the last queries of a pass are asked what matters to them.
 _ASKED: Final = 16
-#: An answer's queries are asked once in so many tokens.
+#: An answer's queries are asked once in so many tokens, and those of a long prompt's middle.
 _EVERY: Final = 4
+_SELDOM: Final = 512
 #: For more rows than this it pays to dequantise all sketches first: 3 ms against 19 on a CPU, for 48 rows and
 #: 3,000 tokens of 3 heads; for 3 rows 5 ms against 1.
 _FEW_ROWS: Final = 8
@@ -38,6 +39,9 @@ _PAGE: Final = 16
 _BEFORE, _BEHIND = 2, 1
 #: How much of what a chunk mattered before is kept.
 _MEMORY: Final = 0.5
+#: How much of what a chunk usually matters is taken off, and how slowly that changes.
+_EXPECTED: Final = 0.5
+_INERTIA: Final = 0.8
 #: A chunk on SSD must matter so many times as much as the one whose slot it takes.
 _GAIN: Final = 1.05
 
@@ -57,6 +61,9 @@ class Pages:
         self._pinned = policy.pinned
         self._noted: list[mx.array] = []  # by layer: how much each page mattered to some queries
         self._mattered = np.zeros(0)
+        self._usual = np.zeros(0)  # how much each chunk matters to most queries
+        #: Whether to ask the next piece of a prompt, as is done at its end; others only now and then.
+        self.is_end = True
         #: Chunks recalled from SSD, and those that gave way to others.
         self.num_recalled = self.num_evicted = 0
 
@@ -80,7 +87,9 @@ class Pages:
 
     def asks(self, start: int, num: int) -> bool:
         """Whether the queries of the tokens `[start, start + num)` are asked what matters to them."""
-        return num > 1 or start % _EVERY == 0
+        if num == 1:
+            return start % _EVERY == 0
+        return self.is_end or start % _SELDOM < num
 
     def note(self, mattering: mx.array) -> None:
         """Note how much each page of the whole chunks matters to some queries of a layer, unevaluated."""
@@ -95,9 +104,13 @@ class Pages:
             padded = np.pad(found, (_BEFORE, _BEHIND))
             size = CHUNK // _PAGE
             near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
-            before = np.zeros(len(near))
-            before[: len(self._mattered)] = self._mattered[: len(near)]
-            self._mattered = np.maximum(_MEMORY * before, near.max(axis=1))
+            now = near.max(axis=1)
+            before, usual = np.zeros(len(now)), now.copy()
+            before[: len(self._mattered)] = self._mattered[: len(now)]
+            usual[: len(self._usual)] = self._usual[: len(now)]
+            # Some chunks, and all that were said lately, attract some head whatever is asked.
+            self._mattered = np.maximum(_MEMORY * before, now - _EXPECTED * usual)
+            self._usual = _INERTIA * usual + (1 - _INERTIA) * now
         last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
         here = [chunk for chunk in self.slots if chunk in numbers]
@@ -130,11 +143,12 @@ class Pages:
         """Empty the slots of chunks that end behind `num_tokens`."""
         self.slots = [-1 if (chunk + 1) * CHUNK > num_tokens else chunk for chunk in self.slots]
         self._mattered = self._mattered[: num_tokens // CHUNK]
+        self._usual = self._usual[: num_tokens // CHUNK]
         self._noted = []
 
     def copy_from(self, other: Pages) -> None:
         """Become a copy; both stay usable."""
-        self.slots, self._mattered = [*other.slots], other._mattered.copy()
+        self.slots, self._mattered, self._usual = [*other.slots], other._mattered.copy(), other._usual.copy()
 
 
 class PagedCache(RingCache):

@@ -171,6 +171,14 @@ def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
+def test_what_matters_to_every_question_gives_way_to_what_matters_to_this_one() -> None:
+    pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
+    for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
+        pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
+        chosen = pages.choose(20 * CHUNK)[0]
+    assert chosen == 7
+
+
 @pytest.mark.parametrize(("page", "chunks"), [(21, {5}), (22, {5, 6}), (23, {5, 6}), (20, {4, 5})])
 def test_what_a_chunk_s_edge_cuts_in_two_comes_whole(page: int, chunks: set[int]) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))

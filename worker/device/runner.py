@@ -386,6 +386,8 @@ class Runner:
                 seen=_distinct(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
+        if turn.policy.recall and (pages := layers.pages(turn.caches or [])) is not None:
+            pages.is_end = end >= turn.target - 1 - self._block
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
