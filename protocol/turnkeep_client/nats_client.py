@@ -63,6 +63,14 @@ class Nats(Client):
             async with asyncio.timeout(_ABANDON_S):
                 await self.close()
 
+    async def _connect_to_server(self, s: Any) -> None:
+        # If a connection is refused at the moment of a cancel, `wait_for` of Python 3.11 raises the refusal
+        # alone, and nats-py would try again for ever, closed or not.
+        task = asyncio.current_task()
+        if task is not None and task is self._reconnection_task and task.cancelling():
+            raise asyncio.CancelledError
+        await super()._connect_to_server(s)
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         # nats-py starts TLS only if the server requires it. Whoever removes that word on the way would read
         # the credentials, which are sent next.

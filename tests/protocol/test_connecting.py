@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from nats.aio.client import Client
 
 from turnkeep_client.nats_client import Nats
 
@@ -61,3 +62,27 @@ async def test_what_a_server_says_before_its_pong_does_not_silence_the_client(
         await slow_server.ended.wait()
     assert b"body\r\n" in slow_server.got
     assert slow_server.got.count(b"PONG\r\n") == before.count(b"PING")
+
+
+async def test_a_client_that_is_closed_while_it_reconnects_stops(
+    slow_server: SlowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wait_for` of Python 3.11 raises what it waited for, if that fails at the moment of a cancel."""
+
+    async def refused_just_then(self: Client, server: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ConnectionRefusedError from None
+
+    nc = Nats()
+    await nc.connect(slow_server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1)
+    monkeypatch.setattr(Client, "_connect_to_server", refused_just_then)
+    transport: Any = nc._transport
+    transport.close()
+    await asyncio.sleep(0.1)
+    task = nc._reconnection_task
+    assert task is not None
+    await nc.close()
+    done, _ = await asyncio.wait([task], timeout=5)
+    assert done
