@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import TYPE_CHECKING, Any
@@ -289,3 +290,35 @@ async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
         process.store.release(match)
         assert refused > 3
         assert (match.num_tokens == 0) if is_hanging else (match.num_tokens > 19 * CHUNK)
+
+
+async def test_a_restore_waits_for_room_that_a_waiting_prompt_may_free(model, tmp_path, monkeypatch) -> None:
+    tokens, may_go_on, busy = prompt(16 * CHUNK), asyncio.Event(), []
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        device = process.engine._device
+        room = device._runner.room
+        grant = room.grant_requests
+
+        async def slow(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:
+            device.made_room()  # any command: requests for room are looked at after it
+            await may_go_on.wait()
+            return (), {}
+
+        def granting(*, is_busy: bool) -> None:
+            if device._runner._asking:
+                busy.append(is_busy)
+                asyncio.run_coroutine_threadsafe(_set(may_go_on), loop)
+            grant(is_busy=is_busy)
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(Pages, "choose", lambda *_: [2])
+        monkeypatch.setattr(process.store, "recall", slow)
+        monkeypatch.setattr(room, "grant_requests", granting)
+        await _answered(process, [*tokens, 5, 6], 3)
+    assert busy
+    assert all(busy)
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()

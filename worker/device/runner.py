@@ -212,7 +212,8 @@ class Runner:
     def serve_waiting(self) -> None:
         """Do what needs no step: start turns whose wait is over, grant room, report both."""
         self._start_ready()
-        self.room.grant_requests(is_busy=self.is_busy or self._acquisition.is_short)
+        is_busy = self.is_busy or self._acquisition.is_short or bool(self._asking)
+        self.room.grant_requests(is_busy=is_busy)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
