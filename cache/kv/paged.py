@@ -64,8 +64,6 @@ class Pages:
         self._usual = np.zeros(0)  # how much each chunk matters to most queries
         #: Whether to ask the next piece of a prompt, as is done at its end; others only now and then.
         self.is_end = True
-        #: Chunks recalled from SSD, and those that gave way to others.
-        self.num_recalled = self.num_evicted = 0
 
     @property
     def has_notes(self) -> bool:
@@ -132,8 +130,6 @@ class Pages:
             if self._value(self.slots[slot]) >= self._value(chunk):
                 return None
             self.slots[slot] = chunk
-            self.num_evicted += 1
-        self.num_recalled += 1
         return slot
 
     def _value(self, chunk: int) -> float:

@@ -79,7 +79,7 @@ def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_i
     seen = (at[None] <= at[:, None]) & ((at[None] > at[:, None] - window) | (at[None] < POLICY.sink))
     disk: dict[int, dict[str, mx.array]] = {}
     pages = caches[0].pages
-    found = []
+    found, num_evicted = [], 0
     while (start := caches[0].offset) < num_tokens:
         end = start + CHUNK
         found.append(_run(forward, caches, tokens, end))
@@ -94,10 +94,12 @@ def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_i
         for chunk in rng.sample(away, min(2, len(away))):
             pages._mattered = np.array([rng.random() for _ in range(end // CHUNK)])
             pages._mattered[chunk] = 2.0
+            was_full, before = -1 not in pages.slots, set(pages.slots)
             layers.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
             assert chunk in pages.slots
+            num_evicted += was_full and len(before - set(pages.slots))
             assert 3 in pages.slots, "a pin stays"
-    assert pages.num_evicted > 3
+    assert num_evicted > 3
     expected = _under_masks(model, tokens, seen)
     assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
@@ -167,7 +169,7 @@ def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
     assert pages.choose(12 * CHUNK) == [6], "a little more is not enough to change places"
     assert pages.take(6) == 1
     assert pages.take(4) is None, "it matters less than all that are there"
-    assert (sorted(pages.slots), pages.num_recalled, pages.num_evicted) == ([0, 2, 6], 1, 1)
+    assert sorted(pages.slots) == [0, 2, 6]
     pages.trim(7 * CHUNK - 1)
     assert sorted(pages.slots) == [-1, 0, 2]
 
