@@ -42,6 +42,19 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
         ) from None
 
 
+def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--timeout`, passed as `timeout_s`."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        metavar="SECONDS",
+        type=click.FloatRange(1),
+        default=600.0,
+        show_default=True,
+        help=help_text,
+    )
+
+
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options of the named settings (no names: all), and `--config`."""
 

@@ -12,7 +12,7 @@ from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Append, Appended, Failed, Generate, Generated, Rewind, encode
 from worker.formatting import size, span
 
-from .flags import as_json, load_settings, moment, tenant_option, with_settings
+from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
 from .printing import table
 from .screen import printable
 from .talking import CLIENT_SETTINGS, talk
@@ -209,15 +209,7 @@ def dead_show(
 @click.argument("session")
 @click.argument("request", metavar="ID")
 @click.option("--anyway", is_flag=True, help="Also if the session has gone on since.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(1),
-    default=600.0,
-    show_default=True,
-    help="How long to wait for the result.",
-)
+@with_result_timeout("How long to wait for the result.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def dead_retry(

@@ -12,7 +12,7 @@ import click
 
 from turnkeep_client.messages import encode
 
-from .flags import as_json, load_settings, moment, tenant_option, with_settings
+from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
 from .printing import table
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, connected, talk
@@ -51,15 +51,7 @@ def _speed(_: Any, __: Any, value: str) -> float:
 @click.option("--into-tenant", metavar="NAME", help="Tenant of the replayed sessions. [default: a new one]")
 @click.option("--into-prefix", metavar="PREFIX", help="Prefix of the worker to ask. [default: --prefix]")
 @click.option("--keep", is_flag=True, help="Leave the replayed sessions in the log.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(1),
-    default=600.0,
-    show_default=True,
-    help="A request that takes longer has failed.",
-)
+@with_result_timeout("A request that takes longer has failed.")
 @as_json
 @with_settings(*CLIENT_SETTINGS)
 def replay(
