@@ -53,6 +53,7 @@ from worker.wire.retention import Retention
 from .concurrency import in_thread, shielded, task_group
 from .datadir import DataDir
 from .formatting import size
+from .health import HealthServer
 from .metrics import collect
 from .telemetry import Telemetry
 
@@ -84,6 +85,10 @@ _MAX_FOLDS = 4
 
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
+
+#: A step of the device that takes longer hangs: it is planned to take `max_stall_s`, and a lone prompt's is
+#: seconds on the slowest machine.
+_STUCK_S = 120.0
 
 #: Time for sessions to end; then a commit that waits for an unreachable log is cancelled.
 _STOP_S = 10.0
@@ -118,6 +123,9 @@ class App:
         self._has_unopened = False
         self._intake: Intake | None = None
         self._fatal = ""
+        self._is_loaded = False
+        self._nc: Client | None = None
+        self._lease: Lease | None = None
         self.ready = Event()
 
     def stop(self) -> None:
@@ -144,6 +152,10 @@ class App:
         settings = self._settings
         to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
+            if settings.health is not None:  # first, and last to end: it says what is still missing
+                health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
+                await health.open()
+                await stack.enter_async_context(self._background("health", health.serve))
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
@@ -175,7 +187,7 @@ class App:
         self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
     ) -> Client:
         """Connect to NATS, and acquire the lease on the prefix."""
-        nc = await connect(
+        nc = self._nc = await connect(
             url,
             name=f"turnkeep {self._settings.worker}",
             min_payload_bytes=self._settings.max_message_bytes,
@@ -184,7 +196,7 @@ class App:
             **options,
         )
         stack.push_async_callback(shielded, nc.close)
-        lease = Lease(
+        lease = self._lease = Lease(
             nc.jetstream(),
             self._subjects,
             worker=self._settings.worker,
@@ -241,6 +253,7 @@ class App:
         self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self._kv_bytes = self._kv_limit(self._context_tokens)
         self._check_policy()
+        self._is_loaded = True
         return loaded
 
     async def _open_store(
@@ -472,6 +485,26 @@ class App:
     async def _closed(self) -> None:
         """Stop the worker: the connection is closed for good. Called during the stop too."""
         self._fail("the NATS server has closed the connection; its log says why")
+
+    def _hangs(self) -> list[str]:
+        """Say what only a restart mends; that the event loop hangs shows by no answer."""
+        busy_s = self._device.busy_s if self._is_loaded else 0.0
+        return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
+
+    def _unready(self) -> list[str]:
+        """Say why requests are not answered now."""
+        reasons = self._hangs()
+        if not self._is_loaded:
+            reasons.append("loading the model")
+        if self._nc is None or not self._nc.is_connected:
+            reasons.append("no connection to NATS")
+        elif self._lease is None or not self._lease.is_held:
+            reasons.append("the prefix is not held")
+        if self._stop.is_set():
+            reasons.append("stopping")
+        elif not (reasons or self.ready.is_set()):
+            reasons.append("starting")
+        return reasons
 
     def _fail(self, why: str) -> None:
         """Stop the worker because of a fault; the first reason is reported."""

@@ -15,7 +15,7 @@ import socket
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import platformdirs
@@ -53,6 +53,19 @@ class Kind:
     shape: str
     parse: Callable[[object], Any]  # raises ValueError
     show: Callable[[Any], str] = str
+
+
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
+
+
+class Endpoint(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -187,6 +200,14 @@ def _nats_url(value: object) -> str:
     return ",".join(urls)
 
 
+def _endpoint(value: object) -> Endpoint:
+    """Parse `HOST:PORT`, `[::1]:PORT`, or a port of the loopback address."""
+    host, _, port = str(_whole(value) if isinstance(value, int) else _text(value)).rpartition(":")
+    if host and not _HOST.fullmatch(host):
+        raise ValueError(value)
+    return Endpoint(host.strip("[]") or "127.0.0.1", _PORT.parse(port))
+
+
 def size_text(size_bytes: int) -> str:
     """Format a size in the largest binary unit that keeps it whole: `8GiB`, `1536MiB`, `1000B`."""
     for unit, name in ((_TIB, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
@@ -223,6 +244,8 @@ def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> 
 
 
 _PATH = Kind("a path", "PATH", lambda value: value if isinstance(value, Path) else Path(_text(value)))
+_PORT = _count(1, 65535)
+_ENDPOINT = Kind("HOST:PORT, or a port of 127.0.0.1, such as 9424", "HOST:PORT", _endpoint)
 _MODEL = Kind("text", "MODEL", _text)
 #: Not on the command line, which other users of the machine can see; `__repr__` leaves such a setting out.
 _SECRET = Kind("text", "TEXT", _text, lambda _value: "***")
@@ -284,7 +307,7 @@ class Settings:
     nats_key: Path | None = _setting(
         _OPTIONAL_PATH, None, "a PEM file with the key of nats_cert, if that file does not hold it"
     )
-    nats_port: int = _setting(_count(1, 65535), 4222, "the port on 127.0.0.1 of the worker's own NATS server")
+    nats_port: int = _setting(_PORT, 4222, "the port on 127.0.0.1 of the worker's own NATS server")
     prefix: str = _setting(
         _name("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
         DEFAULT_PREFIX,
@@ -416,6 +439,9 @@ class Settings:
         _or("always", "always", _SYNC),
         "always",
         "when the worker's own NATS server syncs to disk; a power cut loses later writes",
+    )
+    health: Endpoint | None = _setting(
+        _or("off", None, _ENDPOINT), None, "the address on which /livez and /readyz answer over HTTP"
     )
     log_format: str = _setting(
         _choice("auto", "console", "json"), "auto", "auto is console on a terminal, else json"

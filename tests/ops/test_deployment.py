@@ -123,7 +123,7 @@ class Here:
     """Commands of containers as processes: their folders below `tmp_path`, their ports on this machine."""
 
     def __init__(self, tmp_path: Path, model: Path) -> None:
-        self._ports = {port: free_port() for port in (4222, 8222, 9422)}
+        self._ports = {port: free_port() for port in (4222, 8222, 9422, 9424)}
         self._folders = {path: tmp_path / path.strip("/").replace("/", "-") for path in FOLDERS}
         for folder in self._folders.values():
             folder.mkdir()
@@ -145,6 +145,7 @@ class Here:
             "nats-server": [nats_server_program(), "-p", self.text("4222")],  # else the file's
         }
         settings = {name: self.text(value) for name, value in service.get("environment", {}).items()}
+        settings["TURNKEEP_HEALTH"] = self.text("127.0.0.1:9424")  # the image's
         settings["TURNKEEP_DATA_DIR"] = self.text("/var/lib/turnkeep")
         settings["TURNKEEP_MODEL"] = str(self._model)
         path = os.pathsep.join([str(ROOT), str(ROOT / "protocol")])
@@ -183,6 +184,22 @@ def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
     here.stop()
 
 
+def test_the_worker_s_probes_ask_where_it_answers() -> None:
+    (worker,) = (
+        pod["spec"]["template"]["spec"]["containers"][0]
+        for pod in documents("kubernetes.yaml")
+        if pod["kind"] == "StatefulSet" and pod["metadata"]["name"] == "turnkeep"
+    )
+    settings = {one["name"]: one["value"] for one in worker["env"]}
+    assert settings["TURNKEEP_HEALTH"] == "0.0.0.0:9424"
+    assert worker["ports"] == [{"name": "health", "containerPort": 9424}]
+    probes = {kind: worker[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness")}
+    assert probes == {
+        "readiness": {"path": "/readyz", "port": "health"},
+        "liveness": {"path": "/livez", "port": "health"},
+    }
+
+
 @pytest.mark.process
 async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(here: Here) -> None:
     def checked(service: dict[str, Any]) -> list[str]:
@@ -196,7 +213,9 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
         made = here.run(of["mirrors"], of["mirrors"]["command"])
         assert made.returncode == 0, made.stderr
         here.start(of["worker"])
-        (words,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", (DEPLOY / "Dockerfile").read_text())
+        image = (DEPLOY / "Dockerfile").read_text()
+        (words,) = re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", image)
+        assert "TURNKEEP_HEALTH=127.0.0.1:9424 " in image
         here.wait_for(of["worker"], yaml.safe_load(words))
         here.start(of["exporter"])
         here.wait_for(of["exporter"], checked(of["exporter"]))

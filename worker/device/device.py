@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -78,6 +79,7 @@ class Device:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._busy_since: float | None = None  # None while the thread loads, or waits for a command
         #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
         #: any token, why sessions cannot have a window, whether they can be paged, and the device's name.
@@ -94,6 +96,12 @@ class Device:
     def kv(self, policy: Policy) -> KvSize:
         """Return what a session's KV takes under a policy."""
         return self.estimator.kv.under(policy)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long the thread has been at one step or command; 0 while it waits for one."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> LoadedModel:
         """Start the thread and wait until the model is loaded; raises what loading raised."""
@@ -202,10 +210,13 @@ class Device:
         """Apply the commands, waiting for one where there is nothing to run; False when told to stop."""
         while True:
             runner.serve_waiting()
+            self._busy_since = None
             try:
                 command = self._commands.get(timeout=pause_s if runner.is_busy else None)
             except queue.Empty:
                 return True
+            finally:
+                self._busy_since = time.monotonic()
             pause_s = 0.0
             if command is None:
                 return False

@@ -79,6 +79,12 @@ class Lease:
         self._lost = lost
         self._seq = 0
         self._is_acquired = False
+        self._renewed_s = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no other worker can have the lease now: it is acquired, and renewed in time."""
+        return self._is_acquired and current_time() - self._renewed_s < TTL_S
 
     async def acquire(self) -> None:
         """Acquire the lease. Raises `BrokerError` if a running worker has it.
@@ -152,6 +158,7 @@ class Lease:
 
     async def _put(self, after: int) -> bool:
         """Write the lease if the last message has the sequence `after`; False otherwise."""
+        asked_s = current_time()
         try:
             ack = await self._js.publish(
                 self._subject,
@@ -164,7 +171,7 @@ class Lease:
             if error.err_code in _WRONG_LAST_SEQUENCE:
                 return False
             raise
-        self._seq = ack.seq
+        self._seq, self._renewed_s = ack.seq, asked_s
         return True
 
     async def _holder(self) -> tuple[Holder | None, int]:

@@ -1,0 +1,267 @@
+"""Health over HTTP: what a probe hears from a worker that loads, serves, lacks NATS, hangs or stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.parts import free_port
+from turnkeep_client.errors import TurnkeepError
+from worker import app as app_module
+from worker import health as health_module
+from worker.device.runner import Runner
+from worker.models import model
+from worker.settings import Endpoint, SettingsError, load
+from worker.wire.broker import find_server
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+pytestmark = pytest.mark.process
+
+WAIT_S = 30.0
+
+
+async def exchange(endpoint: Endpoint, *parts: bytes) -> bytes:
+    """Send bytes, and return all that comes until the connection is closed."""
+    reader, writer = await asyncio.open_connection(*endpoint)
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+    answer = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(4096):
+            answer += piece
+    writer.close()
+    return bytes(answer)
+
+
+async def get(endpoint: Endpoint, path: str) -> tuple[int, str]:
+    answer = (await exchange(endpoint, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert f"Content-Length: {len(body)}\r\n" in head
+    assert body.endswith("\n")
+    assert body.count("\n") == 1
+    return int(head.split()[1]), body.strip()
+
+
+async def until(endpoint: Endpoint, path: str, says: tuple[int, str]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while await get(endpoint, path) != says:  # noqa: ASYNC110  # a state of the worker
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def endpoint() -> Endpoint:
+    return Endpoint("127.0.0.1", free_port())
+
+
+async def test_a_worker_that_loads_its_model_is_live_and_not_ready(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = threading.Event()
+    as_ever = model.load
+
+    def slow(*args: object, **named: object) -> object:
+        assert may_load.wait(WAIT_S)
+        return as_ever(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "load", slow)
+    starting = asyncio.create_task(local_worker(health=endpoint))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(ConnectionError):
+                    await until(endpoint, "/readyz", (503, "loading the model"))
+                    break
+                await asyncio.sleep(0.05)
+        assert await get(endpoint, "/livez") == (200, "ok")
+    finally:
+        may_load.set()
+        await starting
+    assert await get(endpoint, "/readyz") == (200, "ok")
+
+
+async def test_a_worker_without_nats_is_live_and_not_ready_until_it_is_back(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    port = free_port()
+    command = [str(find_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                await asyncio.sleep(0.05)
+        worker = await local_worker(nats=f"nats://127.0.0.1:{port}", health=endpoint)
+        server.kill()
+        server.wait()
+        await until(endpoint, "/readyz", (503, "no connection to NATS"))
+        assert await get(endpoint, "/livez") == (200, "ok")
+        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+        await until(endpoint, "/readyz", (200, "ok"))
+        await worker.stop()
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_a_worker_whose_lease_is_not_renewed_is_not_ready(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
+) -> None:
+    """A stream without a leader, say: there is a connection, and another worker could have the prefix."""
+    worker = await local_worker(health=endpoint)
+    bucket = f"KV_{worker.app._subjects.lease_bucket}"
+    js = worker.app._nc.jetstream()  # type: ignore[union-attr]
+    config = (await js.stream_info(bucket)).config
+    await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
+    await until(endpoint, "/readyz", (503, "the prefix is not held"))
+    assert await get(endpoint, "/livez") == (200, "ok")
+    await js.update_stream(config)
+    await until(endpoint, "/readyz", (200, "ok"))
+
+
+async def test_a_device_thread_that_hangs_is_neither_live_nor_ready(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker(health=endpoint)
+    goes_on = threading.Event()
+    as_ever = Runner.step
+
+    def hang(self: Runner, *, undisturbed: bool) -> float | None:
+        assert goes_on.wait(WAIT_S)
+        return as_ever(self, undisturbed=undisturbed)
+
+    monkeypatch.setattr(Runner, "step", hang)
+    monkeypatch.setattr(app_module, "_STUCK_S", 0.2)
+    await asyncio.sleep(0.5)
+    assert await get(endpoint, "/livez") == (200, "ok"), "a thread with nothing to do does not hang"
+    appending = asyncio.create_task(worker.client.session("s").append(text="hello"))
+    try:
+        for path in ("/livez", "/readyz"):
+            async with asyncio.timeout(WAIT_S):
+                while (heard := await get(endpoint, path))[0] == 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert heard == (503, "the device has been at one step for 0 s")
+    finally:
+        goes_on.set()
+    await appending
+    await until(endpoint, "/livez", (200, "ok"))
+    await until(endpoint, "/readyz", (200, "ok"))
+
+
+async def test_a_worker_that_stops_says_so(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
+) -> None:
+    worker = await local_worker(health=endpoint)
+    reader, writer = await asyncio.open_connection(*endpoint)
+    writer.write(b"GET /readyz HTTP/1.1\r\n")
+    await get(endpoint, "/livez")  # the connection before has been accepted
+    worker.app.stop()
+    writer.write(b"\r\n")
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert answer.endswith(b"\r\n\r\nstopping\n")
+    writer.close()
+    await worker.task
+    with pytest.raises(ConnectionError):
+        await get(endpoint, "/livez")
+
+
+MALFORMED = {
+    b"GET / HTTP/1.1\r\n\r\n": 404,
+    b"GET /readyz/x HTTP/1.1\r\n\r\n": 404,
+    b"GET http://x/readyz HTTP/1.1\r\n\r\n": 404,
+    b"GET /\xff\xfe HTTP/1.1\r\n\r\n": 404,
+    b"POST /readyz HTTP/1.1\r\nContent-Length: 0\r\n\r\n": 405,
+    b"GET /readyz HTTP/9.9\r\n\r\n": 400,
+    b"GET /readyz\r\n\r\n": 400,
+    b"\r\n\r\n": 400,
+    bytes(range(256)) + b"\r\n\r\n": 400,
+    b"GET /readyz HTTP/1.1\r\nX: " + b"a" * 200_000 + b"\r\n\r\n": 431,
+    b"a" * 100_000: 431,
+}
+
+
+async def test_malformed_requests_are_refused_and_silent_ones_hung_up_on(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_module, "_PATIENCE_S", 0.5)
+    await local_worker(health=endpoint)
+    for request, status in MALFORMED.items():
+        assert (await exchange(endpoint, request)).startswith(b"HTTP/1.1 %d " % status), request[:40]
+    assert await exchange(endpoint, b"GET /read") == b"", "the rest of it never comes"
+    reset = socket.create_connection(endpoint)
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    reset.close()
+    head = await exchange(endpoint, b"HEAD /readyz?full HTTP/1.0\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert head.endswith(b"\r\n\r\n")
+    assert await get(endpoint, "/readyz") == (200, "ok")
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_rest_is_answered(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_module, "_MAX_OPEN", 2)
+    await local_worker(health=endpoint)
+    idle = [await asyncio.open_connection(*endpoint) for _ in range(2)]
+    assert await exchange(endpoint, b"GET /livez HTTP/1.1\r\n\r\n") == b""
+    idle[0][1].write(b"GET /livez HTTP/1.1\r\n\r\n")
+    assert (await idle[0][0].read()).endswith(b"\r\n\r\nok\n")
+    for _, writer in idle:
+        writer.close()
+    started = time.monotonic()
+    while await exchange(endpoint, b"GET /livez HTTP/1.1\r\n\r\n") == b"":
+        assert time.monotonic() - started < WAIT_S
+
+
+async def test_a_port_in_use_is_one_line_before_anything_is_started(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    with socket.create_server(endpoint), pytest.raises(TurnkeepError) as refused:
+        await local_worker(health=endpoint)
+    assert str(refused.value) == (
+        f"health: cannot listen on {endpoint} (Address already in use); choose another --health"
+    )
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("9424", "127.0.0.1", 9424),
+        (9424, "127.0.0.1", 9424),
+        ("0.0.0.0:80", "0.0.0.0", 80),
+        ("[::1]:9424", "::1", 9424),
+        ("box.example:9424", "box.example", 9424),
+    ],
+)
+def test_an_address_is_a_host_and_a_port_or_a_port(
+    text: object, host: str, port: int, tmp_path: Path
+) -> None:
+    found = load({"health": text}, {}, None, tmp_path).health
+    assert found == (host, port)
+    assert load({"health": str(found)}, {}, None, tmp_path).health == found
+
+
+@pytest.mark.parametrize("text", ["", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80", True])
+def test_what_is_no_address_is_refused(text: object, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"HOST:PORT, or a port of 127\.0\.0\.1"):
+        load({"health": text}, {}, None, tmp_path)
+
+
+def test_health_is_off_unless_it_is_set(tmp_path: Path) -> None:
+    assert load({}, {}, None, tmp_path).health is None

@@ -1,0 +1,99 @@
+"""Health over HTTP: whether to restart this worker (`/livez`), and whether to count on it (`/readyz`).
+
+Owns the port. What speaks against either is asked of the composition root; the answer is one line.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from anyio import (
+    BrokenResourceError,
+    ClosedResourceError,
+    DelimiterNotFound,
+    IncompleteRead,
+    create_tcp_listener,
+    move_on_after,
+)
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from anyio.abc import SocketStream
+
+    from .settings import Endpoint
+
+_MAX_HEAD_BYTES: Final = 8192
+_PATIENCE_S: Final = 5.0
+#: Connections beyond this are closed at once, so that they cannot use up the process's files.
+_MAX_OPEN: Final = 64
+
+
+class HealthError(TurnkeepError):
+    """The port cannot be listened on; the message is one line."""
+
+
+class HealthServer:
+    """Answers GET and HEAD of a few paths. Event loop only."""
+
+    def __init__(self, endpoint: Endpoint, paths: Mapping[str, Callable[[], list[str]]]) -> None:
+        """`paths` lists for each path what speaks against 200: nothing, or reasons for a 503."""
+        self._endpoint = endpoint
+        self._paths = paths
+        self._num_open = 0
+
+    async def open(self) -> None:
+        """Listen. Raises `HealthError`."""
+        host, port = self._endpoint
+        try:
+            self._listener = await create_tcp_listener(local_host=host, local_port=port)
+        except OSError as error:
+            raise HealthError(
+                f"health: cannot listen on {self._endpoint} ({error.strerror}); choose another --health"
+            ) from None
+
+    async def serve(self) -> None:
+        """Answer until cancelled; call after `open`."""
+        async with self._listener:
+            await self._listener.serve(self._handle)
+
+    async def _handle(self, stream: SocketStream) -> None:
+        self._num_open += 1
+        try:
+            async with stream:
+                with move_on_after(_PATIENCE_S if self._num_open <= _MAX_OPEN else 0):
+                    await stream.send(await self._answer(stream))
+        except (BrokenResourceError, ClosedResourceError, IncompleteRead):
+            pass  # the client has hung up
+        finally:
+            self._num_open -= 1
+
+    async def _answer(self, stream: SocketStream) -> bytes:
+        try:
+            head = await BufferedByteReceiveStream(stream).receive_until(b"\r\n\r\n", _MAX_HEAD_BYTES)
+        except DelimiterNotFound:
+            return _reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        match head.partition(b"\r\n")[0].split(b" "):
+            case [b"GET" | b"HEAD" as method, target, b"HTTP/1.0" | b"HTTP/1.1"]:
+                probe = self._paths.get(target.partition(b"?")[0].decode("latin-1"))
+                if probe is None:
+                    return _reply(HTTPStatus.NOT_FOUND)
+                reasons = probe()
+                status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+                return _reply(status, "; ".join(reasons) or "ok", with_body=method == b"GET")
+            case [_, _, b"HTTP/1.0" | b"HTTP/1.1"]:
+                return _reply(HTTPStatus.METHOD_NOT_ALLOWED)
+        return _reply(HTTPStatus.BAD_REQUEST)
+
+
+def _reply(status: HTTPStatus, line: str = "", *, with_body: bool = True) -> bytes:
+    body = f"{line or status.phrase}\n".encode()
+    head = (
+        f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (body if with_body else b"")
