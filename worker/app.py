@@ -44,6 +44,7 @@ from worker.wire import broker, streams
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.desk import Desk
+from worker.wire.discovery import Discovery
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.lease import Lease
@@ -309,6 +310,15 @@ class App:
                 async with task_group() as work:
                     desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await desk.open()
+                    discovery = Discovery(
+                        *(nc, self._subjects, Outbox(nc, self._subjects), self._telemetry),
+                        version=VERSION,
+                        metadata={
+                            "worker": self._settings.worker,
+                            "prefix": self._subjects.prefix,
+                            "model": loaded.name,
+                        },
+                    )
                     for name, part in (
                         ("keep-alive", intake.keep_alive),
                         ("sweep", sessions.sweep),
@@ -318,6 +328,7 @@ class App:
                     ):
                         parts.start_soon(self._run_part, name, part)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
+                        await discovery.open()
                         url = nc.connected_url
                         log.info(
                             "ready",
@@ -328,6 +339,7 @@ class App:
                         self.ready.set()
                         await self._stop.wait()
                         log.info("stopping")
+                        await discovery.close()
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
@@ -378,7 +390,9 @@ class App:
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
-        desk = Desk(nc, js, subjects, control, outbox, asides, ask_timeout_s=settings.token_ttl_s)
+        desk = Desk(
+            *(nc, js, subjects, control, outbox, self._telemetry, asides), ask_timeout_s=settings.token_ttl_s
+        )
         return desk, intake, self._sessions
 
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:

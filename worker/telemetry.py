@@ -38,12 +38,32 @@ class Distribution:
         return Histogram(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
 
 
+class Calls:
+    """Requests that were answered by a reply, and how long that took."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.num_errors = 0
+        self.last_error = ""
+        self.seconds = 0.0
+
+    def count(self, seconds: float, error: str) -> None:
+        """Count a request; `error` is its error code, empty without one."""
+        self.num += 1
+        self.seconds += seconds
+        if error:
+            self.num_errors += 1
+            self.last_error = error
+
+
 class Telemetry:
     """A worker's counters; `requests` counts committed results by request type and outcome."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        #: What was answered on `ctl` and `ask`.
+        self.calls: defaultdict[str, Calls] = defaultdict(Calls)
         #: Ignored entries that no worker can have written, by kind.
         self.ignored: Counter[str] = Counter()
         self.prefilled_tokens = 0

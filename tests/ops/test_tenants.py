@@ -139,6 +139,7 @@ async def test_a_tenant_can_neither_write_as_another_nor_as_a_worker(server: Ser
         *(f"turnkeep.acme.s.{kind}" for kind in ("in", "ctl", "ask", *kinds)),
         *(f"turnkeep.beta.s.{kind}" for kind in kinds),
         "turnkeep._metrics.test",
+        *(f"$SRV.{verb}" for verb in ("PING", "INFO.turnkeep", "STATS")),
         *(f"$JS.API.STREAM.{deed}.turnkeep_log" for deed in ("UPDATE", "DELETE", "PURGE", "MSG.GET")),
         "$JS.API.CONSUMER.CREATE.turnkeep_log.x.turnkeep.acme.>",
         "JS.turnkeep.API.CONSUMER.CREATE.turnkeep_log.x.turnkeep.beta.>",
@@ -158,12 +159,14 @@ async def test_a_tenant_hears_nothing_of_another(server: Server) -> None:
     refused: list[str] = []
     beta = await server.raw("beta.client", refused)
     subjects = ["turnkeep.acme.s.out", "turnkeep.acme.s.tok.g", "turnkeep.>", ">", "turnkeep._metrics.*"]
-    subjects += ["deliver.>", "turnkeep.*.*.out"]
+    subjects += ["deliver.>", "turnkeep.*.*.out", "$SRV.>"]
     for subject in subjects:
         await beta.subscribe(subject)
     await beta.flush()
     await beta.flush()
-    assert [one for one in subjects if any(f'"{one}"' in line for line in refused)] == subjects
+    assert [
+        one for one in subjects if any(f'"{one.lower()}"' in line.lower() for line in refused)
+    ] == subjects
     inbox = await beta.subscribe("_INBOX.>")
     await beta.flush()
     seed = server.seed("acme.client")

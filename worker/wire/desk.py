@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
 import nats.errors
 import structlog
-from anyio import fail_after
+from anyio import current_time, fail_after
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
+    from msgspec import Struct
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
 
-    from turnkeep_client.messages import Generate, Result
+    from turnkeep_client.messages import ControlReply, Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.sessions.control import Control
+    from worker.telemetry import Calls, Telemetry
 
     from .outbox import Outbox
 
 log = structlog.get_logger()
 
 #: The queue group of asks and control requests: each reaches one worker.
-_QUEUE = "worker"
+QUEUE: Final = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
 #: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
 _MAX_OPEN = 4096
@@ -55,6 +57,7 @@ class Desk:
         subjects: Subjects,
         control: Control,
         outbox: Outbox,
+        telemetry: Telemetry,
         tasks: TaskGroup,
         *,
         ask_timeout_s: float,
@@ -65,6 +68,7 @@ class Desk:
         self._subjects = subjects
         self._control = control
         self._outbox = outbox
+        self._telemetry = telemetry
         self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
         self._tasks = tasks
@@ -73,11 +77,12 @@ class Desk:
 
     async def open(self) -> None:
         """Subscribe; return when the server has confirmed."""
-        for subject, handle in (
-            (self._subjects.every("ctl"), self._reply_control),
-            (self._subjects.every("ask"), self._reply_ask),
+        for subject, calls, answer in (
+            (self._subjects.every("ctl"), self._telemetry.calls["ctl"], self._control_reply),
+            (self._subjects.every("ask"), self._telemetry.calls["ask"], self._ask),
         ):
-            self._subscriptions.append(await self._nc.subscribe(subject, _QUEUE, cb=self._spawning(handle)))
+            spawn = self._spawning(calls, answer)
+            self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=spawn))
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
@@ -86,15 +91,21 @@ class Desk:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
 
-    def _spawning(self, handle: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
-        """Handle each message in its own task, so that a slow reply does not delay the next request."""
+    def _spawning(
+        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct]]
+    ) -> Callable[[Msg], Awaitable[None]]:
+        """Answer each message in its own task, so that a slow reply does not delay the next request."""
 
-        async def answer(message: Msg, tenant: str) -> None:
+        async def handle(message: Msg, tenant: str) -> None:
+            began_s, error = current_time(), "internal"
             try:
-                await handle(message)
+                reply = await answer(message)
+                await self._reply(message, reply)
+                error = reply.code if isinstance(reply, Failed) else ""
             except Exception:
                 log.exception("answering failed", subject=message.subject)
             finally:
+                calls.count(current_time() - began_s, error)
                 self._num_open -= 1
                 self._tenants[tenant] -= 1
                 if not self._tenants[tenant]:
@@ -104,24 +115,21 @@ class Desk:
             tenant = message.subject.rsplit(".", 3)[1]
             share = _MAX_OPEN // (len(self._tenants) or 1)
             if self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share:
-                if message.reply:
-                    await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
+                calls.count(0, "overloaded")
+                await self._reply(message, failure(None, "overloaded", _TOO_MANY))
                 return
             self._num_open += 1
             self._tenants[tenant] += 1
-            self._tasks.start_soon(answer, message, tenant)
+            self._tasks.start_soon(handle, message, tenant)
 
         return spawn
 
-    async def _reply_control(self, message: Msg) -> None:
-        reply = await self._control.answer(message.subject, message.data)
+    async def _reply(self, message: Msg, reply: Struct) -> None:
         if message.reply:
             await self._outbox.reply(message.reply, reply)
 
-    async def _reply_ask(self, message: Msg) -> None:
-        result = await self._ask(message)
-        if message.reply:
-            await self._outbox.reply(message.reply, result)
+    async def _control_reply(self, message: Msg) -> ControlReply:
+        return await self._control.answer(message.subject, message.data)
 
     async def _ask(self, message: Msg) -> Result:
         try:

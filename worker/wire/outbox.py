@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nats.errors
 import structlog
@@ -37,8 +37,8 @@ class Outbox:
         """Publish the worker's metrics."""
         await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
 
-    async def reply(self, inbox: str, message: Struct) -> None:
-        """Reply to a control request or an ask; a reply too large for the server becomes a `failed`."""
+    async def reply(self, inbox: str, message: Struct | dict[str, Any]) -> None:
+        """Reply to a request; a reply too large for the server becomes a `failed`."""
         body, limit = encode(message), self._nc.max_payload
         if len(body) > limit:
             text = f"the answer takes {len(body)} bytes, the server carries {limit}; ask for less of it"
