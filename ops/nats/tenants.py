@@ -3,7 +3,8 @@
 The workers' account holds the streams and exports a tenant's subjects to the account of the same name only:
 the server compares the two (`account_token_position`). Each tenant's account mirrors its own part of the
 streams, from which clients read back what they missed: the workers' streams would show them every tenant's
-(ADR 0038). Accounts that begin with an underscore are no tenants.
+(ADR 0038). Who watches the workers (exporter, top, dashboard) has an account too, for their metrics and the
+state of the log's consumer. Accounts that begin with an underscore are no tenants.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import nkeys
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats, NatsError, refusal
-from turnkeep_client.subjects import DEFAULT_PREFIX, Subjects, check_id
+from turnkeep_client.subjects import CONSUMER, DEFAULT_PREFIX, Subjects, check_id
 
 WORKERS: Final = "_turnkeep"
+METRICS: Final = "_metrics"
 SYSTEM: Final = "_sys"
 _CONF: Final = "nats-server.conf"
 _ACCOUNTS: Final = "accounts.conf"
 _PATIENCE_S: Final = 10.0
 _MIB: Final = 2**20
-#: Where the server's own part of a mirror, in the tenant's account, reaches the workers' account.
+#: Where requests for JetStream reach the workers' account from another one, whose own is at $JS.API.
 _API: Final = "JS.turnkeep.API"
 
 
@@ -45,9 +47,12 @@ def _private(path: str, flags: int) -> int:
 
 
 def accounts(
-    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, max_bytes: int
+    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, max_bytes: int
 ) -> dict[str, Any]:
-    """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors."""
+    """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors.
+
+    `worker` and `metrics` are the public keys of the workers, and of those who watch them.
+    """
     position = subjects.prefix.count(".") + 2
     mine = {"account_token_position": position}
     exports: list[dict[str, Any]] = [
@@ -70,14 +75,36 @@ def accounts(
         ),
         {"stream": "deliver.*.>", "account_token_position": 2},
         {"service": "$JS.FC.>"},
+        {"stream": subjects.metrics("*"), "accounts": [METRICS]},
+        {"service": _backlog(subjects), "accounts": [METRICS]},
     ]
     made = {
         SYSTEM: {},
+        METRICS: _watcher(subjects, metrics),
         WORKERS: {"jetstream": "enabled", "users": [{"nkey": worker}], "exports": exports},
     }
     for tenant, (client, mirrors) in users.items():
         made[tenant] = _tenant(subjects, tenant, client, mirrors, max_bytes)
     return made
+
+
+def _watcher(subjects: Subjects, key: str) -> dict[str, Any]:
+    heard, asked = subjects.metrics("*"), _backlog(subjects)
+    elsewhere = asked.replace("$JS.API", _API)
+    return {
+        "users": [{"nkey": key, "permissions": {"publish": [elsewhere], "subscribe": [heard, "_INBOX.>"]}}],
+        "imports": [
+            {"stream": {"account": WORKERS, "subject": heard}},
+            {"service": {"account": WORKERS, "subject": asked}, "to": elsewhere},
+        ],
+        # Under its own name the server would answer too: that this account has no JetStream. It maps subjects
+        # before it looks at permissions.
+        "mappings": {asked: elsewhere},
+    }
+
+
+def _backlog(subjects: Subjects) -> str:
+    return f"$JS.API.CONSUMER.INFO.{subjects.log_stream}.{CONSUMER}"
 
 
 def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, max_bytes: int) -> dict[str, Any]:
@@ -144,7 +171,8 @@ def write(folder: Path, tenants: tuple[str, ...], prefix: str, max_bytes: int) -
         tenant: (make_seed(folder / f"{tenant}.client.nk"), make_seed(folder / f"{tenant}.mirrors.nk"))
         for tenant in every
     }
-    made = accounts(Subjects(prefix), users, make_seed(folder / "worker.nk"), max_bytes)
+    worker, metrics = (make_seed(folder / f"{name}.nk") for name in ("worker", "metrics"))
+    made = accounts(Subjects(prefix), users, worker, metrics, max_bytes)
     fresh = folder / (_ACCOUNTS + ".new")
     fresh.write_text("".join(f"{json.dumps(name)}: {json.dumps(made[name], indent=1)}\n" for name in made))
     fresh.replace(folder / _ACCOUNTS)
@@ -231,6 +259,7 @@ def main(
     except (OSError, TurnkeepError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
+    click.echo(f"exporter, top, dashboard: --nats-nkey {folder / 'metrics.nk'}")
     if not url:
         click.echo(f"start nats-server -c {_CONF} in {folder}, and run this again with --nats", err=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import plistlib
 import re
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +110,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_no_container_of_ours_is_root_or_writes_to_its_own_files() -> None:
     assert re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE) == ["10001:10001"]
     ours = [one for one in services().values() if one["image"] == "turnkeep"]
-    assert len(ours) == 5
+    assert len(ours) == 6
     assert all(one["read_only"] and one["cap_drop"] == ["ALL"] for one in ours)
     specs = [one.get("spec", {}) for one in documents("kubernetes.yaml")]
     pods = [spec["template"]["spec"] for spec in specs if "template" in spec]
@@ -142,6 +144,7 @@ class Here:
         programs = {
             "python": [sys.executable],
             "turnkeep": [sys.executable, "-m", "worker"],
+            "cp": ["cp"],
             "nats-server": [nats_server_program(), "-p", self.text("4222")],  # else the file's
         }
         settings = {name: self.text(value) for name, value in service.get("environment", {}).items()}
@@ -184,6 +187,18 @@ def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
     here.stop()
 
 
+def test_only_workers_are_given_the_workers_seed() -> None:
+    ours = {name: one for name, one in services().items() if one["image"] == "turnkeep"}
+    seen = {name for name, one in ours.items() if any("accounts:" in volume for volume in one["volumes"])}
+    assert seen == {"accounts", "nats", "mirrors", "seed", "worker"}
+    pods = {
+        one["metadata"]["name"]: one["spec"]["template"]
+        for one in documents("kubernetes.yaml")
+        if "template" in one.get("spec", {})
+    }
+    assert {name for name, pod in pods.items() if "worker.nk" in json.dumps(pod)} == {"turnkeep"}
+
+
 def test_the_worker_s_probes_ask_where_it_answers() -> None:
     (worker,) = (
         pod["spec"]["template"]["spec"]["containers"][0]
@@ -217,6 +232,7 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
         (words,) = re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", image)
         assert "TURNKEEP_HEALTH=127.0.0.1:9424 " in image
         here.wait_for(of["worker"], yaml.safe_load(words))
+        assert here.run(of["seed"], of["seed"]["command"]).returncode == 0
         here.start(of["exporter"])
         here.wait_for(of["exporter"], checked(of["exporter"]))
 
@@ -225,6 +241,12 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
     async with await connect(here.text("nats://nats:4222"), nkeys_seed=seed) as client:
         appended = await client.session("s1").append(text="hello")
     assert appended.position == 5
+    page = here.text("http://127.0.0.1:9422/metrics")
+    async with asyncio.timeout(30):
+        shown = ""
+        while not re.search(r"^turnkeep_up\{.* 1\.0$", shown, re.MULTILINE):
+            shown = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=5).read().decode())
+    assert "\nturnkeep_consumer_pending 0.0\n" in shown
     assert await asyncio.to_thread(here.stop) == [143, 0, 0]
 
 

@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from parts import free_port, nats_server_program
 
 from ops.nats.tenants import main
-from turnkeep_client.client import connect
+from tests.commands.command_runs import command
+from turnkeep_client.client import Backlog, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -202,10 +203,59 @@ async def test_a_reply_subject_writes_to_nobody_else(server: Server) -> None:
     await beta.close()
 
 
+async def test_who_watches_the_workers_sees_their_metrics_and_the_backlog(server: Server) -> None:
+    seed = server.seed("metrics")
+    async with await connect(server.url, nkeys_seed=seed) as client:
+        async with asyncio.timeout(10):
+            heard = await anext(client.metrics())
+        assert heard.worker == "test"
+        assert (await client.backlog()) == Backlog(0, 0, 0)
+    shown = await command("info", "--nats", server.url, "--nats-nkey", seed)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+async def test_who_watches_the_workers_can_do_nothing_else(server: Server) -> None:
+    refused: list[str] = []
+    watcher = await server.raw("metrics", refused)
+    kinds = ("in", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
+    publish = [
+        *(f"turnkeep.acme.s.{kind}" for kind in kinds),
+        "turnkeep._metrics.test",
+        "_INBOX.x",
+        "$SRV.PING",
+        "$JS.API.INFO",
+        "$JS.API.STREAM.LIST",
+        *(f"$JS.API.STREAM.{deed}.turnkeep_log" for deed in ("INFO", "UPDATE", "DELETE", "PURGE", "MSG.GET")),
+        *(f"$JS.API.CONSUMER.{deed}.turnkeep_log.worker" for deed in ("CREATE", "DELETE", "MSG.NEXT")),
+        "$JS.API.CONSUMER.INFO.turnkeep_tok.worker",
+        "$JS.API.CONSUMER.INFO.KV_turnkeep_lease.worker",
+        *(f"$JS.API.DIRECT.GET.{name}" for name in ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_lease")),
+        "$KV.turnkeep_lease.worker",
+        "$SYS.REQ.SERVER.PING",
+    ]
+    for subject in publish:
+        await watcher.publish(subject, b"{}")
+    hear = ["turnkeep.>", "turnkeep.acme.s.out", "turnkeep.*.*.tok.*", "$JS.>", "$SRV.>", "$SYS.>", ">"]
+    for subject in hear:
+        await watcher.subscribe(subject)
+    inbox = await watcher.subscribe("_INBOX.>")
+    await watcher.flush()
+    await watcher.flush()
+    asked = [*publish, *hear]
+    assert [one for one in asked if any(f'"{one.lower()}"' in line.lower() for line in refused)] == asked
+    seed = server.seed("acme.client")
+    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+        await client.session("s").generate(text="abc", max_tokens=4)
+        await client.session("s").info()
+    await watcher.flush()
+    assert inbox.pending_msgs == 0, "answers to workers and tenants are in other accounts"
+    await watcher.close()
+
+
 def test_seeds_are_private_and_kept(tmp_path: Path) -> None:
     run(tmp_path, "acme")
     seeds = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
-    assert sorted(seeds) == ["acme.client.nk", "acme.mirrors.nk", "worker.nk"]
+    assert sorted(seeds) == ["acme.client.nk", "acme.mirrors.nk", "metrics.nk", "worker.nk"]
     (tmp_path / "nats-server.conf").write_text("mine")
     printed = run(tmp_path, "beta")
     assert all((tmp_path / name).read_bytes() == seed for name, seed in seeds.items())
