@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
+import os
 import sqlite3
 from contextlib import asynccontextmanager
 from functools import partial
@@ -57,6 +58,7 @@ from .formatting import size
 from .health import HealthServer
 from .metrics import collect
 from .telemetry import Telemetry
+from .traces import start_traces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
 
+    from .otlp import Traces
     from .settings import Settings
 
 log = structlog.get_logger()
@@ -121,6 +124,7 @@ class App:
         self._stop = Event()
         self._starting: TaskGroup
         self._store: Store | None = None
+        self._traces: Traces | None = None
         self._has_unopened = False
         self._intake: Intake | None = None
         self._fatal = ""
@@ -157,6 +161,7 @@ class App:
                 health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(self._background("health", health.serve))
+            await self._start_traces(stack)
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
@@ -179,6 +184,14 @@ class App:
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
+
+    async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
+        named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
+        self._traces = await self._in_thread(
+            partial(start_traces, self._settings.otlp_endpoint, os.environ, **named)
+        )
+        if self._traces is not None:
+            stack.push_async_callback(shielded, partial(in_thread, self._traces.stop))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run a step of the start, a download say, on a thread; a cancelled start waits for it last."""
@@ -426,6 +439,7 @@ class App:
             attempts=Attempts(journal, settings.max_attempts),
             retention=self._retention,
             device_lock=DeviceLock(),
+            traces=self._traces,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),

@@ -208,6 +208,14 @@ def _endpoint(value: object) -> Endpoint:
     return Endpoint(host.strip("[]") or "127.0.0.1", _PORT.parse(port))
 
 
+def _http_url(value: object) -> str:
+    url = _text(value)
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
+        raise ValueError(url)
+    return url
+
+
 def size_text(size_bytes: int) -> str:
     """Format a size in the largest binary unit that keeps it whole: `8GiB`, `1536MiB`, `1000B`."""
     for unit, name in ((_TIB, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
@@ -260,6 +268,7 @@ _OPTIONAL_PATH = _or("none", None, _PATH)
 _SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
+_URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
 _NATS_URLS = _or(
     "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
 )
@@ -374,6 +383,11 @@ class Settings:
         "memory for snapshots that wait to be written; snapshots beyond it are dropped",
     )
     metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "time between two metrics messages")
+    otlp_endpoint: str | None = _setting(
+        _or("none", None, _URL),
+        None,
+        "the OpenTelemetry collector that gets spans of each turn, by OTLP over HTTP; needs the extra traces",
+    )
     block_tokens: int = _setting(_count(8, 8192), 128, "tokens per KV block and per prefill chunk")
     max_batch: int = _setting(_count(1, 1024), 16, "requests decoded at the same time")
     max_rows_per_tenant: int | None = _setting(

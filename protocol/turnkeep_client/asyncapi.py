@@ -56,6 +56,18 @@ _PARAMETERS: Final = {
     "request": {"description": f"The generate's id: {ID_RULE}."},
     "worker": {"description": f"The worker's name: {ID_RULE}."},
 }
+_TRACE_HEADERS: Final = {
+    "type": "object",
+    "description": "Both are optional, and only matter to a worker that sends spans.",
+    "properties": {
+        "traceparent": {
+            "type": "string",
+            "description": "The publisher's span, by W3C Trace Context; a malformed one counts as none.",
+            "examples": ["00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"],
+        },
+        "tracestate": {"type": "string", "maxLength": 512},
+    },
+}
 _DESCRIPTION: Final = f"""\
 LLM sessions over NATS: turns go in as messages, tokens come out as messages.
 
@@ -177,6 +189,8 @@ def _messages() -> dict[str, Any]:
         }
         if kind in REQUESTS + RESULTS:
             messages[kind.__name__]["correlationId"] = {"location": "$message.payload#/id"}
+        if kind in {Append, Generate}:
+            messages[kind.__name__]["headers"] = _TRACE_HEADERS
     messages[_END] = {
         "title": _END,
         "summary": "An empty body: no more tokens will come.",

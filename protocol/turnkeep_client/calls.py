@@ -50,7 +50,7 @@ class Wire(Protocol):
     #: Events that are set on every reconnection and on close.
     watchers: set[asyncio.Event]
 
-    async def publish(self, subject: str, body: bytes) -> int:
+    async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
         """Store `body` in the log at least once; return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
@@ -132,8 +132,9 @@ class Call:
         *,
         timeout_s: float | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`before` is awaited before the request is published."""
+        """`before` is awaited before the request is published, with these `headers`."""
         self.key = key
         self.request = request
         #: Sequence of the request in the log, once the log has acknowledged it.
@@ -147,6 +148,7 @@ class Call:
         self._body: bytes | None = None
         self._timeout_s = timeout_s
         self._before = before
+        self._headers = dict(headers or {}) or None
         self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         self._epoch = wire.epoch
         self._poll_s = FIRST_POLL_S
@@ -241,7 +243,8 @@ class Call:
     async def _publish(self, feed: _ResultFeed) -> None:
         feed.publishing += 1
         try:
-            self.seq = await self._wire.publish(self._wire.subjects.of(self.key, "in"), encode(self.request))
+            subject = self._wire.subjects.of(self.key, "in")
+            self.seq = await self._wire.publish(subject, encode(self.request), self._headers)
             feed.waiting.setdefault(self.seq, set()).add(self)
             if self.seq in feed.early:
                 self.resolve(feed.early[self.seq])

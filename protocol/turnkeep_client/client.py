@@ -267,13 +267,15 @@ class _NatsWire:
         with contextlib.suppress(*_NATS_ERRORS):  # the server may be gone
             await self._nats.close()
 
-    async def publish(self, subject: str, body: bytes) -> int:
+    async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
         patience_s, num_refusals = FIRST_ACK_S, 0
         while True:
             await self._connected.wait()
             self._check(body)
             try:
-                ack = await _cancellable(self._jetstream.publish(subject, body, timeout=patience_s))
+                ack = await _cancellable(
+                    self._jetstream.publish(subject, body, timeout=patience_s, headers=headers)
+                )
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals == NUM_TRIES:

@@ -129,11 +129,13 @@ class Session:
         deadline_s: float | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Appended:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
         `special_tokens` parses special tokens that are spelled out in messages: for trusted messages only.
-        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait.
+        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait. `headers` go with the
+        NATS message: by the caller's `traceparent` the worker's spans join the caller's trace.
         """
         request = build(
             Append,
@@ -146,7 +148,7 @@ class Session:
             deadline_s=deadline_s,
             priority=priority,
         )
-        return expect(Appended, await self._call(request, timeout_s, self._begin))
+        return expect(Appended, await self._call(request, timeout_s, self._begin, headers))
 
     def generate(
         self,
@@ -157,11 +159,13 @@ class Session:
         request_id: str | None = None,
         expect_position: int | None = None,
         timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation:
         """Prepare a generate, after appending at most one of `messages`, `text`, `tokens`.
 
-        Iterate over it or await it to send it. Raises `InvalidMessageError` at once.
+        Iterate over it or await it to send it. `headers` are those of an `append`. Raises
+        `InvalidMessageError` at once.
         """
         request = build(
             Generate,
@@ -172,7 +176,8 @@ class Session:
             expect_position=expect_position,
             **sampling,
         )
-        return Generation(self._call(request, timeout_s, self._begin), self._wire, self.cancel)
+        call = self._call(request, timeout_s, self._begin, headers)
+        return Generation(call, self._wire, self.cancel)
 
     async def rewind(
         self,
@@ -218,9 +223,21 @@ class Session:
         return await self._call(request, timeout_s)
 
     def _call(
-        self, request: Request, timeout_s: float | None, before: Callable[[], Awaitable[None]] | None = None
+        self,
+        request: Request,
+        timeout_s: float | None,
+        before: Callable[[], Awaitable[None]] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Call:
-        return Call(self._wire, self._feeds, self.key, request, timeout_s=timeout_s, before=before)
+        return Call(
+            self._wire,
+            self._feeds,
+            self.key,
+            request,
+            timeout_s=timeout_s,
+            before=before,
+            headers=headers,
+        )
 
     async def _begin(self) -> None:
         """Open the session under the policy of this object, unless it is open under it already."""

@@ -96,7 +96,12 @@ async def test_messages_may_be_our_own_or_dicts_in_openais_shape(client: Client,
 
 def test_sampling_names_every_option_of_generate() -> None:
     own = {field.name for field in msgspec.structs.fields(Generate)}
-    explicit = set(inspect.signature(Session.generate).parameters) - {"self", "timeout_s", "sampling"}
+    explicit = set(inspect.signature(Session.generate).parameters) - {
+        "self",
+        "timeout_s",
+        "headers",
+        "sampling",
+    }
     assert own == set(Sampling.__annotations__) | explicit - {"request_id"} | {"id"}
 
 

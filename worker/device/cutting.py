@@ -13,6 +13,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
+from worker.traces import Phase
 
 from .scheduler import Step
 from .turn import SnapshotCut
@@ -127,7 +128,7 @@ class Cutting:
         ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
             at_end = at_end and row.num_cached == span.end
-        tensors = None
+        tensors, start_s = None, time.monotonic()
         try:
             tensors = layers.cut(
                 caches,
@@ -141,6 +142,7 @@ class Cutting:
             )
         except Exception:
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
+        turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
         self._done(SnapshotCut(turn, span, tensors, state_lost=at_end and not is_whole))
 

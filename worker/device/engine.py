@@ -17,6 +17,7 @@ import structlog
 from cache.names.policy import FULL
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
+from worker.traces import Phase
 
 from .admission import Admission, Claim, place
 from .finding import Finder, Holding, resolve
@@ -112,6 +113,7 @@ class _Run:
     cancelled: Callable[[], bool]
     progress: TurnProgress
     holding: Holding
+    phases: list[Phase]
     num_asked: int = 0
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
@@ -219,24 +221,30 @@ class Engine:
         sampling: Sampling | None = None,
         max_new: int = 0,
         publish: Publish | None = None,
+        phases: list[Phase] | None = None,
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
         slower than the device. Of waiting turns those of a higher `priority` come first. Returns None if the
         turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
+        What it spends its time on is added to `phases`, also if it fails.
         Raises `DeviceFaultError`, `NoMemoryError`, and `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
         claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
-        run = _Run(claim, policy, len(context) + max_new, cancelled, progress, Holding(key))
+        most = len(context) + max_new
+        phases = [] if phases is None else phases
+        run = _Run(claim, policy, most, cancelled, progress, Holding(key), phases)
         self._runs[run.claim] = run
         is_over = False
         try:
             while not is_over:
+                asked_s = monotonic()
                 if run.is_stopped or not await self._admitted(run, len(context)):
                     break
+                phases.append(Phase("queue", asked_s, monotonic()))
                 turn = Turn(
                     key,
                     context,
@@ -372,8 +380,11 @@ class Engine:
         run.progress = TurnProgress(0, len(turn.context), run.progress.num_generated)
         self._turns[turn] = run
         try:
+            begun_s = monotonic()
             await self._finder.find(turn, run.holding, {other.key for other in self._turns})
-            run.progress.num_cached = max(turn.num_kept, turn.num_restored)
+            run.progress.num_cached = num_found = max(turn.num_kept, turn.num_restored)
+            found_s = turn.restores[0].start_s if turn.restores else monotonic()
+            run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
             if self._stopping:
                 raise StoppingError
             if (is_stopped := run.is_stopped) or run.is_paused:
@@ -408,11 +419,12 @@ class Engine:
 
     async def _follow(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
         """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
-        flight = self._flights.submit(turn)
+        flight, submitted_s, drawn_s = self._flights.submit(turn), monotonic(), None
         while True:
             events = await flight.next_events()
             sampled = [event for event in events if isinstance(event, Sampled)]
             if sampled:
+                drawn_s = drawn_s or monotonic()
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     tokens = [event.token for event in sampled]
@@ -420,6 +432,8 @@ class Engine:
             for event in events:
                 if isinstance(event, Recall):
                     self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)
+            if isinstance(events[-1], Faulted | Finished):
+                run.phases += _on_device(turn, submitted_s, drawn_s)
             match events[-1]:
                 case Faulted(_, NoRoomError() as error):
                     raise NoMemoryError(str(error)) from error
@@ -514,3 +528,13 @@ class Engine:
         """End a run's turn as it is; a turn that is not on the device yet is not submitted."""
         self._flights.cancel(run.turn)
         run.holding.stop_waiting()
+
+
+def _on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
+    """List what the device did for a turn that is over; its first token came at `drawn_s`."""
+    now_s = monotonic()
+    phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
+    if drawn_s is not None:
+        num_drawn = len(turn.answer.tokens) - (len(turn.context) - turn.num_prompt) if turn.answer else 0
+        phases.append(Phase("decode", drawn_s, now_s, num_drawn))
+    return [*phases, *turn.cuts]

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from itertools import chain
+from time import monotonic
 from typing import TYPE_CHECKING, Final
+
+from worker.traces import Phase
 
 from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED
@@ -89,6 +92,7 @@ class Finder:
             if num_usable <= least:  # mostly so for a session in memory
                 break
             match = self._store.match(turn.chain, turn.context[:num_usable])
+            found_s = monotonic()
             # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             if match.num_tokens <= least or not await self._has_room(holding, turn.policy, room_tokens):
@@ -96,6 +100,7 @@ class Finder:
                 break
             restored = await self._store.load(match, room_tokens=room_tokens)
             if restored is not None:
+                turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
                 if restored.num_tokens > found:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None

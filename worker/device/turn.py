@@ -7,8 +7,9 @@ writes to it, until a `Finished` or `Faulted` event hands the turn back.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
 from worker.batch.sampling import Sampling
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer
+    from worker.traces import Phase
+
+#: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
+MOST_CUTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class Turn:
     `num_granted` tokens, the limit of its memory, the turn ends, whether its answer is complete or not.
     `spans` are the parts of the context without a snapshot; `edges` are where the stored pieces of the
     last, partial block start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to
-    the store, belongs to the event loop. `resident` is the session's KV on the device until the turn starts.
+    the store, and `restores` belong to the event loop. `resident` is the session's KV on the device until the
+    turn starts.
     A turn that `asks` stops before its prompt's last token, until what matters to it is on the device.
     """
 
@@ -61,6 +67,7 @@ class Turn:
     spans: list[Span] = field(default_factory=list)
     edges: tuple[int, ...] = ()
     chain: Chain | None = None
+    restores: list[Phase] = field(default_factory=list)
 
     # Written by the device thread:
     num_prompt: int = field(init=False)
@@ -75,6 +82,7 @@ class Turn:
     behind_since_s: float | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
+    cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
     @property
     def tenant(self) -> str:

@@ -151,7 +151,12 @@ class Execution:
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
             turn = await self._engine.run(
-                key, tokens, lambda: pending.stopped, policy=policy, priority=pending.priority
+                key,
+                tokens,
+                lambda: pending.stopped,
+                policy=policy,
+                priority=pending.priority,
+                phases=pending.phases,
             )
             if turn is None or not turn.complete:
                 return withdrawn(pending, history), history
@@ -204,6 +209,7 @@ class Execution:
             end_tokens=self._tokenizer.eos_ids,
         )
         self._resume(published, answer)
+        pending.num_resumed = len(answer.tokens)
         turn = await self._sample(key, request, pending, extended.history, answer)
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
@@ -259,6 +265,7 @@ class Execution:
             sampling=_sampling(key, request, pending),
             max_new=answer.max_tokens - num_known,
             publish=publish,
+            phases=pending.phases,
         )
         if turn is not None and not num_known:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))

@@ -26,17 +26,19 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
+from worker.traces import trace_headers
 
 from .answered import AnsweredAt, AnsweredIds
 from .checkpoint import Delta
 from .history import DivergedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from anyio import TaskHandle
 
     from turnkeep_client.messages import Chunk, Request, Result
+    from worker.traces import Phase
     from worker.wire.journal import Entry
 
     from .checkpoint import Checkpoint
@@ -53,6 +55,8 @@ class Pending:
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any.
     `stored` is the log's time of the request. `held_text` is the text not yet published when an answer was
     ended early; `published` is the task, if any, that reads the answer's chunks from the token stream.
+    For its spans: `parent` is the publisher's, `phases` are what the turn has spent its time on, and of the
+    answer `num_resumed` tokens are a dead worker's.
     """
 
     seq: int
@@ -65,6 +69,9 @@ class Pending:
     held_text: str = ""
     published: TaskHandle[list[Chunk]] | None = None
     named: str | None = None
+    parent: Mapping[str, str] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
+    num_resumed: int = 0
     done: Event = field(default_factory=Event)
 
     @property
@@ -285,7 +292,8 @@ class Record:
 def pending_at(entry: Entry) -> Pending:
     """Decode a request; invalid ones too."""
     try:
-        return Pending(entry.seq, decode_request(entry.body), "", entry.stored)
+        parent = trace_headers(entry.headers)
+        return Pending(entry.seq, decode_request(entry.body), "", entry.stored, parent=parent)
     except InvalidMessageError as error:
         return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
 

@@ -43,6 +43,7 @@ from .attempts import AttemptNote
 from .execution import failed, withdrawn
 from .history import RefusedError
 from .record import Record, pending_at
+from .spans import turn_times
 from .trail import Trail
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine
+    from worker.otlp import Traces
     from worker.telemetry import Telemetry
     from worker.wire.intake import Delivery
     from worker.wire.journal import Journal
@@ -103,6 +105,7 @@ class Services:
     model: str
     worker: str
     build: str
+    traces: Traces | None = None
 
 
 class AnsweredRequest(NamedTuple):
@@ -615,6 +618,8 @@ class Session:
         services.telemetry.requests[pending.type][outcome] += 1
         if isinstance(result, Appended | Generated) and result.repeat_of is None:
             services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
+        if services.traces is not None and isinstance(pending.request, Append | Generate):
+            services.traces.add(turn_times(self.key, pending, result, services.model))
         log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:

@@ -15,6 +15,7 @@ from nats.js.errors import APIError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.concurrency import shielded
+from worker.traces import trace_headers
 
 from .connection import confirm_subscriptions
 from .journal import MESSAGE_TOO_LARGE
@@ -139,7 +140,7 @@ class Desk:
             return failure(error.request_id, "invalid_request", str(error))
         results = await self._nc.subscribe(self._subjects.of(key, "out"))
         try:
-            seq = await self._store(key, request)
+            seq = await self._store(key, request, trace_headers(message.headers or {}))
             if isinstance(seq, Failed):
                 return seq
             with fail_after(self._ask_timeout_s):
@@ -150,11 +151,11 @@ class Desk:
         finally:
             await shielded(results.unsubscribe)
 
-    async def _store(self, key: SessionKey, request: Generate) -> int | Failed:
+    async def _store(self, key: SessionKey, request: Generate, headers: dict[str, str]) -> int | Failed:
         """Store the request in the log; return its sequence, or the failure."""
         try:
             ack = await self._js.publish(
-                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S
+                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S, headers=headers
             )
         except nats.errors.MaxPayloadError:
             return failure(request.id, "invalid_request", _TOO_LARGE)
