@@ -6,9 +6,9 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from turnkeep_client.errors import NoWorkerError, RequestFailedError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 
-from .samples import Turn
+from .spec import Turn
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,20 +52,15 @@ async def ask(
             text += chunk.text
         result = generation.result
     except TurnkeepError as error:
-        return Turn(
-            session=session.key.session,
-            at_s=sent_s - began_s,
-            total_s=time.monotonic() - sent_s,
-            first_s=chunks_s[0] if chunks_s else None,
-            error=error_class(error),
-            message=str(error),
-        )
+        result, fault = None, error
     total_s = time.monotonic() - sent_s
+    times: dict[str, Any] = {"at_s": sent_s - began_s, "total_s": total_s, "session": session.key.session}
+    if result is None:
+        first_s = chunks_s[0] if chunks_s else None
+        return Turn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
     usage = result.usage
     return Turn(
-        session=session.key.session,
-        at_s=sent_s - began_s,
-        total_s=total_s,
+        **times,
         first_s=chunks_s[0] if chunks_s else total_s,
         gaps_s=tuple(later - sooner for sooner, later in itertools.pairwise(chunks_s)),
         counts=tuple(counts) if set(counts) != {1} else (),
@@ -83,14 +78,6 @@ async def ask(
     )
 
 
-def error_class(fault: TurnkeepError) -> str:
-    """Return the class under which a fault is counted."""
-    match fault:
-        case RequestFailedError():
-            return fault.code
-        case ResultTimeoutError():
-            return "timeout"
-        case NoWorkerError():
-            return "no_worker"
-        case _:
-            return type(fault).__name__
+def class_of(fault: TurnkeepError) -> str:
+    """Return the class under which a fault is counted: the worker's code, or the exception's name."""
+    return fault.code if isinstance(fault, RequestFailedError) else type(fault).__name__

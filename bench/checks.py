@@ -9,23 +9,33 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from . import stats
 from .figures import interval, number
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from .samples import Findings
-    from .spec import Unit
+    from .spec import Findings, Sample, Turn, Unit
     from .stats import Estimate
+
+T = TypeVar("T")
 
 #: How late the measuring loop may be at p99: its lateness is part of every time that it measures.
 LAG_BOUND_S: Final = 0.05
-MIN_LAGS: Final = 500
+#: The most that a held token may cost, as a share of its prefill; attention to it costs a few percent.
+BELIEVED: Final = 0.25
+GROWTH_PER_HOUR: Final = 8 * 2**20
+#: At first a process fills its own caches, so short runs, and the first quarter of a run, show no growth.
+MIN_GROWTH_S: Final = 600.0
+WARM_UP: Final = 0.25
+#: A long run has so many blocks.
+STRETCHES: Final = 10
 
 
 class Verdict(StrEnum):
@@ -50,9 +60,10 @@ class Check(Struct, frozen=True, kw_only=True):
         return self.exact and self.outcome is Verdict.FAILS
 
 
-def count(name: str, wrong: Collection[object], of: Collection[object], things: str = "turns") -> Check:
-    """Check that nothing broke the promise: exact. Cannot tell if `of` is empty."""
-    detail = f"{len(wrong):,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
+def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
+    """Check that the promise is broken by none: exact. Cannot tell if `of` is empty."""
+    wrong = sum(bool(broken(one)) for one in of)
+    detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
 
 
@@ -83,7 +94,15 @@ def judged(
     unit: Unit = "",
 ) -> Check:
     """Compare estimates with a bound; the worst verdict counts."""
-    verdicts = [judge(estimate, at_most=at_most, at_least=at_least) for estimate in estimates.values()]
+
+    def verdict(one: Estimate | None) -> Verdict:
+        if one is None or one.low is None or one.high is None:
+            return Verdict.CANNOT_TELL
+        above, below = at_least is None or one.low >= at_least, at_most is None or one.high <= at_most
+        beyond = (not above and one.high < (at_least or 0)) or (not below and one.low > (at_most or 0))
+        return Verdict.FAILS if beyond else Verdict.HOLDS if above and below else Verdict.CANNOT_TELL
+
+    verdicts = [verdict(estimate) for estimate in estimates.values()]
     worst = next((one for one in (Verdict.FAILS, Verdict.CANNOT_TELL) if one in verdicts), Verdict.HOLDS)
     told = {
         label: interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)
@@ -92,19 +111,6 @@ def judged(
     said = "; ".join(f"{label} {estimate}".strip() for label, estimate in told.items())
     detail = said or "nothing was measured"
     return Check(name=name, outcome=worst if verdicts else Verdict.CANNOT_TELL, detail=detail, exact=False)
-
-
-def judge(
-    estimate: Estimate | None, *, at_most: float | None = None, at_least: float | None = None
-) -> Verdict:
-    """Compare one estimate's interval with a bound."""
-    if estimate is None or estimate.low is None or estimate.high is None:
-        return Verdict.CANNOT_TELL
-    below = at_most is not None and estimate.low > at_most
-    if below or (at_least is not None and estimate.high < at_least):
-        return Verdict.FAILS
-    inside = at_most is None or estimate.high <= at_most
-    return _verdict(True if inside and (at_least is None or estimate.low >= at_least) else None)
 
 
 def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
@@ -116,32 +122,76 @@ def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
         return
     turns = [turn for turn in findings.turns if not findings.bench.planned(turn)]
     answered = [turn for turn in turns if turn.error is None]
-    failed = [turn for turn in turns if turn.error is not None]
-    every = count("every turn was answered", failed, turns)
-    if failed:
-        errors = Counter(turn.error for turn in failed)
-        first = {turn.error: turn.message for turn in reversed(failed)}
+    every = count("every turn was answered", turns, lambda turn: turn.error)
+    if errors := Counter(turn.error for turn in turns if turn.error):
+        first = {turn.error: turn.message for turn in reversed(turns)}
         told = ", ".join(f"{times:,} {error} ({first[error]})" for error, times in errors.most_common())
-        every = Check(name=every.name, outcome=every.outcome, detail=f"{every.detail}: {told}", exact=True)
+        every = replace(every, detail=f"{every.detail}: {told}")
     yield every
     if streamed := [turn for turn in answered if turn.joined is not None]:
-        torn = [turn for turn in streamed if not turn.joined]
-        yield count("the chunks of an answer joined are its result", torn, streamed)
+        yield count("the chunks of an answer joined are its result", streamed, lambda turn: not turn.joined)
     if accounted := [turn for turn in answered if turn.prompt_tokens]:
-        uneven = [t for t in accounted if t.cached_tokens + t.prefilled_tokens != t.prompt_tokens]
-        yield count("what was cached and what was prefilled make the prompt", uneven, accounted)
+        name = "what was cached and what was prefilled make the prompt"
+        yield count(name, accounted, lambda t: t.cached_tokens + t.prefilled_tokens != t.prompt_tokens)
     yield kept_time(lags_s)
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
     """Check the measuring loop's own lag while turns were in flight."""
-    late = stats.quantile(lags_s, 0.99) if len(lags_s) >= MIN_LAGS else None
+    late = stats.quantile(lags_s, 0.99)
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
     detail = (
         f"{number(late, 's')}, at most {number(max(lags_s), 's')}" if late is not None else "too few turns"
     )
     verdict = _verdict(None if late is None else late <= LAG_BOUND_S)
     return Check(name=name, outcome=verdict, detail=detail, exact=False)
+
+
+def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
+    """Check that tokens reported as cached hardly delay the first chunk, by the client's clock.
+
+    `runs` are named sets of turns, each with a verdict of its own. A turn's fact `held` is its session's
+    position before the turn; None if unknown.
+    """
+    name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
+    return bounded(
+        name, {label: _costs(turns) for label, turns in runs.items()}, at_most=BELIEVED, unit="share"
+    )
+
+
+def _costs(turns: Sequence[Turn]) -> list[float]:
+    """Return, for each block, the cost of a held token as a share of a prefilled token's.
+
+    The time of a prefilled token is taken from turns that found almost nothing in a cache. The cost is the
+    slope, within a block, of the wait beyond a turn's own prefill against the session's length.
+    """
+    answered = [turn for turn in turns if turn.error is None]
+    cold = [
+        turn for turn in answered if turn.fact("held") == 0 and turn.prefilled_tokens > turn.cached_tokens
+    ]
+    rate_s = min(((turn.first_s or 0.0) / turn.prefilled_tokens for turn in cold), default=0.0)
+    return stats.slopes(
+        (turn.block, held, (turn.first_s or 0.0) / rate_s - turn.prefilled_tokens)
+        for turn in answered
+        if rate_s and (held := turn.fact("held"))
+    )
+
+
+def keeps_its_size(readings: Sequence[Sample]) -> Check:
+    """Check that a process without its KV hardly grows; a reading's `x` is its time."""
+    name = "the process without its KV grows by at most 8 MiB an hour"
+    times = [reading.x or 0.0 for reading in readings]
+    begin, end = min(times, default=0.0), max(times, default=0.0)
+    warm_s = begin + WARM_UP * (end - begin)
+    parts = stats.grouped(
+        (int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9)), (at_s / 3600, reading.value))
+        for at_s, reading in zip(times, readings, strict=True)
+        if at_s >= warm_s < end
+    )
+    points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
+    if end - begin < MIN_GROWTH_S:
+        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
+    return judged(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
 
 
 def _verdict(kept: bool | None) -> Verdict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 
 #: Modules of this package, each with a `BENCH`.
 NAMES: Final = ("session", "load", "restart", "overhead", "pressure", "peers", "quality")
-
-
-class Fault(click.ClickException):
-    """A fault as one line for the user; exit code 1."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print it to standard error."""
-        click.echo(f"turnkeep: {self.message}", file=file, err=file is None)
-
-
-def benches() -> dict[str, AnyBench]:
-    """Import all benches; return them by name."""
-    return {name: _bench(name) for name in NAMES}
 
 
 def _bench(name: str) -> AnyBench:
@@ -49,7 +36,8 @@ class _Benches(click.Group):
         try:
             return super().invoke(ctx)
         except BenchError as error:
-            raise Fault(str(error)) from None
+            click.echo(f"turnkeep: {error}", err=True)
+            ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the benches, then the other commands."""
@@ -76,7 +64,7 @@ def command(bench: AnyBench) -> click.Command:
         plan = make(bench.plan, given, named=named, smoke=smoke)
         report = until_stopped(conduct(bench, plan, where))
         if any(check.failed for check in report.checks):
-            raise Fault("a check failed that does not fail by chance")
+            raise BenchError("a check failed that does not fail by chance")
 
     made = click.Command(
         bench.name, callback=run, params=[*options(bench.plan), *shared, smoke], help=bench.plan.__doc__
@@ -103,7 +91,7 @@ def compare(reports: tuple[Path, ...]) -> None:
     from .compare import table, warnings
     from .tables import print_table, printing
 
-    found, pairs = read(reports, benches())
+    found, pairs = read(reports, {name: _bench(name) for name in NAMES})
     console = printing()
     print_table(table(found, pairs), console)
     for warning in warnings(pairs):

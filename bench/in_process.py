@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
-from bench.samples import Turn
+from bench.spec import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

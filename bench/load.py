@@ -22,13 +22,12 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
 
-from . import promises, stats
+from . import stats
 from .ask import FAULT_PAUSE_S
-from .checks import Check, bounded, count
+from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .faults import BenchError
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .samples import Sample
-from .spec import Against, Bench, Measure, Plot
+from .spec import Against, Bench, Measure, Plot, Sample
 from .together import together
 
 if TYPE_CHECKING:
@@ -39,10 +38,9 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
     from .run import Run
-    from .samples import Findings, Turn
+    from .spec import Findings, Turn
 
 METRICS: Final = ("--metrics-interval-s", "0.25s")
-STRETCHES: Final = 10
 #: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.
 WAVES: Final = 2
 #: By default, how many sessions are begun at a time; how many are closed at a time.
@@ -67,12 +65,8 @@ MIN_MEMORY_BYTES: Final = 2**20
 OPENING, BEGINNING, ANSWER = "opening", "a beginning", "answer beside a prompt"
 ALONE, BESIDE = "alone", "beside a long prompt"
 MEMORY, SSD, NOWHERE = FOUND_IN = ("found in memory", "found on SSD", "prefilled")
-ACCOUNT: Final = "the worker's account"
 
-Levels = Annotated[
-    tuple[int, ...] | None,
-    Option("Closed loops: sessions at a time. [default: 1,2,4,8,16; none with other levels]", smoke=(1, 4)),
-]
+CLOSED: Final = "Closed loops: sessions at a time. [default: 1,2,4,8,16; none with other levels]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +79,7 @@ class Plan:
     sessions found in memory, on SSD and nowhere apart.
     """
 
-    concurrency: Levels = None
+    concurrency: Annotated[tuple[int, ...] | None, Option(CLOSED, smoke=(1, 4))] = None
     rate: Annotated[tuple[float, ...] | None, Option("Open loops: turns due a second.", smoke=(2.0,))] = None
     duration: Annotated[float, Option("Of an open loop.", smoke=2.0, metavar="SECONDS")] = 60.0
     sessions: Annotated[int, Option("Sessions of each level.", smoke=4)] = 16
@@ -138,8 +132,7 @@ PER_SESSION = Measure("process memory of a session, KV left out", "bytes", log=F
 STORED = Measure("bytes on SSD of a session", "bytes")
 PROCESS = Measure("process without KV", "bytes", levels="")
 KV = Measure("KV on the device, of its limit", "share", log=False, levels="")
-_LEVELS = (GENERATED, FIRST, WHOLE, PACE, GAP, QUEUED, FAIR)
-MEASURES = (*_LEVELS, STAND, HELD_UP, PROMPT, PER_SESSION, STORED, PROCESS, KV)
+LEVELS = (GENERATED, FIRST, WHOLE, PACE, GAP, QUEUED, FAIR)
 
 PLOTS = (
     Plot("by x", "Throughput", (GENERATED,), "Of all sessions of a closed loop together."),
@@ -155,19 +148,13 @@ PLOTS = (
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
     """Yield the samples that take all turns of a level, and those of answers beside a long prompt."""
-    levels: defaultdict[tuple[str, float | None], list[Turn]] = defaultdict(list)
-    waves: defaultdict[tuple[float, int], list[Turn]] = defaultdict(list)
-    for turn in turns:
-        if turn.fact("late_s") is not None:
-            levels[turn.case, turn.x].append(turn)
-            if turn.x is not None and turn.x > 1:
-                waves[turn.x, turn.block].append(turn)
-    for (case, x), level in levels.items():
+    sent = [turn for turn in turns if turn.fact("late_s") is not None]
+    for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
         yield from (Sample(GENERATED.name, case, x, *rate) for rate in enumerate(_generated(level)))
-    for (at_once, block), wave in waves.items():
+    for place, wave in stats.grouped((turn.place, turn) for turn in sent if (turn.x or 0) > 1).items():
         rates = _served(wave)
         if len(rates) > 1 and median(rates) > 0:
-            yield Sample(FAIR.name, "", at_once, block, min(rates) / median(rates))
+            yield Sample(FAIR.name, "", *place, min(rates) / median(rates))
     yield from _stalls([turn for turn in turns if turn.case == ANSWER and turn.first_s is not None])
 
 
@@ -230,13 +217,13 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     crowd = [turn for turn in found.turns if turn.case in {BEGINNING, *FOUND_IN}]
     by_session = [replace(turn, block=int(turn.fact("number") or 0)) for turn in one]
     runs = {"one at a time": by_session, "crowd": crowd}
-    yield promises.held_tokens_are_cheap({name: turns for name, turns in runs.items() if turns})
+    yield held_tokens_are_cheap({name: turns for name, turns in runs.items() if turns})
     waves = {f"{x:g}": [*found.blocks(FAIR, "", x).values()] for x in plan.closed if x > 1}
     if waves:
         name = "the slowest of those served side by side gets a quarter of their median, and more"
         yield bounded(name, {x: some for x, some in waves.items() if some}, at_least=0.25, unit="share")
-    over = [sample for sample in found.of(KV) if sample.value > 1]
-    yield count("KV on the device stays within its limit", over, found.of(KV), "readings")
+    name = "KV on the device stays within its limit"
+    yield count(name, found.of(KV), lambda reading: reading.value > 1, "readings")
     if plan.long_prompt is not None:
         shares = [*found.blocks(HELD_UP, "").values()]
         name = "running answers stand still for a quarter of a long prompt's time at most"
@@ -244,15 +231,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     if plan.crowd is not None:
         asked = [turn for turn in crowd if turn.case != BEGINNING]
         sessions = len({turn.fact("number") for turn in asked})
-        forgotten = [turn for turn in asked if _forgotten(turn)]
-        yield count("no session was forgotten", forgotten, asked, f"turns of {sessions:,} sessions")
-        done = [turn for turn in crowd if turn.error is None]
-        told = (len(done), sum(t.prefilled_tokens for t in done), sum(len(t.tokens) for t in done))
-        accounts = [one for one in [found.facts.get(ACCOUNT)] if one is not None and one[0] == told[0]]
-        odd = [one for one in accounts if tuple(one) != told]
-        yield count("the worker worked on as many tokens as it told", odd, accounts, "accounts")
+        yield count("no session was forgotten", asked, _forgotten, f"turns of {sessions:,} sessions")
         began_s = min((turn.at_s for turn in asked), default=0.0)
-        yield promises.keeps_its_size([one for one in found.of(PROCESS) if (one.x or 0.0) >= began_s])
+        yield keeps_its_size([one for one in found.of(PROCESS) if (one.x or 0.0) >= began_s])
 
 
 def _forgotten(turn: Turn) -> bool:
@@ -458,9 +439,6 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
         for i, number in enumerate(asked):
             run.progress(i, len(asked), f"turn {i + 1:,} of a crowd's {len(asked):,}")
             run.keep(replace(await _ask(run, talks[number]), block=STRETCHES * i // len(asked)))
-        if run.where.nats is None:  # a worker of somebody else may do more work
-            metrics = await run.wait_for_snapshots(talks[0].session)
-            run.facts[ACCOUNT] = (size + len(asked), metrics.prefilled_tokens, metrics.generated_tokens)
 
 
 async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
@@ -492,8 +470,7 @@ BENCH = Bench(
     title="Many sessions at once",
     plan=Plan,
     levels="sessions at a time",
-    cases=("",),
-    measures=MEASURES,
+    measures=(*LEVELS, STAND, HELD_UP, PROMPT, PER_SESSION, STORED, PROCESS, KV),
     against=(Against(STAND, ALONE),),
     plots=PLOTS,
     checks=checks,

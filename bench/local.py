@@ -1,16 +1,21 @@
-"""Processes that a demo or a bench starts and ends: `turnkeep serve`, and others."""
+"""Processes that a demo or a bench starts and ends: `turnkeep serve`, measuring programs, and others.
+
+A bench imports neither the worker nor MLX: what needs them is a program.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 import psutil
 
@@ -20,10 +25,15 @@ from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from .faults import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from turnkeep_client.client import Client
 
+T = TypeVar("T")
+
+_BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
+#: numpy and SciPy carry OpenBLAS under other symbol names, which MLX never calls.
+_PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0
 
@@ -32,12 +42,19 @@ class Process:
     """A child process, ended together with its own children; `name` is for messages."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, log: IO[bytes] | None = None, preload: str | None = None
+        self, name: str, command: Sequence[str], *, logged: bool = False, like: Process | None = None
     ) -> None:
-        """Send output to `log`, and preload the libraries `preload`."""
+        """Keep the output for faults if `logged`, and load the same OpenBLAS as the process `like`.
+
+        Sides can be compared only if all multiply with the same library: a worker loads OpenBLAS before MLX
+        on a Linux CPU.
+        """
+        preload = [str(path) for path in (like.blas if like else ()) if "openblas" in path.name.lower()]
         self.name = name
-        self._command, self._log = command, log
-        self._environment = os.environ | ({"LD_PRELOAD": preload} if preload else {})
+        self._command, self._logged = command, logged
+        self._log: IO[bytes] | None = None
+        self._pipes: int | None = None  # for input and output, if not None
+        self._environment = os.environ | ({"LD_PRELOAD": " ".join(preload)} if preload else {})
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # a killed worker's NATS server keeps running
 
@@ -45,6 +62,15 @@ class Process:
     def pid(self) -> int:
         """The process id; 0 while the process does not run."""
         return 0 if self._process is None else self._process.pid
+
+    @property
+    def blas(self) -> list[Path]:
+        """The BLAS libraries that the process has mapped; none where the system does not tell."""
+        try:
+            found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
+        except (psutil.Error, AttributeError):  # not on macOS
+            return []
+        return sorted(path for path in found if _BLAS.search(path.name) and path.parent.name not in _PRIVATE)
 
     @property
     def exit_code(self) -> int | None:
@@ -57,11 +83,13 @@ class Process:
         It gets a session of its own: a Ctrl-C at the terminal would reach it too, and the signal of `stop`
         would be the second one, which ends a worker at once and leaves its NATS server running.
         """
+        self._log = tempfile.TemporaryFile() if self._logged else None  # noqa: SIM115  # `_reap` closes it
         self._process = subprocess.Popen(
             [*self._command, *options],
             start_new_session=True,
             env=self._environment,
-            stdout=self._log,
+            stdin=self._pipes,
+            stdout=self._pipes or self._log,
             stderr=self._log,
         )
 
@@ -69,8 +97,7 @@ class Process:
         """Kill the process with SIGKILL. Its children keep running."""
         if self._process is not None:
             process, self._process = self._process, None
-            process.kill()
-            process.wait()
+            self._reap(process)
 
     def stop(self) -> None:
         """Stop the process as Ctrl-C does, which stops a worker's NATS server too; kill what is left."""
@@ -81,12 +108,18 @@ class Process:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
-            process.kill()
-            process.wait()
+            self._reap(process)
         for child in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         self._family = []
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        with contextlib.suppress(BrokenPipeError), process:  # closes its pipes
+            process.wait()
+        if self._log is not None:
+            self._log.close()
 
     def check_alive(self) -> None:
         """Raise `BenchError`, with the last line of the log, if the process has ended by itself."""
@@ -96,6 +129,16 @@ class Process:
                 self._log.seek(0)
                 said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
+
+    async def until(self, reached: Callable[[], Awaitable[T]]) -> T:
+        """Try to reach the process until that succeeds. Raises `BenchError`."""
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self.check_alive()
+            with contextlib.suppress(OSError, NoWorkerError):
+                return await reached()
+            await asyncio.sleep(0.05)
+        raise BenchError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s")
 
     def find_children(self) -> None:
         """Find the children of the process, for `stop`."""
@@ -116,22 +159,16 @@ class LocalWorker(Process):
         self._options = options
         command = [sys.executable, "-m", *program, "serve", "--data-dir", str(data_dir)]
         command += ["--nats-port", str(port), "--log-level", "warning", *options]
-        super().__init__("the bench's worker", command)
+        super().__init__("the worker", command)
 
     async def ready(self, tenant: str) -> Client:
         """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.exit_code is not None:
-                raise NoWorkerError(f"the worker ended with exit code {self.exit_code}")
-            with contextlib.suppress(NoWorkerError):
-                client = await connect(self.url, tenant=tenant)
-                if await _answers(client):
-                    self.find_children()
-                    return client
-                await client.close()
-            await asyncio.sleep(0.1)
-        raise NoWorkerError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s")
+        try:
+            client = await self.until(lambda: reach(self.url, tenant=tenant))
+        except BenchError as error:
+            raise NoWorkerError(str(error)) from None
+        self.find_children()
+        return client
 
     @property
     def model_folder(self) -> Path:
@@ -140,15 +177,70 @@ class LocalWorker(Process):
         Known once the worker is ready. Raises `BenchError`.
         """
         named = dict(zip(self._options, self._options[1:], strict=False)).get("--model")
-        given = named or os.environ.get("TURNKEEP_MODEL")
-        if given is not None and Path(given).expanduser().is_dir():
-            return Path(given).expanduser()
-        if given is not None and "/" in given and not Path(given).expanduser().exists():
-            return _of_hub(given)
+        given = named or os.environ.get("TURNKEEP_MODEL", "")
+        if (folder := Path(given).expanduser()).is_dir() and given:
+            return folder
+        if "/" in given and not folder.exists():
+            from huggingface_hub import snapshot_download
+
+            try:  # the folder that the worker downloaded, without asking the hub
+                return Path(snapshot_download(given, local_files_only=True))
+            except Exception as error:  # noqa: BLE001  # the library raises many kinds
+                raise BenchError(f"the folder of the model {given} is not known: {error}") from None
         made = sorted((self.data_dir / "models").glob("*/config.json"))
         if len(made) == 1:
             return made[0].parent
         raise BenchError(f"the folder of the model {given or 'packaged'} is not known; name one by --model")
+
+
+class Program(Process):
+    """A measuring program, `python -m module`, which reads and prints lines; it may end without a fault."""
+
+    def __init__(self, module: str, *arguments: object, like: Process | None = None) -> None:
+        """Prepare the program."""
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        super().__init__("the measuring process", command, logged=True, like=like)
+        self._pipes = subprocess.PIPE
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code if the program failed."""
+        return super().exit_code or None
+
+    async def exchange(self, line: bytes = b"", timeout_s: float | None = None) -> bytes:
+        """Write `line`; return the next line of output, empty once the program has ended without a fault.
+
+        Raises `BenchError` after `timeout_s`, or with the program's last line of errors if it has failed.
+        """
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise AssertionError("the program was not started")
+        given, taken = process.stdin, process.stdout
+
+        def exchange() -> bytes:
+            with contextlib.suppress(BrokenPipeError):  # the program has died
+                given.write(line)
+                given.flush()
+            if not (read := taken.readline()).endswith(b"\n"):
+                process.wait()
+            return read
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await asyncio.to_thread(exchange)
+        except TimeoutError:
+            raise BenchError(f"{self.name} did not answer within {timeout_s:g} s") from None
+        self.check_alive()
+        return answer
+
+
+def common_blas(*processes: Process) -> str:
+    """Return the names of the BLAS libraries that all processes use. Raises `BenchError` if they differ."""
+    names = {one.name: ", ".join(path.name for path in one.blas) or "none" for one in processes}
+    if len(set(names.values())) > 1:
+        told = ", ".join(f"{name} with {library}" for name, library in names.items())
+        raise BenchError(f"the sides multiply with different libraries: {told}")
+    return names[processes[0].name]
 
 
 def cpu_s(pid: int) -> float:
@@ -168,21 +260,13 @@ def free_port() -> int:
         return port
 
 
-def _of_hub(name: str) -> Path:
-    """Return the folder that the worker downloaded, without asking the hub."""
-    from huggingface_hub import snapshot_download
-
+async def reach(url: str, **where: Any) -> Client:
+    """Connect to a worker, at once. Raises `NoWorkerError` if it does not answer."""
+    client = await connect(url, **where)
     try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:  # noqa: BLE001  # the library raises many kinds
-        raise BenchError(f"the folder of the model {name} is not known: {error}") from None
-
-
-async def _answers(client: Client) -> bool:
-    try:
-        await client.session("any").info()
-    except RequestFailedError:
-        return True  # the worker says that there is no such session
-    except NoWorkerError:
-        return False
-    return True
+        with contextlib.suppress(RequestFailedError):  # the worker says that there is no such session
+            await client.session("any").info()
+    except BaseException:
+        await client.close()
+        raise
+    return client

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
 
 import httpx2
@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from .faults import BenchError
-from .local import READY_TIMEOUT_S, Process, free_port
-from .samples import Turn
+from .local import Process, free_port
+from .spec import Turn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -157,9 +157,9 @@ def parse(spec: str) -> Server:
 
 
 class MlxServer(Process):
-    """`mlx_lm.server` on a free port of 127.0.0.1, with the libraries of `preload`."""
+    """`mlx_lm.server` on a free port of 127.0.0.1, with the same OpenBLAS as the process `like`."""
 
-    def __init__(self, model: Path, log: IO[bytes], preload: str | None) -> None:
+    def __init__(self, model: Path, like: Process) -> None:
         """Prepare the server. Raises `BenchError` if it is not installed."""
         if importlib.util.find_spec("mlx_lm") is None:
             raise BenchError(f"{OWN} is not installed: pip install mlx-lm, or name a running peer by --peer")
@@ -168,16 +168,9 @@ class MlxServer(Process):
         self.address = f"{OWN}=http://127.0.0.1:{self._port}#{MODEL}"
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "WARNING"]
         command += ["--host", "127.0.0.1", "--port", f"{self._port}"]
-        super().__init__(f"the peer {OWN}", command, log=log, preload=preload)
+        super().__init__(f"the peer {OWN}", command, logged=True, like=like)
 
     async def ready(self) -> None:
         """Wait until the port answers. Raises `BenchError`."""
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            self.check_alive()
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", self._port)
-                writer.close()
-                return
-            await asyncio.sleep(0.05)
-        raise BenchError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s")
+        _, writer = await self.until(lambda: asyncio.open_connection("127.0.0.1", self._port))
+        writer.close()

@@ -12,7 +12,7 @@ import itertools
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from uuid import uuid4
@@ -20,16 +20,14 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
-from . import blas
+from . import stats
 from .checks import Check, bounded, count
+from .corpus import Texts
 from .faults import BenchError
-from .local import cpu_s
+from .local import Program, common_blas, cpu_s
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .program import running
-from .samples import Sample, Turn
-from .spec import Against, Bench, Measure, Plot
+from .spec import Against, Bench, Measure, Plot, Sample, Turn
 from .together import together
-from .tokens import Texts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,9 +37,8 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
     from .local import LocalWorker
-    from .program import Program
     from .run import Run
-    from .samples import Findings
+    from .spec import Findings
 
 IN_PROCESS, WORKER = "in process", "worker"
 OFF, ON, SLOW, FAILING = "snapshots off", "snapshots on", "slow disk", "failing disk"
@@ -66,8 +63,6 @@ FIRST_ID: Final = 32
 
 Tokens = tuple[int, ...]
 Prompts = list[list[Tokens]]  # of each turn, of each session
-Place = tuple[str, float | None, int]
-Batches = Annotated[tuple[int, ...], Option("Sessions at a time.", smoke=(1, 2))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +74,7 @@ class Plan:
     disks are those of the writer thread alone: each sync of a file takes 5 s, or fails with EIO.
     """
 
-    batch: Batches = (1, 4, 8, 16)
+    batch: Annotated[tuple[int, ...], Option("Sessions at once.", smoke=(1, 2))] = (1, 4, 8, 16)
     rounds: Annotated[int, Option("How often all sides run.", smoke=1)] = 8
     turns: Annotated[int, Option("Turns of a session.", smoke=2)] = 3
     prompt_tokens: Annotated[int, Option("Most tokens of a prompt; at least half as many.", smoke=24)] = 128
@@ -95,22 +90,15 @@ FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 DECODING = Measure("decoding", "tokens/s", "higher")
 PROMPTS = Measure("prompts", "tokens/s", "higher")
 BESIDE = Measure("added by a block", "s", log=False)
-MEASURES = (RATE, FIRST, DECODING, PROMPTS, BESIDE)
+SPEED = Against(DECODING, OFF)
 IDLE = Measure("CPUs of the sides that wait", "share", log=False)
-#: Checks that a side is what it is called: name, sides, a fact of turns, and whether it must be above 0.
+#: Checks that a side is what it is called: a fact of turns and whether it is above 0, sides, and name.
 STATES = (
-    ("with snapshots on, some were written", (WORKER, ON), "written", True),
-    ("with snapshots on, none was lost", (WORKER, ON), "lost", False),
-    ("without snapshots, and on the failing disk, none was written", (OFF, FAILING), "written", False),
-    ("the slow disk kept snapshots waiting", (SLOW,), "waiting", True),
-    ("the failing disk lost snapshots", (FAILING,), "lost", True),
-)
-
-AGAINST = (
-    *(Against(measure, IN_PROCESS) for measure in (RATE, DECODING, PROMPTS)),
-    Against(FIRST, IN_PROCESS, "difference"),
-    *(Against(measure, OFF) for measure in (RATE, DECODING, PROMPTS)),
-    Against(BESIDE, OFF, "difference"),
+    (("written", True), (WORKER, ON), "with snapshots on, some were written"),
+    (("lost", False), (WORKER, ON), "with snapshots on, none was lost"),
+    (("written", False), (OFF, FAILING), "without snapshots, and on the failing disk, none was written"),
+    (("waiting", True), (SLOW,), "the slow disk kept snapshots waiting"),
+    (("lost", True), (FAILING,), "the failing disk lost snapshots"),
 )
 
 ALONE = "In process one session is answered by mlx-lm's generate_step, several by its BatchGenerator."
@@ -126,28 +114,26 @@ PLOTS = (
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check that the sides are what they are called, and what snapshots cost."""
-    answered = [turn for turn in found.turns if turn.error is None]
-    through = [turn for turn in answered if turn.case != IN_PROCESS]
-    other = [turn for turn in through if turn.position != (turn.fact("sent") or 0) + len(turn.tokens)]
-    yield count("a worker ran the very tokens that were run in process", other, through)
+    through = [turn for turn in found.answered if turn.case != IN_PROCESS]
+    name = "a worker ran the very tokens that were run in process"
+    yield count(name, through, lambda turn: turn.position != (turn.fact("sent") or 0) + len(turn.tokens))
     first = [turn for turn in through if turn.facts["turn"] == 0]
-    cached = [turn for turn in first if turn.cached_tokens]
-    yield count("no session began with what another one had left in a cache", cached, first)
+    name = "no session began with what another one had left in a cache"
+    yield count(name, first, lambda turn: turn.cached_tokens)
     later = [turn for turn in through if turn.facts["turn"] != 0]
     # The last token of the turn before has no KV yet.
-    much = [turn for turn in later if turn.prefilled_tokens > (turn.own_tokens or 0) + 1]
-    yield count("later turns prefilled their own tokens only", much, later)
-    for name, sides, fact, some in STATES:
-        told = [turn for turn in later if turn.case in sides]
-        yield count(name, [turn for turn in told if bool(turn.facts[fact]) is not some], told)
-    idle = {side: list(found.blocks(IDLE, side).values()) for side in found.cases(IDLE)}
+    name = "later turns prefilled their own tokens only"
+    yield count(name, later, lambda turn: turn.prefilled_tokens > (turn.own_tokens or 0) + 1)
+    for (fact, some), sides, name in STATES:
+        told = [bool(turn.facts[fact]) for turn in later if turn.case in sides]
+        yield count(name, told, some.__ne__)
     name = f"the sides that waited took at most {IDLE_CPUS:.0%} of one CPU"
-    yield bounded(name, idle, at_most=IDLE_CPUS, unit="share")
+    yield bounded(name, found.numbers(IDLE), at_most=IDLE_CPUS, unit="share")
     name = f"at least {AGREEING:.0%} of the tokens in process are those of a worker"
-    yield bounded(name, _agreeing(answered), at_least=AGREEING, unit="share")
+    yield bounded(name, _agreeing(found.answered), at_least=AGREEING, unit="share")
     for where, sides, least in KEPT:
         places = {f"{side}, {n} at a time:": (side, n) for side in sides for n in found.plan.batch}
-        whole = {label: found.ratios(DECODING, side, OFF, n) for label, (side, n) in places.items()}
+        whole = {label: found.compared(SPEED, *place) for label, place in places.items()}
         name = f"{where} answers decode at {least:.0%} of the speed without, or more"
         yield bounded(name, whole, at_least=least, log=True)
         left = {label: _speed_left(found, *place) for label, place in places.items()}
@@ -169,9 +155,7 @@ def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
 
 def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
     """Return each round's share of equal tokens. A session's answers after a different one do not count."""
-    answers = defaultdict[tuple[Place, str], list[Tokens]](list)
-    for turn in turns:
-        answers[(turn.case, *turn.place), turn.session].append(turn.tokens)
+    answers = stats.grouped((((turn.case, *turn.place), turn.session), turn.tokens) for turn in turns)
     equal, of = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for ((side, batch, block), session), some in answers.items():
         meant = answers.get(((IN_PROCESS, batch, block), session), ()) if side != IN_PROCESS else ()
@@ -187,14 +171,8 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
     """Yield the samples of all sessions of a side together: their speeds, and the mean delay by a block."""
-    at_once = defaultdict[tuple[Place, object], list[Turn]](list)
-    added = defaultdict[Place, list[float]](list)
-    for turn in turns:
-        if turn.error is None:
-            place = (turn.case, *turn.place)
-            at_once[place, turn.facts["turn"]].append(turn)
-            if turn.case not in {IN_PROCESS, WORKER}:
-                added[place] += beside_blocks(turn, int(turn.fact("block_tokens") or 0))
+    pairs = [((turn.case, *turn.place), turn) for turn in turns if turn.error is None]
+    at_once = stats.grouped(((place, turn.facts["turn"]), turn) for place, turn in pairs)
     for (place, _), some in at_once.items():
         sent_s = min(turn.at_s for turn in some)
         seconds = max(turn.at_s + turn.total_s for turn in some) - sent_s
@@ -203,9 +181,10 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
         yield Sample(PROMPTS.name, *place, sum(turn.own_tokens or 0 for turn in some) / begun_s)
         if (rate := decoding(some)) is not None:
             yield Sample(DECODING.name, *place, rate)
+    paired = [(place, turn) for place, turn in pairs if turn.case not in {IN_PROCESS, WORKER}]
+    added = stats.grouped((place, cost_s) for place, turn in paired for cost_s in beside_blocks(turn))
     for place, costs_s in added.items():
-        if costs_s:
-            yield Sample(BESIDE.name, *place, statistics.fmean(costs_s))
+        yield Sample(BESIDE.name, *place, statistics.fmean(costs_s))
 
 
 def steps(turn: Turn) -> list[float]:
@@ -229,14 +208,14 @@ def decoding(turns: Sequence[Turn]) -> float | None:
     return later / seconds if 2 * later >= len(times_s) and seconds > 0 else None
 
 
-def beside_blocks(turn: Turn, block_tokens: int) -> list[float]:
+def beside_blocks(turn: Turn) -> list[float]:
     """Return, for each completed block, how much longer than their neighbours `WINDOW` steps took.
 
     The last sampled token completes a block, so copying and writing the block can delay the steps behind that
     token. The median of the neighbours on both sides is what a step takes at that time. This shows a cost of
     milliseconds although whole answers scatter by seconds.
     """
-    steps_s, found = steps(turn), []
+    steps_s, found, block_tokens = steps(turn), [], int(turn.fact("block_tokens") or 0)
     first = block_tokens - ((turn.position or 0) - len(turn.tokens)) % block_tokens
     for drawn in range(first, len(steps_s) - WINDOW + 1, block_tokens):
         end = drawn + WINDOW
@@ -299,9 +278,9 @@ def _in_process(run: Run[Plan], program: Program) -> Side:
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         at_s = run.elapsed_s
+        asked = msgspec.json.encode((prompts, run.plan.max_tokens)) + b"\n"
         with run.timing():
-            await program.send(msgspec.json.encode((prompts, run.plan.max_tokens)))
-            line = await program.receive(len(prompts) * run.plan.turn_timeout)
+            line = await program.exchange(asked, len(prompts) * run.plan.turn_timeout)
         answers = msgspec.json.decode(line, type=list[list[Turn]])
         return [[replace(turn, at_s=at_s + turn.at_s) for turn in turns] for turns in answers]
 
@@ -353,7 +332,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
         return worker
 
     first = await start(WORKER)
-    folder, mine = first.model_folder, blas.mapped(first.pid)
+    folder = first.model_folder
     # With speculation the speed of a lone answer depends on its text.
     same = ("--model", str(folder), "--max-draft", "0")
     await together(
@@ -362,16 +341,11 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
         start(SLOW, *same, disk=f"{SYNC_S}"),
         start(FAILING, *same, disk="fails"),
     )
-    alone = running("bench.in_process", folder, preload=blas.preload_of(mine))
-    program = await stack.enter_async_context(alone)
-    await program.receive(plan.turn_timeout)  # it is ready
+    program = Program("bench.in_process", folder, like=first)
+    stack.enter_context(run.owning(program))
+    await program.exchange(timeout_s=plan.turn_timeout)  # it is ready
     sides[IN_PROCESS] = _in_process(run, program)
-    other = blas.mapped(program.pid)
-    run.facts |= {"worker's BLAS": blas.names(mine), "BLAS in process": blas.names(other)}
-    if mine != other:
-        raise BenchError(
-            f"the worker multiplies with {blas.names(mine)}, mlx-lm alone with {blas.names(other)}"
-        )
+    run.facts["BLAS"] = common_blas(first, program)
     return [sides[case] for case in CASES], folder
 
 
@@ -387,8 +361,12 @@ BENCH = Bench(
     plan=Plan,
     levels="at a time",
     cases=CASES,
-    measures=MEASURES,
-    against=AGAINST,
+    measures=(RATE, FIRST, DECODING, PROMPTS, BESIDE),
+    against=(
+        *(Against(measure, IN_PROCESS) for measure in (RATE, DECODING, PROMPTS)),
+        Against(FIRST, IN_PROCESS, "difference"),
+        *(Against(RATE, OFF), SPEED, Against(PROMPTS, OFF), Against(BESIDE, OFF, "difference")),
+    ),
     plots=PLOTS,
     checks=checks,
     measure=measure,

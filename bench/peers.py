@@ -11,9 +11,7 @@ import contextlib
 import itertools
 import math
 import random
-import tempfile
 import time
-from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -24,15 +22,14 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
 
-from . import blas
-from .checks import Check, bounded, count
+from . import stats
+from .checks import Check, bounded
+from .corpus import Texts
 from .faults import BenchError
-from .local import cpu_s
+from .local import common_blas, cpu_s
 from .openai import OWN, MlxServer, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .samples import Findings, Sample
-from .spec import Against, Bench, Measure, Plot
-from .tokens import Texts
+from .spec import Against, Bench, Findings, Measure, Plot, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from .local import LocalWorker, Process
     from .openai import Server
     from .run import Run
-    from .samples import Turn
+    from .spec import Turn
 
 TURNKEEP: Final = "turnkeep"
 CHAT, CONCURRENT, RESTART = PARTS = ("chat", "concurrent", "restart")
@@ -86,13 +83,8 @@ def _of(part: str, read: Callable[[Turn], float | None] | None = None) -> Callab
     return lambda turn: of(turn) if turn.facts.get("part") == part else None
 
 
-def _per_token(turn: Turn) -> float | None:
-    tokens = turn.fact("tokens") or 0
-    return (turn.total_s - turn.first_s) / (tokens - 1) if turn.first_s and tokens > 1 else None
-
-
 FIRST = Measure("first token in a chat", "s", of=_of(CHAT))
-PER_TOKEN = Measure("time per token in a chat", "s", of=_of(CHAT, _per_token))
+PER_TOKEN = Measure("time per token in a chat", "s", of=_of(CHAT, lambda turn: turn.per_token_s))
 WHOLE = Measure("whole turn in a chat", "s", of=_of(CHAT, lambda turn: turn.total_s))
 RATE = Measure("tokens of all streams", "tokens/s", "higher", levels="at once")
 AFTER = {
@@ -116,34 +108,25 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check what the ratios rely on."""
     chat = [turn for turn in found.turns if turn.facts.get("part") == CHAT and turn.prompt_tokens]
     pairs = list(Findings(found.bench, found.plan, chat).pairs(TURNKEEP))
-    apart: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for turn, our in pairs:
-        share = abs(turn.prompt_tokens / our.prompt_tokens - 1)
-        apart[turn.case][turn.block] = max(share, apart[turn.case].get(turn.block, 0.0))
-    numbers = {case: list(chats.values()) for case, chats in apart.items()}
+    apart = stats.grouped(
+        ((turn.case, turn.block), abs(turn.prompt_tokens / our.prompt_tokens - 1)) for turn, our in pairs
+    )
+    numbers = stats.grouped((case, max(shares)) for (case, _), shares in apart.items())
     name = f"all sides held the same conversation, contexts within {CONTEXT_BOUND:.0%}"
     same = bounded(name, numbers, at_most=CONTEXT_BOUND, unit="share")
     equal = sum(turn.facts["text"] == our.facts["text"] for turn, our in pairs)
     yield replace(same, detail=f"{same.detail}; {equal:,} of {len(pairs):,} answers equal")
-    busy = {case: list(found.blocks(BUSY, case).values()) for case in found.cases(BUSY)}
     name = f"a side is idle while another is measured, under {IDLE_BOUND:.0%} of a CPU"
-    yield bounded(name, busy, at_most=IDLE_BOUND, unit="share")
-    linked = [turn for turn in found.turns if turn.facts.get("blas")]
-    other = [turn for turn in linked if turn.facts["blas"] != linked[0].facts["blas"]]
-    yield count("all processes multiply with the same library", other, linked)
+    yield bounded(name, found.numbers(BUSY), at_most=IDLE_BOUND, unit="share")
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
     """Yield each round's tokens per second, of all its streams."""
-    rounds: defaultdict[tuple[str, float | None, int], list[Turn]] = defaultdict(list)
-    for turn in turns:
-        if turn.facts.get("part") == CONCURRENT:
-            rounds[turn.case, turn.x, turn.block].append(turn)
-    for (case, x, block), streams in rounds.items():
+    concurrent = [turn for turn in turns if turn.facts.get("part") == CONCURRENT]
+    for place, streams in stats.grouped(((turn.case, *turn.place), turn) for turn in concurrent).items():
         if not any(turn.error for turn in streams):
             seconds = max(turn.at_s + turn.total_s for turn in streams) - min(turn.at_s for turn in streams)
-            tokens = sum(turn.fact("tokens") or 0 for turn in streams)
-            yield Sample(RATE.name, case, x, block, tokens / seconds)
+            yield Sample(RATE.name, *place, sum(turn.num_tokens for turn in streams) / seconds)
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -161,7 +144,6 @@ class Peer:
     def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
         self.name = server.name
         self.process: Process | None = process
-        self.library: str | None = None
         self._run, self._server = run, server
 
     def chat(self) -> Any:
@@ -196,7 +178,6 @@ class Peer:
         if turn.error is not None:
             raise BenchError(f"{self.name} does not answer: {turn.error}: {turn.message}")
         await self.wait_until_idle(chat)
-        self.library = blas.names(blas.mapped(self.process.pid)) if self.process else None
 
 
 class Turnkeep(Peer):
@@ -213,8 +194,7 @@ class Turnkeep(Peer):
     async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
         """Send one generate."""
         said = [{"role": "user", "content": text}]
-        turn = await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
-        return replace(turn, facts=turn.facts | {"tokens": len(turn.tokens)})
+        return await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
 
     async def wait_until_idle(self, chat: Any) -> None:
         """Wait until every snapshot is on the disk."""
@@ -238,11 +218,8 @@ async def measure(run: Run[Plan]) -> None:
         worker, client = await stack.enter_async_context(run.worker(*keep))
         sides: list[Peer] = [Turnkeep(run, client, worker)]
         for peer in plan.peer:
-            process = None
-            if peer == OWN:
-                log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-                # The same BLAS as the worker, for the same arithmetic.
-                process = MlxServer(worker.model_folder, log, blas.preload_of(blas.mapped(worker.pid)))
+            process = MlxServer(worker.model_folder, like=worker) if peer == OWN else None
+            if process is not None:
                 stack.enter_context(run.owning(process))
                 await process.ready()
             server = await stack.enter_async_context(parse(process.address if process else peer))
@@ -250,9 +227,10 @@ async def measure(run: Run[Plan]) -> None:
             sides.append(Peer(run, server, process))
         for side in sides:
             await side.warm_up()
+        run.facts["BLAS"] = common_blas(*(side.process for side in sides if side.process))
         parts = _Parts(run, sides, Texts(worker.model_folder, _shuffled(run)))
         for part in plan.part or PARTS:
-            await {CHAT: parts.chats, CONCURRENT: parts.concurrent, RESTART: parts.restarts}[part]()
+            await {CHAT: parts.chat, CONCURRENT: parts.concurrent, RESTART: parts.restart}[part]()
 
 
 def _shuffled(run: Run[Plan]) -> Iterator[str]:
@@ -269,28 +247,27 @@ class _Parts:
     def __init__(self, run: Run[Plan], sides: Sequence[Peer], texts: Texts) -> None:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
 
-    async def chats(self) -> None:
+    async def chat(self) -> None:
         """Run chats turn by turn."""
-        plan = self._plan
-        for block in range(plan.chats):
-            chats = {side: side.chat() for side in self._sides}
-            for x in range(1, plan.turns + 1):
-                text = self._texts.next_text(plan.turn_tokens)
-                for side in _rotated(chats, block + x):
-                    await self._ask(CHAT, x, block, side, [(chats[side], text)], plan.max_tokens)
+        for block in range(self._plan.chats):
+            await self._converse(CHAT, 1, [(x, block) for x in range(1, self._plan.turns + 1)])
 
     async def concurrent(self) -> None:
         """Run several chats at once."""
-        plan = self._plan
-        for streams in plan.concurrency:
-            chats = {side: [side.chat() for _ in range(streams)] for side in self._sides}
-            for block in range(plan.rounds):
-                texts = [self._texts.next_text(plan.turn_tokens) for _ in range(streams)]
-                for side in _rotated(chats, block):
-                    asked = list(zip(chats[side], texts, strict=True))
-                    await self._ask(CONCURRENT, streams, block, side, asked, plan.max_tokens)
+        for streams in self._plan.concurrency:
+            places = [(streams, block) for block in range(self._plan.rounds)]
+            await self._converse(CONCURRENT, streams, places)
 
-    async def restarts(self) -> None:
+    async def _converse(self, part: str, streams: int, places: Sequence[tuple[int, int]]) -> None:
+        """Begin chats on every side and run their turns, each turn at its `x` and block."""
+        plan, chats = self._plan, {side: [side.chat() for _ in range(streams)] for side in self._sides}
+        for x, block in places:
+            texts = [self._texts.next_text(plan.turn_tokens) for _ in range(streams)]
+            for side in _rotated(chats, block + x):
+                asked = list(zip(chats[side], texts, strict=True))
+                await self._ask(part, x, block, side, asked, plan.max_tokens)
+
+    async def restart(self) -> None:
         """Measure a turn before and after restarts of the sides that the bench can restart."""
         plan, most = self._plan, RESTART_ANSWER_TOKENS
         for block, length in itertools.product(range(plan.restarts), plan.lengths):
@@ -319,7 +296,7 @@ class _Parts:
         began_s, used_s = time.monotonic(), sum(map(cpu_s, others))
         turns = await asyncio.gather(*(side.ask(chat, text, most) for chat, text in asked))
         busy = max(0.0, sum(map(cpu_s, others)) - used_s) / (time.monotonic() - began_s) if others else None
-        told = {"part": part, "blas": side.library, "others_busy": busy}
+        told = {"part": part, "others_busy": busy}
         self._run.keep(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
         await side.wait_until_idle(asked[0][0])
         self._run.progress(len(self._run.turns), None, f"{part}, {x:g}, {side.name}")

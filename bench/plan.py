@@ -130,19 +130,13 @@ def options(plan: type[Any]) -> list[click.Option]:
 
 
 def make(plan: type[Any], given: Mapping[str, Any], *, named: set[str], smoke: bool) -> Any:
-    """Make a plan from the options' values; `named` are the options on the command line."""
+    """Make a plan from options' values, others by default; `named` are the options on the command line."""
     values = dict(given)
     if smoke:
         for name, _, option, _ in _fields(plan):
             if name not in named and option.smoke is not _UNSET:
                 values[name] = option.smoke
     return plan(**values)
-
-
-def smoke(plan: type[Any], **changes: Any) -> Any:
-    """Make the short form of a plan."""
-    defaults = {name: default for name, _, _, default in _fields(plan) if default is not MISSING}
-    return make(plan, defaults | changes, named=set(changes), smoke=True)
 
 
 def settings(plan: Any) -> dict[str, Setting]:

@@ -17,8 +17,7 @@ from .figures import scale
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .samples import Findings, Sample
-    from .spec import Measure, Plot, Unit
+    from .spec import Findings, Measure, Plot, Sample, Unit
 
 #: Placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {

@@ -19,12 +19,11 @@ from msgspec.structs import replace
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import decode_result
 
-from .ask import error_class
-from .checks import Check, count, judged
+from .ask import class_of
+from .checks import STRETCHES, Check, count, judged
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
-from .samples import Sample, Turn
-from .spec import Bench, Measure, Plot
+from .spec import Bench, Measure, Plot, Sample, Turn
 from .stats import Estimate
 from .together import in_background, together
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
     from .run import Run
-    from .samples import Findings
+    from .spec import Findings
 
 #: Cases by the share of the limit that a session will use. The last case repeats sessions alone.
 SHORT, LONG, ALONE, NEVER, AGAIN = CASES = ("short", "long", "fits alone", "never fits", "held again")
@@ -56,8 +55,6 @@ NEAR: Final = 0.75
 #: How much a process may grow beyond what MLX allocates: buffers kept for reuse, snapshots being written,
 #: Python's own memory.
 BESIDE_BYTES: Final = 192 * 2**20
-#: The number of blocks; each ends when all answers have arrived.
-STRETCHES: Final = 10
 
 Tokens = tuple[int, ...]
 Room = Annotated[
@@ -106,18 +103,18 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield _within("KV stays within max_memory", held, kv)
     sent = [turn for turn in found.turns if turn.case != AGAIN]
     fits, never = [t for t in sent if t.case != NEVER], [t for t in sent if t.case == NEVER]
-    yield count("no request that fits was refused", [t for t in fits if t.error == REFUSED], fits, "requests")
-    taken = [turn for turn in never if turn.error is None and not turn.facts["cancelled"]]
-    yield count("no request was carried out that can never fit", taken, never, "requests")
-    results = found.of(RESULTS)
-    odd = [one for one in results if one.value != 1]
-    yield count("every request has one result in the log", odd, results, "requests")
+    yield count("no request that fits was refused", fits, lambda t: t.error == REFUSED, "requests")
+    name = "no request was carried out that can never fit"
+    yield count(name, never, lambda t: t.error is None and not t.facts["cancelled"], "requests")
+    name = "every request has one result in the log"
+    yield count(name, found.of(RESULTS), lambda results: results.value != 1, "requests")
     done = [t for t in sent if t.error is None and (t.tokens or t.facts["verb"] == "append")]
-    contexts = [t for t in done if t.position != (t.fact("held") or 0) + (t.own_tokens or 0) + len(t.tokens)]
-    yield count("no answer ran over another context than was sent", contexts, done, "answers")
-    again = [turn for turn in found.turns if turn.case == AGAIN and turn.error is None]
-    wrong = [turn for turn in again if turn.facts["same"] != "yes"]
-    yield count("answers are those of the same sessions alone", wrong, again, "answers")
+    name = "no answer ran over another context than was sent"
+    sizes = ((t.position, (t.fact("held") or 0) + (t.own_tokens or 0) + len(t.tokens)) for t in done)
+    yield count(name, [*sizes], lambda size: size[0] != size[1], "answers")
+    again = [turn for turn in found.answered if turn.case == AGAIN]
+    name = "answers are those of the same sessions alone"
+    yield count(name, again, lambda turn: turn.facts["same"] != "yes", "answers")
     if held and active:
         near = min(_most(active) - idle, _most(held)) / kv
         name = f"the load came near the limit: at least {NEAR:.0%} of it were used"
@@ -129,7 +126,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _within(name: str, readings: Sequence[Sample], limit: int) -> Check:
-    found = count(name, [one for one in readings if one.value > limit], readings, "readings")
+    found = count(name, readings, lambda reading: reading.value > limit, "readings")
     most = f"at the most {number(_most(readings), 'bytes')} of {number(limit, 'bytes')}"
     return replace(found, detail=f"{most}, in {len(readings):,} readings") if readings else found
 
@@ -212,7 +209,7 @@ class _Load:
             self._run.sample(measure, case, at_s, self.block, size_bytes)
 
     async def stretch(self, seconds: float) -> None:
-        """Send requests for `seconds`, and wait for all answers."""
+        """Send requests for `seconds`, and wait for all answers: a block."""
         end_s = self._run.elapsed_s + seconds
         await together(*(self._ask(dice, end_s) for dice in self._dice))
 
@@ -284,7 +281,7 @@ class _Load:
                     result = await call(request_id=name, timeout_s=self._plan.turn_timeout, **request)
                     found = {"position": result.position}
                 except TurnkeepError as fault:
-                    found = {"error": error_class(fault), "message": str(fault)}
+                    found = {"error": class_of(fault), "message": str(fault)}
             return Turn(at_s=at_s, total_s=run.elapsed_s - at_s, **found)
 
 
@@ -333,7 +330,6 @@ BENCH = Bench(
     plan=Plan,
     cases=CASES,
     measures=(REQUEST, DEVICE, KV, PROCESS),
-    against=(),
     plots=PLOTS,
     checks=checks,
     measure=measure,

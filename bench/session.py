@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final
@@ -21,12 +21,11 @@ from msgspec.structs import replace
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import CachePolicy
 
-from . import promises, stats
+from . import stats
 from .ask import FAULT_PAUSE_S, FULL
-from .checks import Check, count, judged
+from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
 from .plan import Corpus, Option, TurnTimeout
-from .samples import Sample
-from .spec import Bench, Measure, Plot
+from .spec import Bench, Measure, Plot, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
     from .run import Run
-    from .samples import Findings, Turn
+    from .spec import Findings, Turn
 
 DEFAULT_TURNS: Final = 50
-STRETCHES: Final = 10
 #: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.
 MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
@@ -64,11 +62,6 @@ class Plan:
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
-
-    @property
-    def kept(self) -> float:
-        """The most tokens that keep their KV."""
-        return math.inf if self.window is None else self.sink + self.window
 
     @property
     def limit(self) -> int | None:
@@ -101,7 +94,6 @@ BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("besid
 FORMULA = Measure("KV by its formula", "bytes", log=False)
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
 WRITTEN = Measure("written for a generated token", "bytes", log=False)
-MEASURES = (WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA)
 
 PLOTS = (
     Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
@@ -121,59 +113,49 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
     Blocks, since snapshots are written behind turns.
     """
-    answered = [turn for turn in turns if turn.error is None and turn.fact("kept")]
-    per_token = _bytes_per_token([_sizes(turn, turn.fact("kept") or 0.0) for turn in answered])
-    for turn in answered if per_token is not None else ():
-        yield Sample(FORMULA.name, "", turn.at_s, turn.block, (turn.fact("kept") or 0.0) * (per_token or 0.0))
-    sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    known = [turn for turn in turns if turn.fact("written_bytes") is not None]
-    for before, turn in pairwise(known):
-        more = (turn.fact("written_bytes") or 0.0) - (before.fact("written_bytes") or 0.0)
-        if more >= 0:  # negative after a restart of the worker
-            size, tokens, _ = sums[turn.block]
-            sums[turn.block] = [size + more, tokens + len(turn.tokens), turn.at_s]
-    for block, (size, tokens, at_s) in sums.items():
-        if tokens:
-            yield Sample(WRITTEN.name, "", at_s, block, size / tokens)
+    answered = [turn for turn in turns if turn.error is None]
+    per_token = bytes_per_token(answered) or 0.0
+    for turn in answered if per_token else ():
+        tokens = min(turn.position or 0, turn.fact("kept") or math.inf)
+        yield Sample(FORMULA.name, "", turn.at_s, turn.block, tokens * per_token)
+    known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
+    steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
+    # Fewer bytes than before are those of a worker that was restarted.
+    for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
+        if tokens := sum(len(turn.tokens) for _, turn in some):
+            yield Sample(WRITTEN.name, "", some[-1][1].at_s, block, sum(more for more, _ in some) / tokens)
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check the promised cost of a session."""
-    answered = [turn for turn in found.turns if turn.error is None]
-    several = answered if len(answered) > 1 else []  # one turn fits any formula
+    several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
+    right = bytes_per_token(several)
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, breaking_the_formula(several, found.plan.kept), several)
-    much = [turn for turn in answered if turn.prefilled_tokens > _own_tokens(turn)]
-    yield count("only a turn's own tokens are prefilled", much, answered)
-    yield promises.held_tokens_are_cheap({"": found.turns})
+    yield count(name, several, lambda turn: right not in _sizes(turn))
+    name = "only a turn's own tokens are prefilled"
+    yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
+    yield held_tokens_are_cheap({"": found.turns})
     medians = [(block, math.log(value)) for block, value in found.blocks(WHOLE, "").items() if value > 0]
     span = medians[-1][0] - medians[0][0] if medians else 0
     drift = stats.transformed(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
     yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
-    yield promises.keeps_its_size(found.of(BESIDE))
+    yield keeps_its_size(found.of(BESIDE))
 
 
-def breaking_the_formula(turns: Sequence[Turn], kept: float = math.inf) -> list[Turn]:
-    """Return the turns whose KV has not the same bytes per token as that of most.
-
-    After a turn all tokens of the session have KV, or all but the last; of them `kept` at the most.
-    """
-    sizes = [_sizes(turn, kept) for turn in turns]
-    right = _bytes_per_token(sizes)
-    return [turn for turn, either in zip(turns, sizes, strict=True) if right not in either]
-
-
-def _sizes(turn: Turn, kept: float) -> set[float]:
-    """Return what a token's KV takes, if all of a session's tokens have some, or all but the last."""
-    position = turn.position or 0
-    return {turn.kv_live_bytes / min(tokens, kept) for tokens in (position, position - 1) if tokens > 0}
-
-
-def _bytes_per_token(sizes: Sequence[set[float]]) -> float | None:
-    """Return the size that most turns have; None where there is none."""
-    votes = Counter(size for either in sizes for size in either if size)
+def bytes_per_token(turns: Sequence[Turn]) -> float | None:
+    """Return what a token's KV takes by most turns; None where there is none."""
+    votes = Counter(size for turn in turns for size in _sizes(turn) if size)
     return max(votes, key=votes.__getitem__, default=None)
+
+
+def _sizes(turn: Turn) -> set[float]:
+    """Return what a token's KV takes, if all of a session's tokens have some, or all but the last.
+
+    The session keeps the KV of the turn's fact `kept` at the most.
+    """
+    position, kept = turn.position or 0, turn.fact("kept") or math.inf
+    return {turn.kv_live_bytes / min(tokens, kept) for tokens in (position, position - 1) if tokens > 0}
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -187,7 +169,8 @@ async def measure(run: Run[Plan]) -> None:
     """Run the conversation."""
     plan, texts = run.plan, run.corpus.texts()
     async with run.target() as client:
-        session = client.session(f"bench-{uuid4().hex[:12]}", cache=_cache(plan))
+        cache = None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
+        session = client.session(f"bench-{uuid4().hex[:12]}", cache=cache)
         began_s, anew = run.elapsed_s, 0
         held: int | None = 0  # None after a fault
         try:
@@ -214,15 +197,13 @@ async def measure(run: Run[Plan]) -> None:
                 await session.close(timeout_s=CLOSE_TIMEOUT_S)
 
 
-def _cache(plan: Plan) -> CachePolicy | None:
-    return CachePolicy("sink_window", plan.sink, plan.window) if plan.window is not None else None
-
-
 async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
     """Send one turn to a session of `held` tokens, then read the worker's memory and writes."""
     messages = [{"role": "user", "content": text}]
     turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)
-    facts: dict[str, float | str | None] = {"held": held, "kept": min(turn.position or 0, run.plan.kept)}
+    facts: dict[str, float | str | None] = {"held": held}
+    if run.plan.window is not None:
+        facts["kept"] = run.plan.sink + run.plan.window
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics
@@ -236,9 +217,7 @@ BENCH = Bench(
     name="session",
     title="One session, many turns",
     plan=Plan,
-    cases=("",),
-    measures=MEASURES,
-    against=(),
+    measures=(WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import lru_cache
-from statistics import NormalDist, fmean, median, stdev
-from typing import TYPE_CHECKING, Final
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +28,8 @@ BEYOND: Final = 5
 CONFIDENCE: Final = 0.95
 
 Blocks = dict[int, float]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Estimate(Struct, frozen=True):
@@ -56,12 +58,17 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
     return Estimate(centre, centre - half, centre + half, n)
 
 
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Collect the values of each key, both in the order in which they come."""
+    found: defaultdict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return found
+
+
 def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
     """Reduce each block's values to their median."""
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    for block, value in values:
-        found[block].append(value)
-    return {block: median(some) for block, some in sorted(found.items())}
+    return {block: median(some) for block, some in sorted(grouped(values).items())}
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
@@ -79,9 +86,7 @@ def slopes(points: Iterable[tuple[int, float, float]]) -> list[float]:
 
     A block with only one x has no slope.
     """
-    found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for block, x, y in points:
-        found[block].append((x, y))
+    found = grouped((block, (x, y)) for block, x, y in points)
     lines = (np.asarray(some).T for _, some in sorted(found.items()))
     return [float(np.cov(x, y)[0, 1] / np.var(x, ddof=1)) for x, y in lines if len(x) > 1 and np.ptp(x) > 0]
 
@@ -115,12 +120,8 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
     """Return t for a two-sided interval with `degrees` degrees of freedom (1 or more).
 
-    Inverts the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4, by bisection; beyond 200 degrees
-    their expansion 26.7.5 is exact to seven digits.
+    Inverts the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4, by bisection.
     """
-    if degrees > 200:
-        z = NormalDist().inv_cdf(0.5 + confidence / 2)
-        return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     low, high = 0.0, 1e6
     for _ in range(100):
         middle = (low + high) / 2

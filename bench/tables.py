@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .report import Report
-    from .samples import Findings
-    from .spec import AnyBench, Measure
+    from .spec import AnyBench, Findings, Measure
 
 PRINTED_WIDTH: Final = 132
 
@@ -32,7 +31,7 @@ class Table:
 
 def tables(findings: Findings[Any]) -> list[Table]:
     """Return one table of all measures with a single row, and one table for each other measure."""
-    shown = [measure for measure in findings.bench.measures if measure.table and findings.cases(measure)]
+    shown = [measure for measure in findings.bench.measures if findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
     return [*([table(findings, "all in all", short)] if short else []), *others]
@@ -56,12 +55,10 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> T
         for one in sets:
             if case == one.base:
                 cells.append("")
-            elif one.kind == "ratio":
-                ratios = findings.ratios(measure, case, one.base, level)
-                cells.append(interval(stats.mean(ratios, log=True)))
             else:
-                later = stats.mean(findings.differences(measure, case, one.base, level))
-                cells.append(interval(later, measure.unit, signed=True))
+                ratio = one.kind == "ratio"
+                found = stats.mean(findings.compared(one, case, level), log=ratio)
+                cells.append(interval(found, "" if ratio else measure.unit, signed=not ratio))
         rows.append(cells)
     marks = [f"{'of' if one.kind == 'ratio' else 'more than'} {one.base}" for one in sets]
     head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]

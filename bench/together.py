@@ -13,24 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
 
 
-async def together(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all coroutines to their end."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in work:
-                group.create_task(one)
-    except BaseExceptionGroup as faults:
-        raise faults.exceptions[0] from None
-
-
 @asynccontextmanager
-async def in_background(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
-    """Run coroutines while the block runs; cancel them at the block's end."""
+async def in_background(*work: Coroutine[Any, Any, Any], wait: bool = False) -> AsyncGenerator[None]:
+    """Run coroutines while the block runs; at the block's end cancel them, or wait for them."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
             yield
-            for task in tasks:
+            for task in tasks if not wait else ():
                 task.cancel()
     except BaseExceptionGroup as faults:
         raise faults.exceptions[0] from None
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all coroutines to their end."""
+    async with in_background(*work, wait=True):
+        pass

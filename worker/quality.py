@@ -1,14 +1,16 @@
 """A program that measures the cost of quantised KV: `python -m worker.quality TEXT --data-dir FOLDER ...`.
 
-`turnkeep bench quality` runs it and makes a report of its output: one JSON object per line, printed as soon
-as it is measured. Loads the model as a worker does, once per precision, and runs it with the worker's
-attention, without NATS, sessions or the scheduler.
+`turnkeep bench quality` runs it and makes a report of its output: one JSON array per line, printed as soon
+as it is measured: the bits, the window of the text, and the values of the bench's measures by their names.
+Loads the model as a worker does, once per precision, and runs it with the worker's attention, without NATS,
+sessions or the scheduler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +94,7 @@ class Side:
             answer.append(_most_likely(logits))
         return answer
 
-    def sizes(self, tokens: Sequence[int]) -> dict[str, Any]:
+    def sizes(self, tokens: Sequence[int]) -> dict[str, float]:
         """Return the size of a token's KV on the device, and in the file of a block."""
         block = self._plan.block
         caches = make_prompt_cache(self._model)
@@ -111,11 +113,8 @@ class Side:
             caches=described,
         )
         name = Name(blocks.root(identity.digest(), "default"), 0, blocks.pack(tokens[:block]))
-        return {
-            "caches": described,
-            "kv_bytes_per_token": self._per_token,
-            "disk_bytes_per_token": file_bytes(name, identity, cut) / block,
-        }
+        on_disk = file_bytes(name, identity, cut) / block
+        return {"a token's KV in memory": self._per_token, "a token's KV on disk": on_disk}
 
     def _run(self, caches: list[Any], tokens: Sequence[int]) -> Iterator[tuple[int, mx.array]]:
         """Prefill by whole blocks, as a worker does; yield the start of each block and its logits."""
@@ -144,28 +143,34 @@ class Comparison:
         if not windows:
             raise SystemExit(f"the text has {len(tokens)} tokens, fewer than a window of {plan.window}")
         side = Side(loaded, plan, kv_bits)
-        _print("kept", kv_bits, **side.sizes(windows[0]))
+        _print(kv_bits, None, side.sizes(windows[0]))
         for i, window in enumerate(windows):
             loss, best = side.score(window)
+            figures = {"perplexity": math.exp(loss / len(best))}
             if kv_bits is None:
                 self._best.append(best)
-            same = sum(a == b for a, b in zip(best, self._best[i], strict=True))
-            _print("window", kv_bits, tokens=len(best), loss=loss, same=same)
+            else:
+                same = sum(a == b for a, b in zip(best, self._best[i], strict=True))
+                figures["likeliest token equal"] = same / len(best)
+            _print(kv_bits, i, figures)
         for i, window in enumerate(windows[: plan.answers]):
             answer = side.answer(window[: plan.window // 2])
             if kv_bits is None:
                 self._answers.append(answer)
+                continue
             pairs = zip(answer, self._answers[i], strict=True)
             same = next((at for at, (a, b) in enumerate(pairs) if a != b), plan.answer)
-            _print("answer", kv_bits, tokens=len(answer), same=same)
+            share = same / len(answer)
+            figures = {"answer equal up to the first difference": share}
+            _print(kv_bits, i, figures | {"answers equal as a whole": float(share == 1)})
 
 
 def _most_likely(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits)))
 
 
-def _print(kind: str, kv_bits: int | None, **fields: Any) -> None:
-    print(json.dumps({"kind": kind, "kv_bits": kv_bits, **fields}), flush=True)  # noqa: T201  # the program's output
+def _print(kv_bits: int | None, window: int | None, figures: dict[str, float]) -> None:
+    print(json.dumps([kv_bits, window, figures]), flush=True)  # noqa: T201  # the program's output
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

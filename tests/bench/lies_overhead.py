@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from saboteurs import Lie, Suite, never_restore, only, told
 
 from bench.overhead import BENCH, CASES, FAILING, IDLE, IN_PROCESS, OFF, ON, SLOW, WORKER, Plan
-from bench.samples import Sample, Turn
+from bench.spec import Sample, Turn
 from worker.device.room import Room
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from saboteurs import Lie, Suite, told
 
 from bench.openai import OWN
 from bench.peers import BENCH, CHAT, CONCURRENT, KILL, TURNKEEP, WARM, Plan
-from bench.samples import Sample, Turn
+from bench.spec import Sample, Turn
 
 PLAN = Plan(corpus="built-in")
 
@@ -26,7 +26,7 @@ def honest(seed: int) -> tuple[list[Turn], list[Sample]]:
             first_s = slower * (0.5 + 1e-4 * context) * noise.lognormvariate(0, 0.2)
             times = {"first_s": first_s, "total_s": first_s + slower, "position": context + 64}
             counts = {"prompt_tokens": context, "cached_tokens": context - 200, "prefilled_tokens": 200}
-            facts = {"part": part, "blas": "libopenblas.so", "text": "a", "tokens": 64}
+            facts = {"part": part, "text": "a", "tokens": 64}
             facts["others_busy"] = noise.expovariate(100)
             joined = True if case == TURNKEEP else None
             turns.append(Turn(case=case, x=x, block=block, joined=joined, facts=facts, **times, **counts))
@@ -42,7 +42,6 @@ def shorter(turn: Turn) -> Turn:
 LIES = (
     Lie("forgets what was said first", "all sides held the same conversation", shorter),
     Lie("works while it should be idle", "a side is idle", told(OWN, others_busy=0.5)),
-    Lie("multiplies otherwise", "all processes multiply", told(OWN, blas="libmkl.so")),
 )
 LONG = ("--part", "chat", "--corpus", "built-in", "--chats", "1000", "--turns", "3", "--turn-tokens", "20")
 SUITE = Suite(BENCH, PLAN, honest, LIES, (*LONG, "--max-tokens", "4"))

@@ -10,7 +10,7 @@ from saboteurs import Lie, Suite, only, restore_badly
 
 from bench import pressure
 from bench.pressure import AGAIN, ALLOCATED, BENCH, DEVICE, KV, NEVER, PEAK, PROCESS, REFUSED, Plan
-from bench.samples import Sample, Turn
+from bench.spec import Sample, Turn
 from worker.device.admission import Claim, Ledger
 
 if TYPE_CHECKING:

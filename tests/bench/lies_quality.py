@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from saboteurs import Lie, Suite
 
 from bench.quality import BENCH, CASES, DISK, EIGHT, EQUAL, FOUR, FULL, MEMORY, PERPLEXITY, Plan
-from bench.samples import Sample, Turn
+from bench.spec import Sample, Turn
 from worker.models import model
 from worker.quality import Side
 

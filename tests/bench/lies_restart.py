@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from saboteurs import Lie, Suite, let_tokens_cost, never_restore, only, prefill_in_secret, restore_badly
 
 from bench.restart import BENCH, CASES, COLD, KILL, RESTART, RESTORED, SPILLED, WARM, Plan
-from bench.samples import Sample, Turn
+from bench.spec import Sample, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable

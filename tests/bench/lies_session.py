@@ -7,8 +7,8 @@ import random
 from msgspec.structs import replace
 from saboteurs import PREFILL_S, Lie, Suite, let_tokens_cost, prefill_anew, report_no_kv, wait_for_all
 
-from bench.samples import Sample, Turn
 from bench.session import BENCH, Plan
+from bench.spec import Sample, Turn
 
 PLAN = Plan(duration=14_400, every=120, corpus="built-in")
 TURNS = 120

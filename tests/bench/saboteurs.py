@@ -25,8 +25,7 @@ from worker.sessions import execution, history
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.samples import Sample, Turn
-    from bench.spec import AnyBench
+    from bench.spec import AnyBench, Sample, Turn
 
 
 #: What prefilling a token takes in honest runs of long sessions.

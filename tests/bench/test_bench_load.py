@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bench import load, stats
-from bench.samples import Findings, Turn
+from bench.spec import Findings, Turn
 
 
 def make(number: int, at_s: float = 0.0, total_s: float = 1.0, **changes: object) -> Turn:

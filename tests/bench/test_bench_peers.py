@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.samples import Turn
+    from bench.spec import Turn
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 CUT = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Length: 9999\r\n\r\n")

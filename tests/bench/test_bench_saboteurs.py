@@ -10,9 +10,9 @@ from saboteurs import Lie, Suite, suites
 
 from bench import checks
 from bench.checks import Check, Verdict
-from bench.plan import Where, smoke
+from bench.plan import Where, make
 from bench.run import conduct
-from bench.samples import Findings
+from bench.spec import Findings
 
 SUITES = suites()
 LIES = [(suite, lie) for suite in SUITES for lie in (*suite.common, *suite.lies)]
@@ -93,7 +93,7 @@ async def test_a_real_worker_that_lies_is_caught(
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     model = str(request.getfixturevalue(suite.model))
     where = Where(model=model, program=("saboteurs", suite.bench.name, lie.name))
-    report = await conduct(suite.bench, smoke(suite.bench.plan), where)
+    report = await conduct(suite.bench, make(suite.bench.plan, {}, named=set(), smoke=True), where)
     # How late the loop is on a busy machine says nothing about the worker.
     names = [name for name in failed(report.checks) if name != KEPT_TIME]
     assert names, report.checks

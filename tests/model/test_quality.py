@@ -36,8 +36,8 @@ def test_a_model_is_loaded_with_the_bits_that_are_asked_for(tiny: Path, kv_bits:
     loaded = model.load(tiny, dtype="float32", kv_bits=kv_bits)
     assert loaded.kv.bytes_per_token == kv_bytes
     sizes = Side(loaded, PLAN, kv_bits).sizes(tokens_of(32, loaded.vocab_size))
-    assert sizes["kv_bytes_per_token"] == kv_bytes
-    assert kv_bytes < sizes["disk_bytes_per_token"] < kv_bytes + 4096 / PLAN.block
+    assert sizes["a token's KV in memory"] == kv_bytes
+    assert kv_bytes < sizes["a token's KV on disk"] < kv_bytes + 4096 / PLAN.block
 
 
 @pytest.mark.parametrize("window", [32, 27])
@@ -76,16 +76,14 @@ def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.
     for bits in (None, 8):
         comparison.add(model.load(tiny, dtype="float32", kv_bits=bits), bits)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    per_side = ["kept", *["window"] * 3, *["answer"] * 2]
-    assert [line["kind"] for line in told] == per_side * 2
-    assert [line["kv_bits"] for line in told] == [None] * 6 + [8] * 6
-    for line in told[:6]:
-        assert line["kind"] == "kept" or line["same"] == line["tokens"]
-    assert all(line["tokens"] == 16 for line in told if line["kind"] == "window")
-    assert {line["caches"] for line in told if line["kind"] == "kept"} == {
-        "2*KVCache",
-        "2*QuantizedKVCache(32,8)",
-    }
+    assert [(bits, window) for bits, window, _ in told] == [(None, i) for i in (None, 0, 1, 2)] + [
+        (8, i) for i in (None, 0, 1, 2, 0, 1)
+    ]
+    full, fewer = ([figures for bits, _, figures in told if bits == kept] for kept in (None, 8))
+    assert fewer[0]["a token's KV in memory"] < full[0]["a token's KV in memory"]
+    assert [figures.keys() for figures in full[1:]] == [{"perplexity"}] * 3
+    assert [len(figures) for figures in fewer] == [2] * 6
+    assert all(0 <= value <= 1 for figures in fewer[4:] for value in figures.values())
 
 
 def test_a_text_that_fills_no_window_is_refused(tiny: Path) -> None:
