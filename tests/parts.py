@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
@@ -105,11 +106,14 @@ class WorkerProcess:
             *(("--model", str(model)) if model else ()),
             *("--log-format", "json", *options),
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self.log_path = data_dir.with_suffix(".log")
 
     def start(self) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
+        if CAN_FORK and self.command[1:3] == ["-m", "worker"]:
+            self._process = Forked(self.command[3:], self.log_path, environment)
+            return
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
                 self.command, stdout=output, stderr=output, env=environment, cwd=Path(__file__).parents[1]

@@ -1,0 +1,17 @@
+"""Imports what a worker with a tiny model needs: for the process that `forked` forks."""
+
+from importlib import import_module
+
+from worker.models.blas import preload
+
+preload()  # as a worker does, before anything imports MLX
+for name in (
+    "mlx_lm.models.llama",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "worker.app",
+    "worker.commands.cli",
+    "worker.device.runner",
+    "worker.models.tokenizer",
+):
+    import_module(name)
