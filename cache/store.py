@@ -506,7 +506,7 @@ class Store:
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
-            identity = replace(full.identity, policy=str(policy))
+            identity = replace(full.identity, policy=full.layout.name(policy))
             form = self._forms[policy] = _Form(identity, full.layout.under(policy), self._index)
             self._identities.add(form.digest)
         return form

@@ -19,6 +19,7 @@ from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor
 from cache.store import file_bytes
 from worker.batch.batch import PrefillPiece
 from worker.batch.choosing import batch_for
+from worker.batch.matching import num_sketched
 from worker.device import machine
 from worker.device.runner import estimator
 from worker.sessions.policies import misfit
@@ -107,7 +108,8 @@ def measure(
     else:
         caches = layers.make(model)
         model(mx.array([[0]]), cache=caches)
-    layout = layers.layout(caches, list) if layers.unsupported(caches) is None else None
+    sketched = range(num_sketched(len(caches)))  # which layers it will be, a trial says
+    layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")
     limit = limit_bytes or machine.default_limit_bytes(loaded.weight_bytes)
@@ -121,9 +123,9 @@ def measure(
         block_tokens=block,
         code=digest,
         caches=described,
-        policy=str(policy),
+        policy=layout.name(policy) if layout else str(policy),
     )
-    whole = estimator(loaded, caches, limit)
+    whole = estimator(loaded, caches, limit, sketched)
     return Sized(whole, whole.kv.under(policy), layout and layout.under(policy), identity)
 
 

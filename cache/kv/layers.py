@@ -34,7 +34,7 @@ from .size import KvSize, Window
 from .states import leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from cache.names.blocks import Span
     from cache.names.policy import Policy
@@ -51,29 +51,37 @@ _DTYPES: Final = {
 }
 
 
-def make(model: Any, policy: Policy = FULL, *, rings: bool = False) -> list[Any]:
+def make(
+    model: Any, policy: Policy = FULL, *, rings: bool = False, sketched: Collection[int] | None = None
+) -> list[Any]:
     """Make a model's new caches under a policy: with a window, its plain layers are rings.
 
-    `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. Raises
-    `ValueError` with the class of a layer that does not support the policy.
+    `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
+    the layers whose keys a paged session keeps in sketches, by default all. Raises `ValueError` with the
+    class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
-    return [_under(policy, pages, cache, rings=rings) for cache in make_prompt_cache(model)]
+    return [
+        _under(policy, pages, cache, rings=rings, is_sketched=sketched is None or layer in sketched)
+        for layer, cache in enumerate(make_prompt_cache(model))
+    ]
 
 
-def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool) -> Any:
+def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_sketched: bool) -> Any:
     kind = type(cache)
     if rings and kind is RotatingKVCache and not cache.keep:
         return RingCache(0, cache.max_size)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
     if kind is CacheList:
-        members = [_under(policy, pages, member, rings=rings) for member in cache.caches]
+        members = [
+            _under(policy, pages, member, rings=rings, is_sketched=is_sketched) for member in cache.caches
+        ]
         return CacheList(*members)  # type: ignore[no-untyped-call]
     if kind in (KVCache, QuantizedKVCache):
         packing = (cache.group_size, cache.bits) if kind is QuantizedKVCache else ()
         if pages is not None:
-            return PagedCache(pages, *packing)
+            return PagedCache(pages, *packing, is_sketched=is_sketched)
         return RingCache(policy.sink, policy.window, *packing)
     raise ValueError(f"{policy.name} is not for layers of {kind.__name__}; use the policy full")
 
@@ -102,10 +110,12 @@ def describe(caches: Sequence[Any]) -> str:
     return " ".join(name if length == 1 else f"{length}*{name}" for name, length in runs)
 
 
-def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
+def layout(
+    caches: Sequence[Any], new: Callable[..., list[Any]], sketched: Collection[int] | None = None
+) -> ModelLayout:
     """Return the layout of a model's snapshots. `caches` have run some tokens.
 
-    `new` makes empty caches, under the policy that it is given, if any.
+    `new` makes empty caches, under the policy that it is given, if any; `sketched` as for `make`.
     """
     whole: list[tuple[str, str, tuple[int, ...]]] = []
     sketches: list[tuple[str, str, tuple[int, ...]]] = []
@@ -116,7 +126,7 @@ def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
                 (f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3]))
                 for part, array in states.parts(cache).items()
             )
-            if type(cache) in (KVCache, QuantizedKVCache):
+            if _is_sketched(path, cache, sketched):
                 sketches += (
                     (f"{path}.{name}", _DTYPES[dtype], (num_heads, width))
                     for name, (dtype, num_heads, width) in states.sketch(cache).items()
@@ -135,6 +145,11 @@ def layout(caches: Sequence[Any], new: Callable[..., list[Any]]) -> ModelLayout:
     reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
     together = tuple(chain.from_iterable(kv.values()))
     return ModelLayout(together, tuple(whole), prove, reaches, tuple(sketches))
+
+
+def _is_sketched(path: str, cache: Any, sketched: Collection[int] | None) -> bool:
+    is_chosen = sketched is None or int(path.partition(".")[0]) in sketched
+    return is_chosen and type(cache) in (KVCache, QuantizedKVCache)
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
@@ -196,7 +211,7 @@ def cut(
             held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
             pieces |= held
             reaches |= dict.fromkeys(held, states.reach(cache))
-            reaches |= {f"{path}.{name}": FULL for name in states.SKETCH}  # kept of every token
+            reaches |= {name: FULL for name in held if "sketch" in name}  # kept of every token
         elif at_end:
             for part, array in states.state(cache, end).items():
                 state[f"{STATE}{path}.{part}"] = array
@@ -346,11 +361,11 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
     return bool((cache.places_for(wanted) if isinstance(cache, RingCache) else wanted) > room)
 
 
-def sizes(caches: Sequence[Any]) -> KvSize:
-    """Measure the sizes of a model's KV on caches that have run some tokens."""
+def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
+    """Measure the sizes of a model's KV on caches that have run some tokens; `sketched` as for `make`."""
     per_token = fixed = sketch = 0
     windows: Counter[tuple[int, bool]] = Counter()
-    for _, cache in leaves(caches):
+    for path, cache in leaves(caches):
         if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
             continue
@@ -358,7 +373,7 @@ def sizes(caches: Sequence[Any]) -> KvSize:
         most = states.most_tokens(cache)
         if most is None:
             per_token += size
-            if type(cache) in (KVCache, QuantizedKVCache):
+            if _is_sketched(path, cache, sketched):
                 sketch += sum(
                     dtype.size * heads * width for dtype, heads, width in states.sketch(cache).values()
                 )

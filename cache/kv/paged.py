@@ -151,15 +151,17 @@ class PagedCache(RingCache):
     """The first `sink` tokens and the last `window` of one layer, and the chunks in the slots of `pages`.
 
     The slots' places lie behind the ring's, and are allocated as chunks leave the window. `sketch` has, of
-    all tokens, the keys quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each.
+    all tokens, the keys quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each;
+    empty unless the layer `is_sketched`.
     """
 
-    def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0) -> None:
+    def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0, *, is_sketched: bool = True) -> None:
         policy = pages.policy
         if policy.window is None:
             raise ValueError("a paged cache needs a window")
         super().__init__(policy.sink, policy.window, group_size, bits, grid=0)
         self.pages = pages
+        self.is_sketched = is_sketched
         self.sketch: tuple[mx.array, ...] = ()
         self._num_passed = 0  # chunks that have begun to leave the window
 
@@ -209,6 +211,11 @@ class PagedCache(RingCache):
         """Add the keys and values of the next tokens, at most `SLACK`: (1, KV heads, tokens, size)."""
         at = slice(self.offset, self.offset + keys[0].shape[2])
         super().write(keys, values)
+        if self.is_sketched:
+            self._add_sketch(keys, at)
+        self._keep_passed()
+
+    def _add_sketch(self, keys: Sequence[mx.array], at: slice) -> None:
         plain = self._unpacked(tuple(keys), at.stop - at.start)
         sketched = mx.quantize(plain, sketch_group(plain.shape[3]), _SKETCH_BITS)
         held = self.sketch[0].shape[2] if self.sketch else 0
@@ -219,7 +226,6 @@ class PagedCache(RingCache):
             self.sketch = tuple(mx.concatenate([*pair], axis=2) for pair in pairs) if held else tuple(blank)
         for array, part in zip(self.sketch, sketched, strict=True):
             array[..., at, :] = part
-        self._keep_passed()
 
     def put(self, slot: int, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
         """Write a chunk's keys and values, (1, KV heads, `CHUNK`, size), to a slot."""
@@ -247,7 +253,7 @@ class PagedCache(RingCache):
         num_held = sum(end - start for start, end in spans)
         if any(array.shape[2] != num_held for array in (*keys, *values)):
             raise ValueError(f"not the keys and values of {num_held} tokens")
-        if len(sketch) != 3 or any(array.shape[2] < num_tokens for array in sketch):
+        if len(sketch) != 3 * self.is_sketched or any(array.shape[2] < num_tokens for array in sketch):
             raise ValueError(f"not the sketch of {num_tokens} keys")
 
         def part(at: int, num: int) -> tuple[list[mx.array], list[mx.array]]:

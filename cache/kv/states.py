@@ -182,7 +182,8 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
         keys, values = cache.tokens(start, end)
         held = _named("keys", keys) | _named("values", values)
         if isinstance(cache, PagedCache):
-            held |= {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=True)}
+            sketch = zip(SKETCH, cache.sketch, strict=False)  # none without `is_sketched`
+            held |= {name: part[..., start:end, :] for name, part in sketch}
         return held
     if cache.keys is None or end > cache.offset:
         raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")

@@ -109,6 +109,11 @@ class ModelLayout:
         more = self.sketches if policy.recall else ()
         return replace(self, kv=self.kv + more, reaches=reaches + (FULL,) * len(more), prove=prove)
 
+    def name(self, policy: Policy) -> str:
+        """Return a policy as a part of an identity, with the layers that have sketches under it."""
+        paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
+        return f"{policy} by {','.join(paths)}" if policy.recall else str(policy)
+
     def seen(self, num_tokens: int) -> tuple[Span, ...]:
         """List what the layers of a session of `num_tokens` tokens see; spans may overlap."""
         return tuple({span: None for reach in self._distinct for span in seen(reach, num_tokens)})

@@ -18,6 +18,7 @@ from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span, as_tokens
 from cache.names.policy import CHUNK, Policy
+from worker.batch import matching
 from worker.batch.forward import Forward, OwnPart
 from worker.device import cutting
 
@@ -114,10 +115,13 @@ def test_a_session_is_exact_until_it_is_larger_than_what_is_on_the_device(model)
     assert wrong[EXACT + 20 :].all()
 
 
+@pytest.mark.parametrize("sketched", [None, (1,)])
 @pytest.mark.parametrize("num_tokens", [200, EXACT, EXACT + 70, 3 * EXACT + 5])
-def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(model, num_tokens: int) -> None:
+def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(
+    model, num_tokens: int, sketched: tuple[int, ...] | None
+) -> None:
     tokens, forward = prompt(num_tokens + 20), Forward(model)
-    caches, stored = layers.make(model, POLICY), {}
+    caches, stored = layers.make(model, POLICY, sketched=sketched), {}
     for start in range(0, num_tokens, 64):
         end = min(start + 64, num_tokens)
         _run(forward, caches, tokens, end)
@@ -131,7 +135,8 @@ def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(model, num
         else mx.concatenate([array[..., start:end, :] for start, end in spans], axis=2)
         for name, array in whole.items()
     }
-    rebuilt = layers.rebuild(held, layers.make(model, POLICY), num_tokens)
+    assert {name.split(".")[0] for name in held if "sketch" in name} == ({"1"} if sketched else {"0", "1"})
+    rebuilt = layers.rebuild(held, layers.make(model, POLICY, sketched=sketched), num_tokens)
     if POLICY.visible_from(num_tokens):  # what was on the device beside pins comes back when it matters
         assert {one for one in rebuilt[0].pages.slots if one >= 0} == {3}
         chunks = [one for one in caches[0].pages.slots if one not in {-1, 3}]
@@ -157,6 +162,25 @@ def test_a_fork_and_a_rewind_see_what_the_session_saw(model) -> None:
     expected = _run(forward, layers.make(model, POLICY), tokens, EXACT)[-200:]
     found = _run(forward, fork, tokens, EXACT)
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
+    model = build_model("llama", **WIDE, num_hidden_layers=12, num_key_value_heads=4, rope_theta=1e12)
+    for layer in model.layers:  # nothing is added to the embeddings
+        layer.self_attn.o_proj.weight *= 0
+        layer.mlp.down_proj.weight *= 0
+    for layer in (2, 7):  # where a token attends to itself, wherever it was said
+        attention = model.layers[layer].self_attn
+        attention.q_proj.weight = attention.k_proj.weight = mx.eye(128)
+    found = matching.find(model, Forward(model))
+    assert len(found) == matching.num_sketched(12) == 4
+    assert {2, 7} < set(found)
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    layout = layers.layout(caches, list, found)
+    assert {name.split(".")[0] for name, _, _ in layout.sketches} == set(map(str, found))
+    assert layout.name(POLICY) != layers.layout(caches, list).name(POLICY), "neither finds the other's files"
+    assert layers.sizes(caches, found).sketch_bytes == layers.sizes(caches).sketch_bytes // 3
 
 
 def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:

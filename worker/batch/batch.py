@@ -88,6 +88,8 @@ class Batch(ABC):
 
     #: Whether rows may have rings in the place of plain caches, and whether a model's own windows are rings.
     has_rings = windows_are_rings = False
+    #: The layers whose keys a paged session keeps in sketches.
+    sketched: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._rows: list[Row] = []

@@ -25,6 +25,7 @@ from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
+from . import matching
 from .batch import PrefillPiece
 from .forward import Forward, OwnPart
 from .merged import WAYS, MergedCaches, can_merge
@@ -69,7 +70,12 @@ def batch_for(
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     if shares and classes <= {KVCache, QuantizedKVCache, RingCache}:
         return SharedPass(
-            forward, room, pools=QuantizedKVCache not in classes, max_draft=max_draft, has_rings=has_rings
+            forward,
+            room,
+            pools=QuantizedKVCache not in classes,
+            max_draft=max_draft,
+            has_rings=has_rings,
+            sketched=_sketched(model, forward, trials) if has_rings else (),
         )
     merged = merged_for(model, trials)
     if shares:
@@ -79,6 +85,15 @@ def batch_for(
         return MergedRows(model, merged, None, room, rotations)
     log.warning("sessions of this model run one after the other: rows can neither share a pass nor be merged")
     return OneByOne(model, rotations)
+
+
+def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
+    """Return the layers that `matching` finds; remembered as a number with a bit for each."""
+    num_layers = len(make_prompt_cache(model))
+    bits = trials.way(
+        "sketches", lambda: sum(1 << layer for layer in matching.find(model, forward)), 1 << num_layers
+    )
+    return tuple(layer for layer in range(num_layers) if (bits or 0) >> layer & 1)
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:

@@ -113,7 +113,7 @@ class OwnPart:
             seen = self._sights[kind]
             places = ring.unpacked(seen.num_places)
             outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
-            if isinstance(ring, PagedCache) and ring.pages.asks(at, num):
+            if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, num):
                 ring.weigh(queries[run], attention.scale)
         together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return together.transpose(2, 1, 0, 3)

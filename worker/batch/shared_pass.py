@@ -61,6 +61,7 @@ class SharedPass(Batch):
         pools: bool,
         max_draft: int,
         has_rings: bool = False,
+        sketched: tuple[int, ...] = (),
     ) -> None:
         """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's draft.
 
@@ -68,6 +69,7 @@ class SharedPass(Batch):
         """
         super().__init__()
         self.has_rings = self.windows_are_rings = has_rings
+        self.sketched = sketched
         self._forward = forward
         self._room = room
         self._has_pools = pools

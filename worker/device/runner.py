@@ -55,7 +55,7 @@ from .turn import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
     from cache.names.blocks import Tokens
@@ -88,14 +88,16 @@ def _trial_key(loaded: LoadedModel, caches: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def estimator(loaded: LoadedModel, caches: list[Any], limit_bytes: int) -> Estimator:
-    """Make the estimator of a model, of whose caches these have run a token."""
+def estimator(
+    loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
+) -> Estimator:
+    """Make the estimator of a model, of whose caches these have run a token; `sketched`: see `make`."""
     unpacked = unpacked_bytes(caches)
     return Estimator(
         shape=shape_of(loaded.config),
         limit_bytes=limit_bytes,
         weight_bytes=loaded.weight_bytes,
-        kv=layers.sizes(caches),
+        kv=layers.sizes(caches, sketched),
         num_layers=len(caches),
         fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
@@ -143,7 +145,9 @@ class Runner:
             max_draft=max_draft,
             trials=Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None,
         )
-        make = partial(layers.make, loaded.model, rings=self._batch.windows_are_rings)
+        make = partial(
+            layers.make, loaded.model, rings=self._batch.windows_are_rings, sketched=self._batch.sketched
+        )
         caches = make()
         self._batch.step([PrefillPiece(caches, 0, [0])])
         #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
@@ -151,11 +155,13 @@ class Runner:
         self.unsupported_cache = layers.unsupported(caches)
         self.layout = ModelLayout(())
         if self.unsupported_cache is None:
-            self.layout = layers.layout(caches, make)
+            self.layout = layers.layout(caches, make, self._batch.sketched)
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
-        self.estimator = estimator(loaded, caches, limit_bytes or machine.default_limit_bytes())
+        self.estimator = estimator(
+            loaded, caches, limit_bytes or machine.default_limit_bytes(), self._batch.sketched
+        )
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
         #: Why sessions of this model cannot have sinks and a window; None if they can.

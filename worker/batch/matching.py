@@ -1,0 +1,72 @@
+"""Finds the layers whose attention finds again what a session has said before. Device thread only.
+
+Of what a question asks for, a few heads find the place: those that attend from a token to where it was said
+before, or to what followed it there. They show in a text of random tokens that is said twice. Only their
+layers' keys are kept in sketches, which say what a paged session needs from SSD.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from .forward import OwnPart
+
+if TYPE_CHECKING:
+    from .forward import Attention, Forward
+
+#: Tokens of the text, and the seed that draws them.
+_NUM_TOKENS: Final = 128
+_SEED: Final = 0
+#: One layer in so many is sketched, and some more in a small model.
+_ONE_IN: Final = 5
+_FEWEST: Final = 4
+
+
+def num_sketched(num_layers: int) -> int:
+    """Return how many of a model's layers are sketched."""
+    return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
+
+
+def find(model: Any, forward: Forward) -> tuple[int, ...]:
+    """Return the numbers of the layers that match best, in order, out of those that keep all tokens."""
+    own = make_prompt_cache(model)
+    whole = [layer for layer, cache in enumerate(own) if type(cache) in (KVCache, QuantizedKVCache)]
+    if len(whole) <= _FEWEST:
+        return tuple(whole)
+    plain: list[Any] = [KVCache() for _ in own]  # type: ignore[no-untyped-call]
+    part = _Matching(plain)
+    num_ids = model(mx.array([[0]]), cache=own).shape[-1]
+    text = np.random.default_rng(_SEED).integers(num_ids, size=_NUM_TOKENS).tolist()
+    mx.eval(forward([part], text + text), part.matched)
+    shares: Any = mx.stack(part.matched).tolist()
+    best = sorted(whole, key=lambda layer: -float(shares[layer]))
+    return tuple(sorted(best[: num_sketched(len(whole))]))
+
+
+class _Matching(OwnPart):
+    """A text that is said twice. `matched` is what each layer's best head gives to where a token was before.
+
+    That is the share of attention that the second text's tokens give to themselves in the first, or, if that
+    is more, to what followed there: the mean over tokens, unevaluated.
+    """
+
+    def __init__(self, caches: list[Any]) -> None:
+        super().__init__(caches, 0, 2 * _NUM_TOKENS)
+        self.matched: list[mx.array] = []
+        at = mx.arange(2 * _NUM_TOKENS)
+        self._seen = at <= at[_NUM_TOKENS:, None]
+
+    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
+        """Attend, and note what matches."""
+        keys = self._fetched[0][0]  # (KV heads, tokens, head_dim)
+        again = queries[_NUM_TOKENS:, :, 0].swapaxes(0, 1)  # (heads, tokens, head_dim)
+        grouped = again.reshape(keys.shape[0], -1, again.shape[-1])
+        scores = (grouped @ keys.swapaxes(-1, -2) * attention.scale).reshape(-1, *self._seen.shape)
+        shares = mx.softmax(mx.where(self._seen, scores.astype(mx.float32), -mx.inf), axis=-1)
+        there = [mx.diagonal(shares, offset, 1, 2).mean(axis=-1).max() for offset in (0, 1)]
+        self.matched.append(mx.maximum(*there))
+        return super().attend(layer, queries, mask, attention)
