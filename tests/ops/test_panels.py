@@ -69,14 +69,14 @@ def busy(seconds: float) -> Metrics:
 
 
 class Prometheus:
-    """A Prometheus that scrapes one exporter every half second and has the alert rules."""
+    """A Prometheus that scrapes one exporter every so often and has the alert rules."""
 
-    def __init__(self, folder: Path, exporter: str) -> None:
+    def __init__(self, folder: Path, exporter: str, every: str = "500ms") -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
         target = urllib.parse.urlsplit(exporter).netloc
         jobs = [{"job_name": "turnkeep", "static_configs": [{"targets": [target]}]}]
         config = {
-            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+            "global": {"scrape_interval": every, "evaluation_interval": every},
             "rule_files": [str(panels.FOLDER / "alerts.yml")],
             "scrape_configs": jobs,
         }
@@ -93,6 +93,10 @@ class Prometheus:
         with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as reply:
             return json.load(reply)["data"]
         return None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def find(self, expr: str) -> bool:
         expr = expr.replace("$worker", ".+").replace("$__rate_interval", "1m")

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     from harness import Verdict
 
+    from turnkeep_client.client import Client
+
 SETTLE_S = 30.0
 TENANTS = ("a", "b", "c")
 SESSIONS = 7
@@ -119,28 +121,33 @@ class Attack:
             if self.sent > self.num_requests * (self.kills + 1) / (self.num_kills + 1):
                 await asyncio.sleep(0.01)
                 continue
-            self.sent += 1
-            key = SessionKey(client.tenant, self.rng.choice(names))
-            body = json.dumps(self.request(key)).encode()
-            if self.rng.random() < 0.06:
-                asyncio.get_running_loop().create_task(self._cancel(heard, key)).add_done_callback(_seen)
-            if is_raw:
-                seq = await heard.publish(key, body)
-                self.acked[seq] = key, body
-                if self.rng.random() < 0.5:
-                    # What is said while the connection is lost is not heard; the log tells at the end.
-                    with contextlib.suppress(TimeoutError):
-                        await heard.result(key, seq, timeout_s=5)
-                continue
-            try:
-                pending = await client.submit(key, decode_request(body))
-                self.acked[pending.seq] = key, encode(decode_request(body))
-                # Behind its session's queue, through as many lives of the worker as that takes.
-                result = await asyncio.wait_for(pending.wait(), 10 * PATIENCE_S)
-                if result.seq not in self.acked:
-                    self.client_faults.append(f"{key}: a result for {result.seq}")
-            except (TurnkeepError, TimeoutError) as error:
-                self.client_faults.append(f"{key}: {error!r}")
+            await self.ask(
+                SessionKey(client.tenant, self.rng.choice(names)), heard, None if is_raw else client
+            )
+
+    async def ask(self, key: SessionKey, heard: Heard, client: Client | None) -> None:
+        """Send one request, by the client or past it, and hear of its result, unless that takes too long."""
+        self.sent += 1
+        body = json.dumps(self.request(key)).encode()
+        if self.rng.random() < 0.06:
+            asyncio.get_running_loop().create_task(self._cancel(heard, key)).add_done_callback(_seen)
+        if client is None:
+            seq = await heard.publish(key, body)
+            self.acked[seq] = key, body
+            if self.rng.random() < 0.5:
+                # What is said while the connection is lost is not heard; the log tells at the end.
+                with contextlib.suppress(TimeoutError):
+                    await heard.result(key, seq, timeout_s=5)
+            return
+        try:
+            pending = await client.submit(key, decode_request(body))
+            self.acked[pending.seq] = key, encode(decode_request(body))
+            # Behind its session's queue, through as many lives of the worker as that takes.
+            result = await asyncio.wait_for(pending.wait(), 10 * PATIENCE_S)
+            if result.seq not in self.acked:
+                self.client_faults.append(f"{key}: a result for {result.seq}")
+        except (TurnkeepError, TimeoutError) as error:
+            self.client_faults.append(f"{key}: {error!r}")
 
     async def _cancel(self, heard: Heard, key: SessionKey) -> None:
         if self._recent[key]:

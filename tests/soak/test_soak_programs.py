@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from damage import damage
 from floods import laid_out, measure
 from harness import Heard, SessionKey, judge, tiny_model
 from malformed import malformed
+from service import serve
 from soak import slopes, soak
 
 from turnkeep_client.log import MODEL_HEADER
@@ -59,6 +61,18 @@ async def test_a_short_soak_fails_no_request_and_tells_its_slopes(tmp_path: Path
     assert not load.failed
     assert readings[-1].requests > 0
     assert "nan" not in slopes(readings, load)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+async def test_the_service_is_scraped_while_worker_and_server_are_killed(tmp_path: Path) -> None:
+    run, verdict, seen = await serve(
+        tmp_path, minutes=0.4, sessions=10, pause_s=1.0, kill_s=3.0, interval_s=5.0, seed=1
+    )
+    assert run.attack.kills
+    assert run.readings[-1].requests > 20
+    assert seen["scrapes"] == seen["scrapes answered"] > 2
+    assert not verdict.faults.total(), verdict.notes
 
 
 def stored(at: int, kind: str, **body: Any) -> SimpleNamespace:
