@@ -1,18 +1,41 @@
-"""What every test of a bench needs."""
+"""What tests of a bench need: benches as processes, and a model."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
 import pytest
-from bench_runs import end_all
 from parts import make_tiny_model
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-@pytest.fixture(autouse=True)
-def nothing_goes_on() -> Iterator[None]:
-    """A bench that a failed test left running is ended."""
-    yield
-    end_all()
+
+@pytest.fixture
+def turnkeep() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `turnkeep bench` in a session of its own. What a failed test left is ended, with its workers."""
+    started = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "worker", "bench", *map(str, arguments)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            if process.poll() is None:
+                for member in (process, *psutil.Process(process.pid).children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.kill()
 
 
 @pytest.fixture(scope="session")

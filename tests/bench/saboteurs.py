@@ -1,32 +1,23 @@
-"""The one table of lying and slowed workers, against the checks that must catch them.
-
-A bench's `Suite` has an honest run, made of turns as a worker in good health gives them, and its lies: each
-bends those turns, and is caught by the check that it names and by no other. A lie with a `serve` is also a
-worker: `python -m saboteurs BENCH NAME serve ...` is `turnkeep serve` that tells it.
-"""
+"""What lies are made of: honest turns, ways to bend them, and patches by which a real worker tells a lie."""
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from worker.batch.shared_pass import SharedPass
+from bench.spec import Turn
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
+from worker.models import model
 from worker.sessions import execution, history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.spec import AnyBench, Sample, Turn
-
+    from bench.spec import AnyBench, Measure, Sample
 
 #: What prefilling a token takes in honest runs of long sessions.
 PREFILL_S = 0.003
@@ -36,71 +27,86 @@ PREFILL_S = 0.003
 class Lie:
     """`name` is what the worker does, `check` how the name of the check begins that catches it.
 
-    `exact`: the short form catches it too.
+    `bend` changes the turns and samples of an honest run, `serve` patches a worker for a short run.
     """
 
     name: str
     check: str
-    bend: Callable[[Turn], Turn] = lambda turn: turn
-    bend_sample: Callable[[Sample], Sample] = lambda sample: sample
+    bend: Callable[[Any], Any]
     serve: Callable[[], None] | None = None
-    exact: bool = True
 
 
 @dataclass(frozen=True)
 class Suite:
-    """`honest` makes the turns and samples of a run by its seed, `control` a worker that tells no lie.
+    """`honest` makes the turns and samples of a run by its seed: the control beside the lies.
 
-    `long` are options of a run that lasts until it is ended; `model` is the fixture of what is run, by the
-    module `program`.
+    `model` is the fixture of what is run, by the module `program`.
     """
 
     bench: AnyBench
     plan: Any
     honest: Callable[[int], tuple[Sequence[Turn], Sequence[Sample]]]
     lies: tuple[Lie, ...]
-    long: tuple[str, ...]
-    control: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny_model"
     program: str = "worker.__main__"
 
-    @property
-    def common(self) -> tuple[Lie, ...]:
-        """What any worker may do, under a bench whose turns tell of it."""
-        return COMMON if self.honest(0)[0] else ()
 
-    @property
-    def serving(self) -> dict[str, Callable[[], None]]:
-        """Real workers by their names."""
-        told = {lie.name: lie.serve for lie in self.lies if lie.serve is not None}
-        return {"is honest": self.control, **told}
+def answer(prompt: int, own: int, tokens: Sequence[int], **fields: Any) -> Turn:
+    """Make the turn of a worker in good health, that found all of a prompt but its own tokens."""
+    account = {"prompt_tokens": prompt, "cached_tokens": prompt - own, "prefilled_tokens": own}
+    account |= {"position": prompt + len(tokens), "tokens": tuple(tokens), "joined": True}
+    return Turn(**(account | fields))
 
 
-def only(case: str, **changes: Any) -> Callable[[Turn], Turn]:
-    """Bend the turns of one case."""
-    return lambda turn: replace(turn, **changes) if turn.case == case else turn
+def turns(*cases: str, when: Callable[[Turn], object] = bool, **changes: Any) -> Callable[[Any], Any]:
+    """Bend turns, of all cases or some. A function makes a value of the turn; facts are added to its own."""
+
+    def bend(one: Any) -> Any:
+        if not isinstance(one, Turn) or (cases and one.case not in cases) or not when(one):
+            return one
+        made = {name: value(one) if callable(value) else value for name, value in changes.items()}
+        return replace(one, **made | {"facts": one.facts | made.get("facts", {})})
+
+    return bend
 
 
-def told(case: str, **facts: float | str) -> Callable[[Turn], Turn]:
-    """Bend what turns of one case came to."""
-    return lambda turn: replace(turn, facts=turn.facts | facts) if turn.case == case else turn
+def samples(
+    measure: Measure, value: Callable[[Sample], float], *cases: str, when: Callable[[Sample], object] = bool
+) -> Callable[[Any], Any]:
+    """Bend samples of a measure, of all cases or some."""
+
+    def bend(one: Any) -> Any:
+        mine = not isinstance(one, Turn) and one.measure == measure.name and (not cases or one.case in cases)
+        return replace(one, value=value(one)) if mine and when(one) else one
+
+    return bend
 
 
-def wait_for_all(turn: Turn) -> Turn:
-    """Take the time of prefilling all that the session holds."""
-    return replace(turn, first_s=turn.first_s + PREFILL_S * turn.facts["held"])
+#: Changes of a turn that prefills all of its prompt, and says so.
+ALL = {"cached_tokens": 0, "prefilled_tokens": lambda turn: turn.prompt_tokens}
+#: Takes the time of prefilling all that the session holds.
+WAITS = turns(first_s=lambda turn: turn.first_s + PREFILL_S * turn.facts["held"])
 
 
-def never_restore() -> None:
-    """Drop what was restored before the turn begins, and say so."""
-    begin = Runner._submit
+def beginning_with(**fields: Any) -> Callable[[], None]:
+    """Make a patch that changes what a turn has of its session, before it begins; the worker says so."""
 
-    def forgetful(self: Runner, turn: Any) -> None:
-        turn.restored, turn.num_restored = None, 0
-        begin(self, turn)
+    def serve() -> None:
+        begin = Runner._submit
 
-    Runner._submit = forgetful
+        def forgetful(self: Runner, turn: Any) -> None:
+            for name, value in fields.items():
+                setattr(turn, name, value)
+            begin(self, turn)
+
+        Runner._submit = forgetful
+
+    return serve
+
+
+never_restore = beginning_with(restored=None, num_restored=0)
+prefill_anew = beginning_with(restored=None, num_restored=0, num_kept=0)
 
 
 def restore_badly() -> None:
@@ -116,49 +122,10 @@ def restore_badly() -> None:
     Acquisition._rebuilt = spoil
 
 
-def let_tokens_cost() -> None:
-    """Make prefill slow: a tiny model is so fast that a busy machine hides it."""
-    step = SharedPass.step
-
-    def slow(self: SharedPass, pieces: Any, **more: Any) -> None:
-        time.sleep(3e-4 * sum(len(piece.tokens) for piece in pieces))
-        step(self, pieces, **more)
-
-    SharedPass.step = slow
-
-
-def prefill_anew() -> None:
-    """Drop what a session has in memory, and say so."""
-    begin = Runner._submit
-
-    def forgetful(self: Runner, turn: Any) -> None:
-        turn.num_kept, turn.restored, turn.num_restored = 0, None, 0
-        begin(self, turn)
-
-    Runner._submit = forgetful
-
-
 def report_no_kv() -> None:
     """Answer that a session has no KV."""
     generated = execution.Generated
     execution.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
-
-
-def prefill_in_secret() -> None:
-    """Drop what was restored, and report it as cached all the same."""
-    let_tokens_cost()
-    begin = Runner._submit
-
-    def lie(self: Runner, turn: Any) -> None:
-        kept = turn.num_restored if turn.restored is not None else 0
-        if kept:
-            turn.restored, turn.num_restored, turn.num_kept = None, 0, 0
-        begin(self, turn)
-        if kept:
-            turn.num_reused = kept
-            turn.num_prefilled -= kept
-
-    Runner._submit = lie
 
 
 def forget_sessions() -> None:
@@ -172,48 +139,27 @@ def forget_sessions() -> None:
     history.Fold.extend = forget
 
 
-def outgrow_memory() -> None:
-    """Evict no idle session."""
-
-    def hold(self: Ledger, claim: Any, size_bytes: int) -> list[Any]:
-        self.residency.use(claim.key)
-        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
-        self._reserved[claim] = size_bytes
-        return []
-
-    Ledger.reserve = hold
+def refuse_what_fits() -> None:
+    """Refuse the last tenth of what fits."""
+    Ledger.ever_fits = lambda self, size: size <= 0.9 * self.max_bytes
 
 
-#: What any worker may do.
-COMMON = (
-    Lie(
-        "leaves a turn unanswered",
-        "every turn was answered",
-        lambda turn: replace(turn, error="internal") if turn.block == 1 else turn,
-    ),
-    Lie("loses a chunk", "the chunks of an answer", lambda turn: replace(turn, joined=False)),
-    Lie(
-        "tells other sums",
-        "what was cached and what was prefilled",
-        lambda turn: replace(turn, prompt_tokens=turn.prompt_tokens + 1),
-    ),
-)
+def hold_half_more() -> None:
+    """Keep half as much again on the device."""
+    reserve = Ledger.reserve
+
+    def more(self: Ledger, claim: Any, size_bytes: int) -> object:
+        limit = self.max_bytes
+        self.max_bytes = limit * 3 // 2
+        try:
+            return reserve(self, claim, size_bytes)
+        finally:
+            self.max_bytes = limit
+
+    Ledger.reserve = more
 
 
-def suites() -> list[Suite]:
-    """List the suites of all benches: of every `lies_BENCH.py` beside this file."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("lies_*.py"))
-    return [import_module(name).SUITE for name in names]
-
-
-def main() -> None:
-    """Run a lying worker."""
-    bench, name = sys.argv[1:3]
-    del sys.argv[1:3]
-    (suite,) = (suite for suite in suites() if suite.bench.name == bench)
-    suite.serving[name]()
-    import_module(suite.program).main()
-
-
-if __name__ == "__main__":
-    main()
+def keep_in_full() -> None:
+    """Load the model without fewer bits, whatever was asked for."""
+    load = model.load
+    model.load = lambda folder, *, kv_bits, **more: load(folder, kv_bits=None, **more)

@@ -11,24 +11,41 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from bench_runs import PATIENCE_S, check_one_line, turnkeep
-from saboteurs import Suite, suites
+from lies import SUITES
 
 from bench import report
 from bench.checks import Verdict
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
     from pathlib import Path
 
+    from saboteurs import Suite
+
+    Start = Callable[..., subprocess.Popen[str]]
+    Lasting = tuple[subprocess.Popen[str], Path]
+
 pytestmark = pytest.mark.process
-each_bench = pytest.mark.parametrize("suite", suites(), ids=lambda suite: suite.bench.name)
-#: What ends a run is the same code in all of them: one with a process beside it, one with several.
+#: How long a bench may take for what it does in seconds, on a machine that has other work.
+PATIENCE_S = 120
+#: Runs that last until they are ended. What ends a run is the same code in all benches: one with a process
+#: beside it and one with several are enough, but for `make soak`.
+LONG = {
+    "session": "--duration 600 --every 0.1 --max-tokens 2",
+    "peers": "--part chat --chats 1000 --turns 3 --turn-tokens 20 --max-tokens 4",
+    "load": "--concurrency 1 --turns 10000 --max-tokens 2 --history 1",
+    "overhead": "--batch 1 --rounds 10000",
+    "restart": "--tokens 256 --rounds 20",
+    "quality": "--window 16 --answer 1000 --answers 100",
+    "pressure": "--duration 20",
+}
+each_bench = pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
 two_benches = pytest.mark.parametrize(
     "suite",
     [
-        pytest.param(suite, marks=() if suite.bench.name in {"session", "peers"} else pytest.mark.soak)
-        for suite in suites()
+        pytest.param(one, marks=() if one.bench.name in {"session", "peers"} else pytest.mark.soak)
+        for one in SUITES
     ],
     ids=lambda suite: suite.bench.name,
 )
@@ -40,9 +57,26 @@ def model(suite: Suite, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.fixture
+def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasting:
+    """A run that lasts, and its report, once some turns are in it."""
+    options = LONG[suite.bench.name].split()
+    options += ["--corpus", "built-in"] if hasattr(suite.plan, "corpus") else []
+    process = turnkeep(suite.bench.name, *options, "--checkpoint", 0.1, "--model", model, "--out", tmp_path)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        for path in tmp_path.glob("*.json"):
+            found = report.read(path)
+            if len(found.turns) + len(found.samples) >= 3:
+                return process, path
+        time.sleep(0.1)
+    raise AssertionError("no checkpoint had three turns or samples")
+
+
 @each_bench
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
-    suite: Suite, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub is its cache here, which is all that there is of it without a network."""
     cached = tmp_path / "hub" / "models--org--tiny"
@@ -64,10 +98,8 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
 
 
 @two_benches
-def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
-    suite: Suite, tmp_path: Path, model: Path
-) -> None:
-    process, path = start(suite, tmp_path, model)
+def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(lasting: Lasting) -> None:
+    process, path = lasting
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -80,8 +112,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
 
 
 @two_benches
-def test_a_worker_that_dies_is_one_line_in_the_report_too(suite: Suite, tmp_path: Path, model: Path) -> None:
-    process, path = start(suite, tmp_path, model)
+def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> None:
+    process, path = lasting
     while process.poll() is None:  # again: the first may have been one that the bench was about to end
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
             for worker in psutil.Process(process.pid).children():
@@ -94,22 +126,12 @@ def test_a_worker_that_dies_is_one_line_in_the_report_too(suite: Suite, tmp_path
     assert report.read(path).ending.startswith("fault: ")
 
 
-def test_a_session_that_does_not_fit_the_model_is_one_line(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_session_that_does_not_fit_the_model_is_one_line(
+    tmp_path: Path, tiny_model: Path, turnkeep: Start
+) -> None:
     options = ("--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path)
-    check_one_line(turnkeep("restart", *options), "the context is 2048")
+    process = turnkeep("restart", *options)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err.count("\n"), err[:10]) == (1, "", 1, "turnkeep: "), err
+    assert "the context is 2048" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def start(suite: Suite, folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start a run that lasts, and wait until some turns are in its report."""
-    options = (*suite.long, "--checkpoint", 0.1, "--model", model, "--out", folder)
-    process = turnkeep(suite.bench.name, *options)
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        for path in folder.glob("*.json"):
-            found = report.read(path)
-            if len(found.turns) + len(found.samples) >= 3:
-                return process, path
-        time.sleep(0.1)
-    raise AssertionError("no checkpoint had three turns or samples")

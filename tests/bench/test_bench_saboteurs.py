@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 import pytest
-from saboteurs import Lie, Suite, suites
+from lies import COMMON, SUITES
+from saboteurs import Lie, Suite
 
 from bench import checks
 from bench.checks import Check, Verdict
@@ -14,30 +15,28 @@ from bench.plan import Where, make
 from bench.run import conduct
 from bench.spec import Findings
 
-SUITES = suites()
-LIES = [(suite, lie) for suite in SUITES for lie in (*suite.common, *suite.lies)]
+#: A bench of samples alone has none of the common lies.
+LIES = [(suite, lie) for suite in SUITES for lie in (*(COMMON if suite.honest(0)[0] else ()), *suite.lies)]
 #: Their checks are exact, so that the short form tells. A statistical one would take five rounds. An honest
 #: worker runs in `test_bench_commands.py`. How a lie gets into a worker and is found is the same for all.
 REAL = [
     pytest.param(suite, lie, marks=() if lie.name == "restores badly" else pytest.mark.soak)
     for suite in SUITES
     for lie in suite.lies
-    if lie.serve is not None and lie.exact
+    if lie.serve is not None
 ]
 #: Runs of a suite: few and always the same, and many for `make soak`.
 RUNS = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "20"))
 KEPT_TIME = checks.kept_time([]).name
+each_suite = pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
 
 
 def identify(one: Suite | Lie) -> str:
     return one.bench.name if isinstance(one, Suite) else one.name
 
 
-def judged(suite: Suite, seed: int, lie: Lie | None = None) -> list[Check]:
-    turns, samples = suite.honest(seed)
-    if lie is not None:
-        turns = [lie.bend(turn) for turn in turns]
-        samples = [lie.bend_sample(sample) for sample in samples]
+def judged(suite: Suite, seed: int, lie: Lie | None = None, end: int | None = None) -> list[Check]:
+    turns, samples = ([lie.bend(one) if lie else one for one in some[:end]] for some in suite.honest(seed))
     found = Findings(suite.bench, suite.plan, turns, samples, suite.facts)
     return [*checks.common(found, []), *suite.bench.checks(found)]
 
@@ -48,35 +47,25 @@ def failed(found: Any) -> list[str]:
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
 def test_a_lie_is_caught_by_the_check_that_names_it_and_by_no_other(suite: Suite, lie: Lie) -> None:
-    caught = 0
-    for seed in range(RUNS):
-        names = failed(judged(suite, seed, lie))
-        assert all(name.startswith(lie.check) for name in names), names
-        caught += bool(names)
-    assert caught >= 0.95 * RUNS
+    found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]
+    assert [name for names in found for name in names if not name.startswith(lie.check)] == []
+    assert sum(map(bool, found)) >= 0.95 * RUNS
 
 
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
+@each_suite
 def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(suite: Suite) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
     assert sum(check.outcome is Verdict.HOLDS for run in runs for check in run) >= 0.8 * sum(map(len, runs))
+    caught = [lie.check for one, lie in LIES if one is suite]
+    assert [check.name for check in runs[0] if not check.name.startswith((*caught, KEPT_TIME))] == []
 
 
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
+@each_suite
 def test_a_run_that_was_cut_short_is_judged_by_what_there_is(suite: Suite) -> None:
-    turns, samples = suite.honest(0)
-    for end in range(len(turns)):
-        found = Findings(suite.bench, suite.plan, turns[:end], samples[:end], suite.facts)
-        assert failed(suite.bench.checks(found)) == []
-
-
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
-def test_every_check_has_a_lie_that_it_catches(suite: Suite) -> None:
-    names = [check.name for check in judged(suite, 0) if check.name != KEPT_TIME]
-    lies = (*suite.common, *suite.lies)
-    assert [name for name in names if not any(name.startswith(lie.check) for lie in lies)] == []
+    for end in range(len(suite.honest(0)[0])):
+        assert failed(judged(suite, 0, end=end)) == []
 
 
 def test_a_loop_that_is_late_is_told() -> None:
@@ -92,7 +81,7 @@ async def test_a_real_worker_that_lies_is_caught(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     model = str(request.getfixturevalue(suite.model))
-    where = Where(model=model, program=("saboteurs", suite.bench.name, lie.name))
+    where = Where(model=model, program=("lies", suite.bench.name, lie.name))
     report = await conduct(suite.bench, make(suite.bench.plan, {}, named=set(), smoke=True), where)
     # How late the loop is on a busy machine says nothing about the worker.
     names = [name for name in failed(report.checks) if name != KEPT_TIME]

@@ -1,39 +1,90 @@
-"""Servers that do everything wrong: each fault is an outcome with its class, and ends the run with 1."""
+"""What a bench measures beside a worker: mlx-lm in a program of its own, and servers that do all wrong."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from contextlib import asynccontextmanager
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import psutil
 import pytest
-from bench_runs import PATIENCE_S, turnkeep
 from click.testing import CliRunner
 
+from bench.faults import BenchError
+from bench.local import Program
 from bench.openai import parse
+from bench.spec import Turn
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from bench.spec import Turn
+
+@contextlib.contextmanager
+def running(model: Path) -> Iterator[Program]:
+    program = Program("bench.in_process", model)
+    program.start()
+    try:
+        yield program
+    finally:
+        program.stop()
+
+
+async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, ...]]]:
+    asked = msgspec.json.encode(([list(map(list, one)) for one in prompts], 12)) + b"\n"
+    answers = msgspec.json.decode(await program.exchange(asked, 30), type=list[list[Turn]])
+    for turn in (turn for turns in answers for turn in turns):
+        assert turn.first_s + sum(turn.gaps_s) == pytest.approx(turn.total_s)
+        assert 1 <= len(turn.tokens) == len(turn.gaps_s) + 1 <= 12
+    return [[turn.tokens for turn in turns] for turns in answers]
+
+
+@pytest.mark.process
+async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_after_turn(tiny_model) -> None:
+    """A second turn sees the first, however that was run; new sessions see nothing."""
+    first, second = range(40, 60), range(50, 90)
+    with running(tiny_model) as program:
+        assert await program.exchange(timeout_s=30) == b"[]\n"
+        alone = await hold(program, [first], [second])
+        batched = await hold(program, [first, first[:7]], [second, second[:7]])
+        assert [turns[:1] for turns in batched] == alone
+        assert await hold(program, [second]) != alone[1:]
+        os.kill(program.pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match=r"^the measuring process ended with exit code -9$"):
+            await hold(program, [first])
+
+
+@pytest.mark.process
+async def test_a_program_that_fails_is_one_line_and_one_that_hangs_is_gone(tiny_model, tmp_path) -> None:
+    fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")
+    with running(tmp_path) as program, fails:
+        await program.exchange(timeout_s=30)
+    with running(tiny_model) as program:
+        process = psutil.Process(program.pid)
+        with pytest.raises(BenchError, match=r"did not answer within 0\.01 s"):
+            await program.exchange(timeout_s=0.01)
+    assert not process.is_running()
+
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 CUT = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Length: 9999\r\n\r\n")
 
 
-def event(text: str | None = None, finish: str | None = None, **more: Any) -> bytes:
+def event(text: str | None = None, finish: str | None = None) -> bytes:
     choices = [{"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}]
-    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"choices": choices}).encode() + b"\n\n"
 
 
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}\n\n'
 WELL = HEAD + b": keepalive\n\n" + event("Hel") + event("lo", "stop") + USAGE + b"data: [DONE]\n\n"
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def fake(*replies: bytes) -> AsyncIterator[str]:
     """Serve chat completions with these bytes, the last one from then on, and hang up."""
     left = list(replies)
@@ -70,7 +121,6 @@ async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
         (b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "no such\n model"}', "http_400", "no such model"),
         (HEAD + event("a"), "broken_off", "ended before the answer"),
         (HEAD + b"data: {oops\n\n", "garbage", "no chat completion chunk: {oops"),
-        (HEAD + b"hello\n\n", "broken_off", "ended before the answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<p>hi", "connection", "text/html"),
         (b"", "connection", "Server disconnected"),
         (HEAD + b'data: {"error": {"message": "out of memory"}}\n\n', "error_event", "out of memory"),
@@ -80,25 +130,25 @@ async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
 async def test_what_a_server_does_wrong_is_an_outcome(reply: bytes, kind: str, says: str) -> None:
     async with fake(reply) as url:
         turn = await ask(url)
-    assert (turn.error, turn.position) == (kind, None)
+    assert (turn.error, turn.position, "\n" in turn.message) == (kind, None, False)
     assert says in turn.message
-    assert "\n" not in turn.message
 
 
 @pytest.mark.parametrize("spec", ["llama", "=http://h", "a=ftp://h", "a=http://", "a=http://h:99999"])
 def test_what_is_no_peer_is_one_line(spec: str) -> None:
     done = CliRunner().invoke(main, ["bench", "peers", "--smoke", "--peer", spec])
-    assert done.exit_code == 1
-    assert done.stderr.count("\n") == 1
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr
     assert parse("a=https://h/x/v1/").url == parse("a=https://h/x").url == "https://h/x/v1"
 
 
 @pytest.mark.process
-async def test_a_run_with_failed_turns_ends_with_1(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_run_with_failed_turns_ends_with_1(
+    tmp_path: Path, tiny_model: Path, turnkeep: Callable[..., Any]
+) -> None:
     async with fake(WELL, HEAD + event("a")) as url:
         options = ("--smoke", "--part", "chat", "--peer", f"fake={url}", "--model", tiny_model)
         process = turnkeep("peers", *options, "--out", tmp_path)
-        out, err = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
+        out, err = await asyncio.to_thread(process.communicate, timeout=120)
     assert process.returncode == 1, err
     assert "2 of 4 turns break it: 2 broken_off" in out

@@ -1,4 +1,4 @@
-"""What follows from the turns of a level together, each on turns whose truth is known."""
+"""What `load` and `overhead` make of turns together, each on turns whose truth is known."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bench import load, stats
+from bench.overhead import beside_blocks, decoding
 from bench.spec import Findings, Turn
 
 
@@ -26,11 +27,9 @@ def values(turns: list[Turn], measure: object) -> list[float]:
 def test_a_session_whose_turns_fail_is_not_left_out_of_fairness() -> None:
     """It got nothing for its time, which is the least fair that a share can be."""
     served = [make(number) for number in range(4)]
-    assert values(served, load.FAIR) == [1.0]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
-    assert values(failed, load.FAIR) == [0.0]
     short = [replace(turn, tokens=(1,), total_s=0.9) if i == 2 else turn for i, turn in enumerate(served)]
-    assert values(short, load.FAIR) == [1.0]  # it had less to do
+    assert [values(turns, load.FAIR) for turns in (served, failed, short)] == [[1.0], [0.0], [1.0]]
 
 
 def test_answers_are_alone_only_when_none_of_them_is_prefilled_itself() -> None:
@@ -44,10 +43,8 @@ def test_answers_are_alone_only_when_none_of_them_is_prefilled_itself() -> None:
 
 
 def test_what_a_level_generates_counts_while_its_load_is_full() -> None:
-    turns = [make(i, 0.0, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i in range(2)]
-    turns.append(make(2, 11.0, 11.0, x=2, first_s=1.0, tokens=(1,) * 100))
-    (rate,) = values(turns, load.GENERATED)
-    assert rate == pytest.approx(200 / 11)  # until the one of two found no session left
+    turns = [make(i, at_s, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i, at_s in enumerate((0, 0, 11))]
+    assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until one found no session left
 
 
 def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows_share_passes() -> None:
@@ -70,23 +67,37 @@ def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows
 
 
 def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
-    dues, again, other = (
-        load._poisson(SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)), 50.0) for i in (0, 0, 1)
-    )
+    plans = [SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)) for i in (0, 0, 1)]
+    dues, again, other = (load._poisson(one, 50.0) for one in plans)
     assert dues == again != other
-    assert len(dues) == 16
-    assert all(one == sorted(one) for one in dues)
-    every = sorted(due for one in dues for due in one)
-    assert 4600 < len(every) < 5400
-    pauses = [b - a for a, b in pairwise(every)]
+    assert (len(dues), all(one == sorted(one) for one in dues)) == (16, True)
+    pauses = [b - a for a, b in pairwise(sorted(due for one in dues for due in one))]
+    assert 4600 < len(pauses) < 5400
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
 
 
 def test_every_session_of_a_crowd_is_asked_and_few_are_asked_often() -> None:
     chosen = load.order(50, 2000, 3)
     counts = sorted((chosen.count(number) for number in range(50)), reverse=True)
-    assert sum(counts) == len(chosen) == 2000
-    assert counts[-1] > 0
-    assert counts[0] > 5 * counts[25]
+    assert (sum(counts), len(chosen), len(set(load.order(50, 20, 3)))) == (2000, 2000, 20)
+    assert counts[0] > 5 * counts[25] > 0 < counts[-1]
     assert load.order(50, 2000, 3) == chosen
-    assert len(set(load.order(50, 20, 3))) == 20
+
+
+def test_a_block_is_held_against_the_steps_around_it() -> None:
+    """10 ms a step, from 20 ms on in the middle: two blocks, of which the second held up a step by 7 ms."""
+    steps_s, facts = [0.01] * 30 + [0.02] * 40, {"block_tokens": 32}
+    steps_s[44] += 0.007  # the step behind the token that completes the second block
+    turn = Turn(total_s=2.0, position=91, tokens=tuple(range(71)), gaps_s=tuple(steps_s), facts=facts)
+    assert beside_blocks(turn) == pytest.approx([0.0, 0.007])  # behind 20 tokens: the tokens 12 and 44
+    assert beside_blocks(replace(turn, facts={"block_tokens": 128})) == []
+    in_twos = (*[0.02] * 14, 0.03, *[0.04] * 7, 0.047, *[0.04] * 11)
+    pairs = replace(turn, position=90, tokens=tuple(range(70)), gaps_s=in_twos, counts=(2,) * 35)
+    assert beside_blocks(pairs)[1] == pytest.approx(0.007)
+
+
+def test_decoding_counts_from_when_all_answers_have_begun() -> None:
+    early = Turn(total_s=4, first_s=1, gaps_s=(0.5, 1, 1, 0.5), tokens=(1,) * 5)
+    late = Turn(total_s=4, first_s=2, gaps_s=(1, 1), counts=(1, 2, 1), tokens=(1,) * 4)
+    assert decoding([early, late]) == 6 / 2  # after 2.5, 3.5 and 4 s, and after 3, 3 and 4 s
+    assert decoding([early, Turn(total_s=4, first_s=3.9, tokens=(1,))]) is None
