@@ -36,6 +36,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
     ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
     ("recalled_tokens", "recalled_tokens", "Tokens of paged sessions whose KV came back from SSD."),
+    ("evicted_tokens", "evicted_tokens", "Tokens of paged sessions that left the device for recalled ones."),
     ("snapshots_accepted", "snapshots.accepted", "Snapshots that were handed to the writer."),
     ("snapshots_durable", "snapshots.durable", "Snapshots that were written and synced."),
     ("snapshots_dropped", "snapshots.dropped", "Snapshots that were given up before the disk.", "reason"),

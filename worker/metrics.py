@@ -60,6 +60,7 @@ def collect(
         draft_tokens=telemetry.draft_tokens,
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
         recalled_tokens=telemetry.recalled_tokens,
+        evicted_tokens=telemetry.evicted_tokens,
         time_to_first_token=telemetry.time_to_first_token.histogram(),
         time_per_output_token=telemetry.time_per_output_token.histogram(),
         batch_size=telemetry.batch_size.histogram(),

@@ -264,13 +264,16 @@ def pages(caches: Sequence[Any]) -> Pages | None:
     return next((cache.pages for _, cache in leaves(caches) if isinstance(cache, PagedCache)), None)
 
 
-def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> None:
+def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
     """Put whole chunks from SSD into slots, unevaluated: `spans` in order, and the arrays of their tokens.
 
-    A chunk that matters less than all that are there stays away.
+    A chunk that matters less than all that are there stays away. Returns how many chunks lost their slots.
     """
     decides = pages(caches)
-    slots = [decides.take(span.start // CHUNK) if decides is not None else None for span in spans]
+    if decides is None:
+        return 0
+    before = {*decides.slots}
+    slots = [decides.take(span.start // CHUNK) for span in spans]
     for path, cache in leaves(caches):
         if not isinstance(cache, PagedCache):
             continue
@@ -279,6 +282,7 @@ def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequen
             if slot is not None:
                 held = [array[..., i * CHUNK : (i + 1) * CHUNK, :] for array in arrays]
                 cache.put(slot, held[: len(held) // 2], held[len(held) // 2 :])
+    return len(before - {-1, *decides.slots})
 
 
 def trimmable(caches: Sequence[Any]) -> bool:

@@ -519,6 +519,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     recalled_tokens: int = 0
+    evicted_tokens: int = 0
     time_to_first_token: Histogram
     time_per_output_token: Histogram
     batch_size: Histogram

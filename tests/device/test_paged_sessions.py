@@ -96,9 +96,10 @@ def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_i
             pages._mattered = np.array([rng.random() for _ in range(end // CHUNK)])
             pages._mattered[chunk] = 2.0
             was_full, before = -1 not in pages.slots, set(pages.slots)
-            layers.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
+            lost = layers.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
             assert chunk in pages.slots
-            num_evicted += was_full and len(before - set(pages.slots))
+            assert lost == was_full == len(before - {-1, *pages.slots})
+            num_evicted += lost
             assert 3 in pages.slots, "a pin stays"
     assert num_evicted > 3
     expected = _under_masks(model, tokens, seen)
@@ -225,7 +226,7 @@ async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_
     recall = layers.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: 1.0 if chunk in wanted else 0.0)
-    monkeypatch.setattr(layers, "recall", lambda *args: (read.append(args[2]), recall(*args)))
+    monkeypatch.setattr(layers, "recall", lambda *args: read.append(args[2]) or recall(*args))
     tokens = prompt(60 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)

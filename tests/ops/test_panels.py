@@ -54,7 +54,14 @@ def busy(seconds: float) -> Metrics:
     histogram = Histogram(bounds=(0.1, 1.0), counts=(events, events, 0), sum=seconds, count=2 * events)
     names = ("queue_time", "request_duration", "time_to_first_token", "time_per_output_token")
     histograms = dict.fromkeys((*names, "batch_size", "event_loop_lag"), histogram)
-    counters = ("cached_tokens", "prefilled_tokens", "generated_tokens", "draft_tokens", "recalled_tokens")
+    counters = (
+        "cached_tokens",
+        "prefilled_tokens",
+        "generated_tokens",
+        "draft_tokens",
+        "recalled_tokens",
+        "evicted_tokens",
+    )
     return structs.replace(
         metrics("busy"),
         uptime_s=seconds,

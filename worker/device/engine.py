@@ -305,6 +305,7 @@ class Engine:
             self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
         self._telemetry.draft_tokens = report.num_drafted
         self._telemetry.accepted_draft_tokens = report.num_accepted
+        self._telemetry.evicted_tokens = report.num_evicted
         for event in report.events:
             self._handle_event(event)
 

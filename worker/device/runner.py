@@ -181,6 +181,7 @@ class Runner:
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
+        self._num_evicted = 0
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
@@ -253,7 +254,7 @@ class Runner:
 
     def _recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
         if spans:
-            layers.recall(self._caches(turn), tensors, spans)
+            self._num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
         if turn in self._asking:
             self._asking.discard(turn)
             self._scheduler.add(turn)
@@ -311,6 +312,7 @@ class Runner:
                 measured,
                 self._batch.num_drafted,
                 self._batch.num_accepted,
+                self._num_evicted,
             )
         )
 

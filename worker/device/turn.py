@@ -194,7 +194,8 @@ class StepReport:
     """What one step did, and the device's memory after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. `num_drafted` counts the
-    draft tokens since the start, `num_accepted` those accepted. `estimated_bytes` is what the step was
+    draft tokens since the start, `num_accepted` those accepted, `num_evicted` the tokens of paged sessions
+    that gave way to recalled ones. `estimated_bytes` is what the step was
     estimated to need besides weights and KV, `measured_bytes` what it did need.
     """
 
@@ -208,3 +209,4 @@ class StepReport:
     measured_bytes: int
     num_drafted: int
     num_accepted: int
+    num_evicted: int
