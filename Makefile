@@ -10,7 +10,7 @@ COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-u
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test soak lint type check bench tools lock clean
+.PHONY: help setup demo test soak lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -43,14 +43,19 @@ bench: $(STAMP) ## Run the short session benchmark
 
 tools: $(VENV)/tools/.set-up ## Install what checks ops/deploy and .github, and what a release is made with
 
+site: $(VENV)/docs/.set-up ## Build the documentation as a site, in dist/site
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build -q --strict
+
 lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer versions)
 	$(COMPILE) requirements/base.in -o requirements/base.lock
 	$(COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(COMPILE) --no-deps requirements/corpora.in -o requirements/corpora.lock
 	$(COMPILE) requirements/tools.in -o requirements/tools.lock
+	$(COMPILE) requirements/docs.in -o requirements/docs.lock
 
 clean: ## Remove caches and build output; `rm -rf .venv` starts over
-	rm -rf dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist docs/reference .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # pip is the last thing that venv puts there: an interrupted run is made good by the next one.
@@ -81,7 +86,7 @@ $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protoco
 		$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)'; } || true
 	@touch $@
 
-$(VENV)/tools/.set-up: requirements/tools.lock $(STAMP)
-	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(VENV)/tools
-	$(BIN)/uv pip sync -q --require-hashes --python $(VENV)/tools/bin/python requirements/tools.lock
+$(VENV)/tools/.set-up $(VENV)/docs/.set-up: $(VENV)/%/.set-up: requirements/%.lock $(STAMP)
+	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(VENV)/$*
+	$(BIN)/uv pip sync -q --require-hashes --python $(VENV)/$*/bin/python requirements/$*.lock
 	@touch $@

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ("base", "dev", "corpora")
-LOCKS = (*ENVIRONMENT, "tools")
+LOCKS = (*ENVIRONMENT, "tools", "docs")
 
 #: Installed for the files that they bring; what they ask for is left out on purpose. Only earlier locks asked
 #: for the last one, which an environment may still have.

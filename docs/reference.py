@@ -1,0 +1,180 @@
+"""Writes the pages of docs/reference from the code: commands, settings, messages, metrics, errors.
+
+`make site` runs it before each build, so the pages are never older than the code, and not in the repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from ops.exposition import families
+from turnkeep_client import errors
+from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
+from turnkeep_client.client import Backlog
+from turnkeep_client.messages import Chunk, DeadLetter, Metrics
+from worker.commands import cli
+from worker.settings import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+FOLDER = Path(__file__).with_name("reference")
+WIDTH = 100
+
+
+def commands() -> str:
+    """What `--help` says of each command."""
+    blocks = [f"## {name}\n\n```text\n{text}\n```" for name, text in _helped(cli.main, "turnkeep", None)]
+    return "\n\n".join(["# Commands", "What `--help` says.", *blocks])
+
+
+def _helped(command: click.Command, name: str, parent: click.Context | None) -> Iterator[tuple[str, str]]:
+    context = click.Context(
+        command, parent, name.rpartition(" ")[2], terminal_width=WIDTH, max_content_width=WIDTH
+    )
+    yield name, command.get_help(context)
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            if (found := command.get_command(context, inner)) is not None and not found.hidden:
+                yield from _helped(found, f"{name} {inner}", context)
+
+
+def settings() -> str:
+    """All settings of a worker."""
+    rows = (
+        (
+            f"`{one.name}`",
+            f"`{one.default}`",
+            f"{one.purpose}: {one.wants}{'; no option, which others could see' if one.is_secret else ''}",
+        )
+        for one in describe()
+    )
+    text = (
+        'A setting has one name in `turnkeep.toml` (`max_disk = "8GiB"`), in the environment'
+        " (`TURNKEEP_MAX_DISK=8GiB`) and as an option (`--max-disk 8GiB`). The later of these counts."
+    )
+    return f"# Settings\n\n{text}\n\n" + _table("setting|default|what it is", rows)
+
+
+def messages() -> str:
+    """The fields of all messages."""
+    parts = ["# Messages", "What they mean: [the protocol](../protocol.md)."]
+    groups: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("Requests, on `in`", REQUESTS),
+        ("Results, on `out`", RESULTS),
+        ("Others of a session", (Chunk, DeadLetter)),
+        ("Control, on `ctl`", CONTROLS),
+        ("Replies on `ctl`", tuple(kind for kind in CONTROL_REPLIES if kind not in RESULTS)),
+        ("On `_metrics`", (Metrics,)),
+    )
+    kinds = [kind for _, group in groups for kind in group]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="{name}")
+    named = {kind.__name__ for kind in kinds}
+    shared = {name: one for name, one in schemas.items() if name not in named and "properties" in one}
+    for title, group in groups:
+        parts += [f"## {title}", *(_fields(kind.__name__, schemas[kind.__name__]) for kind in group)]
+    parts += ["## Parts of messages", *(_fields(name, one) for name, one in sorted(shared.items()))]
+    return "\n\n".join(parts)
+
+
+def _fields(name: str, schema: dict[str, Any]) -> str:
+    needed = schema.get("required", ())
+    rows = (
+        (
+            f"`{field}`",
+            _type(one),
+            "yes" if field in needed else "",
+            f"`{msgspec.json.encode(one['default']).decode()}`" if one.get("default") is not None else "",
+            one.get("description", ""),
+        )
+        for field, one in schema["properties"].items()
+    )
+    text = inspect.cleandoc(schema.get("description", "")).partition("\n\n")[0].replace("\n", " ")
+    table = _table("field|type|required|default|what it is", rows)
+    return f"### {name}\n\n{text}\n\n{table}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Say a JSON schema's type in a few words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
+    if "$ref" in schema:
+        return f"[{schema['$ref']}](#{schema['$ref'].lower()})"
+    if "enum" in schema:
+        return ", ".join(f"`{msgspec.json.encode(one).decode()}`" for one in schema["enum"])
+    kind = str(schema.get("type", "any"))
+    if kind == "array":
+        items = schema.get("items") or {}
+        return f"array of {_type(items)}" if items else "array"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_type(schema['additionalProperties'])}"
+    limits = (("from", "minimum"), ("above", "exclusiveMinimum"), ("to", "maximum"))
+    said = [f"{word} {schema[key]}" for word, key in limits if key in schema]
+    return " ".join([kind, *said])
+
+
+def metrics() -> str:
+    """All figures of the exporter."""
+    rows = (
+        (
+            f"`{one.name}_total`" if one.type == "counter" else f"`{one.name}`",
+            one.type,
+            one.documentation.removesuffix("."),
+            ", ".join(f"`{name}`" for name in getattr(one, "_labelnames", ())[3:]),
+        )
+        for one in families([], Backlog(0, 0, 0), connected=True)
+    )
+    text = (
+        "The figures of `turnkeep exporter` ([Running it](../operating.md#metrics-for-prometheus)). Those of"
+        " a worker have the labels `worker`, `model` and `device`."
+    )
+    return f"# Metrics\n\n{text}\n\n" + _table("name|type|what it is|further labels", rows)
+
+
+def error_codes() -> str:
+    """Error codes, the client's exceptions, exit codes."""
+    codes = ((f"`{one}`", "yes" if one in errors.RETRYABLE else "no") for one in errors.ERROR_CODES)
+    kinds = (
+        (f"`{name}`", inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " "))
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.TurnkeepError)
+    )
+    exits = inspect.cleandoc(cli.__doc__ or "").partition("Exit codes: ")[2].partition(".")[0]
+    rows = (one.replace("\n", " ").strip().split(" ", 1) for one in exits.split(","))
+    return "\n\n".join(
+        [
+            "# Errors",
+            "## Codes of a `failed`",
+            "What helps: [the protocol](../protocol.md#errors).",
+            _table("code|may succeed later under a new id", codes),
+            "## Exceptions of the Python client",
+            _table("exception|when", kinds),
+            "## Exit codes of commands",
+            _table("code|what it means", rows),
+        ]
+    )
+
+
+def _table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    heads = head.split("|")
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *body])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands.md": commands,
+    "settings.md": settings,
+    "messages.md": messages,
+    "metrics.md": metrics,
+    "errors.md": error_codes,
+}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for page, write in PAGES.items():
+        (FOLDER / page).write_text(write() + "\n")

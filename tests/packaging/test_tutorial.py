@@ -1,0 +1,89 @@
+"""The tutorial, word by word: its commands run in the order of the page, by one shell, as a new user."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands.command_runs import environment
+from tests.parts import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+
+pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """The empty home of somebody new; what a broken page leaves running there ends with the test."""
+    folder = tmp_path / "home"
+    (folder / "turnkeep").mkdir(parents=True)
+    yield folder
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"HOME={folder}\0".encode() in process.read_bytes():
+                os.kill(int(process.parent.name), signal.SIGKILL)
+        except OSError:
+            continue  # another user's, or gone
+
+
+@pytest.mark.parametrize(
+    "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
+)
+def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
+    installed: bool, home: Path, request: pytest.FixtureRequest
+) -> None:
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    if installed:
+        assert "pip install" in blocks[0]
+        del blocks[0]
+    ports = {"9422": str(free_port()), "9423": str(free_port())}
+    lines = "".join(blocks)
+    lines = lines.replace("turnkeep exporter", f"turnkeep exporter --port {ports['9422']}")
+    lines = lines.replace("turnkeep dashboard", f"turnkeep dashboard --listen 127.0.0.1:{ports['9423']}")
+    lines = re.sub(r"127\.0\.0\.1:(9422|9423)", lambda found: f"127.0.0.1:{ports[found[1]]}", lines)
+    here = {}
+    if installed:
+        here["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        here["TURNKEEP_MODEL"] = str(request.getfixturevalue("packaged_folder"))
+    script = home / "page.sh"
+    script.write_text(lines)
+    kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "VIRTUAL_"))}
+    done = subprocess.run(
+        # A user's shell goes on after an error, and so the page's end alone would prove nothing.
+        ["bash", "-e", "-u", "-o", "pipefail", str(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=home / "turnkeep" if installed else ROOT,
+        timeout=800,
+        env={
+            **kept,
+            "HOME": str(home),
+            "TURNKEEP_NATS_PORT": str(free_port()),
+            "PIP_NO_COMPILE": "1",
+            **here,
+        },
+    )
+    folder = home / "turnkeep"
+    said = f"{done.stdout}\n{done.stderr}\n{(folder / 'worker.log').read_text()[-2000:]}"
+    assert done.returncode == 0, said
+    assert "Paris" in done.stdout, said
+    assert re.search(r"^turnkeep_up\{.*\} 1\.0$", done.stdout, re.MULTILINE), said
+    assert re.search(r'^turnkeep_requests_total\{.*type="generate".*\} [2-9]', done.stdout, re.MULTILINE), (
+        said
+    )
+    assert "resuming an interrupted answer" in (folder / "worker.log").read_text(), said
+    assert len((folder / "story.txt").read_text().split()) > 50, said
