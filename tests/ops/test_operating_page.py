@@ -65,7 +65,7 @@ def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> 
 
 
 def test_the_page_counts_the_alerts() -> None:
-    assert f"alerts.yml) has {len(ALERTS)} alerts" in PAGE
+    assert f"`ops/prometheus/alerts.yml` has {len(ALERTS)} alerts" in PAGE
 
 
 def test_prometheus_takes_its_configuration_and_the_alerts(tmp_path: Path) -> None:
