@@ -154,12 +154,19 @@ class LocalWorker(Process):
     def __init__(self, data_dir: Path, *options: str, program: Sequence[str] = ("worker",)) -> None:
         """Prepare a worker; `program` is the module to run, with its arguments before `serve`."""
         port = free_port()
-        self.url = f"nats://127.0.0.1:{port}"
+        self._place = f"127.0.0.1:{port}"
         self.data_dir = data_dir
         self._options = options
         command = [sys.executable, "-m", *program, "serve", "--data-dir", str(data_dir)]
         command += ["--nats-port", str(port), "--log-level", "warning", *options]
         super().__init__("the worker", command)
+
+    @property
+    def url(self) -> str:
+        """The URL of the worker's NATS server, with the token once there is one."""
+        with contextlib.suppress(OSError):
+            return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
+        return f"nats://{self._place}"
 
     async def ready(self, tenant: str) -> Client:
         """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""

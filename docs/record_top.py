@@ -41,14 +41,14 @@ def main() -> None:
         serve = [sys.executable, "-m", "worker", "serve", "--nats-port", str(port), "--data-dir", folder]
         with subprocess.Popen([*serve, "--worker", "garden", "--metrics-interval-s", "1", *LIMITS]) as worker:
             try:
-                asyncio.run(_watch(f"nats://127.0.0.1:{port}"))
+                asyncio.run(_watch(port, Path(folder)))
             finally:
                 worker.send_signal(signal.SIGTERM)
 
 
-async def _watch(url: str) -> None:
+async def _watch(port: int, data_dir: Path) -> None:
     fleet = Fleet(300, window_s=WINDOW_S)
-    async with await _client(url) as client:
+    async with await _client(port, data_dir) as client:
         await _ready(client)
         talks = [asyncio.create_task(_talk(client, f"s{number}")) for number in range(6)]
 
@@ -65,12 +65,13 @@ async def _watch(url: str) -> None:
         await asyncio.gather(listener, *talks, return_exceptions=True)
 
 
-async def _client(url: str) -> Client:
+async def _client(port: int, data_dir: Path) -> Client:
     """Connect to the worker's own server as soon as that answers."""
     while True:
         try:
-            return await connect(url)
-        except NoWorkerError:
+            token = (data_dir / "nats-token").read_text().strip()
+            return await connect(f"nats://{token}@127.0.0.1:{port}")
+        except (OSError, NoWorkerError):
             await asyncio.sleep(0.5)
 
 

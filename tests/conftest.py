@@ -31,7 +31,7 @@ from parts import (  # noqa: E402
 from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
-from worker.wire.credentials import nats_options, over_tls  # noqa: E402
+from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +143,7 @@ async def local_worker(
         client = await connect(
             over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}"),
             prefix=settings.prefix,
-            **nats_options(settings),
+            **client_options(settings),
         )
         started.append(LocalWorker(app, task, settings, client))
         return started[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
+from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -100,7 +102,7 @@ class WorkerProcess:
 
     def __init__(self, data_dir: Path, model: Path | None, port: int, *options: str) -> None:
         self.data_dir = data_dir
-        self.url = f"nats://127.0.0.1:{port}"
+        self._port = port
         self.command = [
             *(sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), "--nats-port", str(port)),
             *(("--model", str(model)) if model else ()),
@@ -109,7 +111,20 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self.log_path = data_dir.with_suffix(".log")
 
+    @property
+    def url(self) -> str:
+        """The URL of its NATS server; has the token from the first start on."""
+        token = own_token(self._given_data_dir)
+        return f"nats://{token + '@' if token else ''}127.0.0.1:{self._port}"
+
+    @property
+    def _given_data_dir(self) -> Path:
+        return Path(self.command[len(self.command) - self.command[::-1].index("--data-dir")])
+
     def start(self) -> None:
+        if own_token(self._given_data_dir) is None:  # so that clients can try before the worker has made one
+            self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if CAN_FORK and self.command[1:3] == ["-m", "worker"]:
             self._process = Forked(self.command[3:], self.log_path, environment)

@@ -173,7 +173,7 @@ class App:
                 stack.push_async_callback(shielded, server.stop)
                 await server.start()
                 await stack.enter_async_context(self._background("nats-server", server.supervise))
-                nc = await self._connect(server.url, directory, stack)
+                nc = await self._connect(server.url, directory, stack, token=server.token)
             else:
                 url = over_tls(settings, settings.nats)
                 nc = await self._connect(url, directory, stack, **options)

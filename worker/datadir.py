@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LOCK_NAME: Final = "worker.lock"
+#: The file with the token of the worker's own NATS server.
+TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
 
 _ADVICE: Final = {
     errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",

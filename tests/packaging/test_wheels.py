@@ -115,7 +115,7 @@ def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_an
     environment.run("python", "-m", *shlex.split(advice[0]))
     with serving(environment, port, "--data-dir", data_dir) as log:
         assert "converting weights" in log.read_text()
-        answer, _ = environment.run("turnkeep", "ask", "--nats-port", port, "What is the capital of France?")
+        answer, _ = environment.run("turnkeep", "ask", *own, "What is the capital of France?")
     assert "Paris" in answer
 
     # The client beside it has the same files: nothing changes; if it is removed, one line says so.

@@ -17,6 +17,7 @@ import pytest
 from worker.datadir import DataDir
 from worker.wire import broker
 from worker.wire.connection import BrokerError, connect
+from worker.wire.credentials import own_token
 
 OWNER = """
 import asyncio, sys
@@ -74,6 +75,14 @@ def kill(pid):
             pass
 
 
+def url_of(server):
+    return f"nats://{server.token}@127.0.0.1:{server.port}"
+
+
+def url_left_by(settings):
+    return f"nats://{own_token(settings.data_dir)}@127.0.0.1:{settings.nats_port}"
+
+
 async def store(url, *bodies):
     client = await connect(url, name="test")
     js = client.jetstream()
@@ -93,10 +102,10 @@ async def stored(url):
 async def test_a_started_server_is_ready_and_listens_to_this_machine_alone(server, settings):
     await server.start()
     assert not server.adopted
-    await store(server.url, b"1")
+    await store(url_of(server), b"1")
     addresses = {c.laddr.ip for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
     assert addresses == {"127.0.0.1"}
-    client = await connect(server.url, name="test", min_payload_bytes=settings.max_message_bytes)
+    client = await connect(url_of(server), name="test", min_payload_bytes=settings.max_message_bytes)
     assert client.max_payload == settings.max_message_bytes
     await client.close()
 
@@ -118,26 +127,26 @@ async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(emb
     first = embed(directory, settings)
     await first.start()
     pid = first.pid
-    await store(first.url, b"1", b"2")
+    await store(url_of(first), b"1", b"2")
     await first.stop()
     assert not psutil.pid_exists(pid)
     assert not (directory.path / "nats-server.json").exists()
     await first.stop()
     second = embed(directory, settings)
     await second.start()
-    assert await stored(second.url) == 2
+    assert await stored(url_of(second)) == 2
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(embed, killed_owner, settings, how):
     pid = killed_owner(how)
-    await store(f"nats://127.0.0.1:{settings.nats_port}", b"published while no worker runs")
+    await store(url_left_by(settings), b"published while no worker runs")
     with DataDir.open(settings.data_dir) as directory:
         server = embed(directory, settings)
         await server.start()
         assert (server.adopted, server.pid) == (True, pid)
-        assert await stored(server.url) == 1
+        assert await stored(url_of(server)) == 1
         await server.stop()
         assert not server._alive()
 
@@ -156,14 +165,14 @@ async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(embe
 @pytest.mark.process
 async def test_a_server_left_over_with_another_port_is_replaced(embed, killed_owner, settings, unused_port):
     pid = killed_owner(signal.SIGKILL)
-    await store(f"nats://127.0.0.1:{settings.nats_port}", b"1")
+    await store(url_left_by(settings), b"1")
     moved = dataclasses.replace(settings, nats_port=unused_port)
     with DataDir.open(settings.data_dir) as directory:
         server = embed(directory, moved)
         await server.start()
         assert not server.adopted
         assert server.pid != pid
-        assert await stored(f"nats://127.0.0.1:{unused_port}") == 1
+        assert await stored(url_left_by(moved)) == 1
 
 
 @pytest.mark.process
@@ -172,22 +181,22 @@ async def test_an_adopted_server_that_dies_comes_back(embed, killed_owner, setti
     with DataDir.open(settings.data_dir) as directory:
         server = embed(directory, settings)
         await server.start()
-        await store(server.url, b"1")
+        await store(url_of(server), b"1")
         kill(pid)
         await eventually(lambda: server.pid not in (None, pid))
         await server._wait_until_ready()
-        assert await stored(server.url) == 1
+        assert await stored(url_of(server)) == 1
 
 
 async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_too(server):
     await server.start()
-    await store(server.url, b"1", b"2")
+    await store(url_of(server), b"1", b"2")
     back = asyncio.Event()
 
     async def on_reconnected():
         back.set()
 
-    client = await connect(server.url, name="test", on_reconnected=on_reconnected)
+    client = await connect(url_of(server), name="test", on_reconnected=on_reconnected)
     for _ in range(2):
         back.clear()
         pid = server.pid
@@ -195,7 +204,7 @@ async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_to
         await asyncio.wait_for(back.wait(), 60)
         await eventually(lambda pid=pid: server.pid not in (None, pid))
     await client.jetstream().publish("kept", b"3")
-    assert await stored(server.url) == 3
+    assert await stored(url_of(server)) == 3
     await client.close()
 
 
@@ -207,7 +216,7 @@ async def test_a_connection_that_the_server_closes_for_good_is_told(server, sett
     async def on_closed():
         closed.set()
 
-    client = await connect(server.url, name="test", on_closed=on_closed)
+    client = await connect(url_of(server), name="test", on_closed=on_closed)
     client._max_payload = 2**30  # let it break the server's rule
     await client.publish("x", b"x" * 2 * settings.max_message_bytes)
     await asyncio.wait_for(closed.wait(), 10)
@@ -318,15 +327,15 @@ async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(embed, mo
         server = embed(directory, settings)
         await server.start()
         pid = server.pid
-        await store(server.url, b"1")
+        await store(url_of(server), b"1")
         filler.write_bytes(b"x" * 2**24)
         with pytest.raises(nats.errors.TimeoutError):
-            await store(server.url, *[b"x" * 2**18] * 64)
+            await store(url_of(server), *[b"x" * 2**18] * 64)
         await asyncio.sleep(1)
         assert server.pid == pid, "restarting is no use while the disk is full"
-        kept = await stored(server.url)
+        kept = await stored(url_of(server))
         filler.unlink()
         await eventually(lambda: server.pid not in (None, pid))
         await server._wait_until_ready()
-        assert await stored(server.url) == kept
-        await store(server.url, b"2")
+        assert await stored(url_of(server)) == kept
+        await store(url_of(server), b"2")

@@ -42,8 +42,8 @@ async def leases(nats_url):
     connections, made = [], []
     subjects = Subjects(f"lease{time.monotonic_ns()}")
 
-    async def make(worker, directory, url=nats_url):
-        connections.append(await connect(url, name=worker))
+    async def make(worker, directory, url=nats_url, **login):
+        connections.append(await connect(url, name=worker, **login))
         lost = []
         lease = Kept(
             connections[-1].jetstream(), subjects, worker=worker, directory=directory, lost=lost.append
@@ -165,7 +165,7 @@ async def test_who_lost_the_lease_is_told_who_has_it(leases):
 async def test_the_lease_is_taken_again_on_a_server_that_was_started_anew(server, leases):
     """It lies in the server's memory, and the worker is still the only one."""
     await server.start()
-    lease = await leases("w", "d", url=server.url)
+    lease = await leases("w", "d", url=server.url, token=server.token)
     await lease.acquire()
     killed = server.pid
     os.kill(killed, signal.SIGKILL)

@@ -18,7 +18,7 @@ KEY = SessionKey("default", "s1")
 @pytest.fixture
 async def client(server):
     await server.start()
-    client = await connect(server.url, name="test")
+    client = await connect(server.url, name="test", token=server.token)
     yield client
     await client.close()
 

@@ -94,8 +94,11 @@ class Target:
         self.process = WorkerProcess(
             data_dir, model, free_port(), "--block-tokens", str(BLOCK), "--log-level", "info", *options
         )
-        self.url = self.process.url
         self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return self.process.url
 
     def start(self) -> None:
         log = self.process.log_path

@@ -182,7 +182,13 @@ class Run:
         """Send frames over sockets; the server ends the connection of whoever goes too far."""
         while num > 0:
             reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
-            writer.write(b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\n')
+            hello = {
+                "verbose": False,
+                "pedantic": False,
+                "headers": True,
+                "auth_token": urlsplit(url).username,
+            }
+            writer.write(f"CONNECT {json.dumps(hello)}\r\n".encode())
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
                 while num > 0:
                     writer.write(b"".join(frame(rng) for _ in range(batch)) + b"PING\r\n")

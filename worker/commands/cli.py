@@ -19,9 +19,10 @@ import click
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
+from worker.datadir import TOKEN_NAME
 from worker.formatting import size
 from worker.settings import SettingsError
-from worker.wire.credentials import worker_options
+from worker.wire.credentials import own_token, worker_options
 
 from .flags import SpanType, as_json, load_settings, tenant_option, with_sampling, with_settings
 from .printing import table
@@ -283,6 +284,19 @@ def info(config: Path | None, session: str | None, tenant: str, as_json: bool, *
     from .control import info as run
 
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))
+
+
+@main.command()
+@with_settings("data_dir", "nats_port")
+def url(config: Path | None, **flags: Any) -> None:
+    """Print the URL of the worker's own NATS server for other programs; its token is part of it."""
+    settings = load_settings(config, flags)
+    token = own_token(settings.data_dir)
+    if token is None:
+        raise SettingsError(
+            f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
+        )
+    click.echo(f"nats://{token}@127.0.0.1:{settings.nats_port}")
 
 
 @main.command()

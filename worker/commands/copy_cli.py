@@ -50,7 +50,7 @@ def _one_line() -> Iterator[None]:
 @click.argument("target", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE")
 @tenant_option
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
-@with_settings("data_dir", *CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS)
 def export(config: Path | None, session: str, target: Path, tenant: str, kv: bool, **flags: Any) -> None:
     """Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.
 
@@ -83,7 +83,7 @@ def export(config: Path | None, session: str, target: Path, tenant: str, kv: boo
 @click.option("--as", "name", metavar="NAME", help="Name of the session. [default: as it was]")
 @click.option("--tenant", metavar="NAME", help="Tenant of the session. [default: as it was]")
 @click.option("--kv", is_flag=True, help="With its KV, into the cache of a worker that is stopped.")
-@with_settings("data_dir", "max_disk", "min_free_disk", *CLIENT_SETTINGS)
+@with_settings("max_disk", "min_free_disk", *CLIENT_SETTINGS)
 def import_(
     config: Path | None, source: Path, name: str | None, tenant: str | None, kv: bool, **flags: Any
 ) -> None:

@@ -8,7 +8,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
+from turnkeep_client.errors import NotPermittedError
+from worker.datadir import TOKEN_NAME
+from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from worker.settings import Settings
 
 #: The settings of a command that talks to NATS.
-CLIENT_SETTINGS: Final = ("nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
+CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -28,7 +30,17 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     from turnkeep_client.client import connect
 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
-    return await connect(url, tenant=tenant, prefix=prefix or settings.prefix, **nats_options(settings))
+    options = client_options(settings)
+    try:
+        return await connect(url, tenant=tenant, prefix=prefix or settings.prefix, **options)
+    except NotPermittedError as error:
+        if settings.nats is not None or "refuses the credentials" not in str(error):
+            raise
+        path = settings.data_dir / TOKEN_NAME
+        why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
+        raise NotPermittedError(
+            f"the NATS server at {url} {why}; name its worker's data directory by --data-dir"
+        ) from None
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:

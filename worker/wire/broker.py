@@ -12,6 +12,8 @@ import http.client
 import itertools
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -34,6 +36,7 @@ from anyio import (
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from worker.concurrency import in_thread
+from worker.datadir import TOKEN_NAME
 
 from .connection import BrokerError, connect
 
@@ -52,6 +55,7 @@ _READY_S: Final = 120.0  # before it listens, the server checks its store, which
 _STOP_S: Final = 10.0
 _BACKOFF_S: Final = (0.1, 10.0)
 _MAX_GREETING_BYTES: Final = 64 * 2**10
+_TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # such that a URL can hold it
 _STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
 
 log = structlog.get_logger(__name__)
@@ -126,6 +130,8 @@ class EmbeddedServer:
         self._state_file = self._root / "nats-server.json"
         self._log_file = directory.logs / "nats-server.log"
         self._name = server_name(self._root)
+        #: What clients have to log in with.
+        self.token = _own_token(self._root / TOKEN_NAME)
         self._config = self._render(directory, settings)
         self._room_bytes = 4 * settings.max_message_bytes
         self._process: psutil.Process | None = None
@@ -171,6 +177,7 @@ class EmbeddedServer:
             "listen": f"{HOST}:{settings.nats_port}",
             "http": f"{HOST}:-1",  # health checks, on any free port, which the server writes to a file
             "ports_file_dir": str(self._root),
+            "authorization": {"token": self.token},
             "max_payload": settings.max_message_bytes,
             "jetstream": {
                 "store_dir": str(directory.nats),
@@ -269,7 +276,7 @@ class EmbeddedServer:
             if greeting and greeting.get("server_name") != self._name:
                 check_port(self.port)  # raises: another program has the port
             if greeting and greeting.get("jetstream"):
-                client = await connect(self.url, name="turnkeep readiness")
+                client = await connect(self.url, name="turnkeep readiness", token=self.token)
                 await client.close()
                 return
             await sleep(0.05)
@@ -358,8 +365,26 @@ class EmbeddedServer:
             self._state_file.unlink()
 
 
+def _own_token(path: Path) -> str:
+    """Return the token in a file, which is made if there is none. Raises `BrokerError`."""
+    try:
+        token = path.read_text("utf-8").strip() if path.exists() else ""
+        if token:
+            path.chmod(0o600)  # a copied directory may be readable for all
+        else:
+            token = secrets.token_urlsafe(32)
+            _replace(path, token + "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokerError(f"the token in {path} cannot be used: {error}; remove the file") from None
+    if not _TOKEN.fullmatch(token):
+        raise BrokerError(f"{path} holds no token; remove it, and the next start makes one")
+    return token
+
+
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees the old or the new text."""
+    """Replace a file atomically: a reader sees the old or the new text, and only this user reads it."""
     fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text, "utf-8")
+    fresh.unlink(missing_ok=True)
+    with open(fresh, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
     fresh.replace(path)

@@ -10,6 +10,7 @@ import re
 import ssl
 from typing import TYPE_CHECKING, Any, Final
 
+from worker.datadir import TOKEN_NAME
 from worker.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -46,11 +47,33 @@ def nats_options(settings: Settings) -> dict[str, Any]:
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials of a worker, whose own server has no users. Raises `SettingsError`."""
+    """Read the credentials of a worker, whose own server makes its token. Raises `SettingsError`."""
     options = nats_options(settings)
     if options and settings.nats is None:
-        raise SettingsError("the worker's own NATS server has no users; set nats too")
+        raise SettingsError("the worker's own NATS server makes its token itself; set nats too")
     return options
+
+
+def client_options(settings: Settings) -> dict[str, Any]:
+    """Read the credentials of a command: where none are set, the token of the worker's own server."""
+    options = nats_options(settings)
+    if settings.nats is None and options.keys() <= {"tls"} and (token := own_token(settings.data_dir)):
+        options["token"] = token
+    return options
+
+
+def own_token(data_dir: Path) -> str | None:
+    """Read the token of a data directory's NATS server; None if it has none. Raises `SettingsError`."""
+    path = data_dir / TOKEN_NAME
+    try:
+        return path.read_text("utf-8").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SettingsError(
+            f"{path} cannot be read: {reason}; run as the worker's user, or set nats_token_file"
+        ) from None
 
 
 def over_tls(settings: Settings, urls: str) -> str:

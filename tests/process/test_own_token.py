@@ -1,0 +1,235 @@
+"""The worker's own NATS server takes only who has the token in its data directory: commands find it there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+
+from tests.commands.command_runs import command
+from tests.parts import free_port
+from worker.settings import Settings, SettingsError
+from worker.wire.broker import EmbeddedServer, find_server
+from worker.wire.connection import BrokerError, connect
+from worker.wire.credentials import client_options
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+    from tests.parts import WorkerProcess
+    from worker.datadir import DataDir
+
+pytestmark = pytest.mark.process
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+async def worker(local_worker: Callable[..., Awaitable[LocalWorker]]) -> LocalWorker:
+    return await local_worker(nats=None, nats_port=free_port())
+
+
+def place(worker: LocalWorker) -> list[str]:
+    port = str(worker.settings.nats_port)
+    return ["--data-dir", str(worker.settings.data_dir), "--nats-port", port]
+
+
+async def test_commands_find_the_token_by_themselves(worker: LocalWorker) -> None:
+    where = [*place(worker), "--prefix", worker.settings.prefix]
+    for words in (["open", "s"], ["info", "s"], ["sessions"], ["top"]):
+        done = await command(*words, *where)
+        if words != ["top"]:
+            assert (done.returncode, done.stderr) == (0, ""), words
+    assert "needs a terminal" in done.stderr, "it has come further than the connection"
+
+
+async def test_another_program_is_told_the_url(worker: LocalWorker) -> None:
+    done = await command("url", *place(worker))
+    assert done.returncode == 0
+    client = await nats.connect(done.stdout.strip())
+    assert (await client.request("$SRV.PING", timeout=5)).data
+    await client.close()
+
+
+async def first_word(port: int, **login: str) -> bytes:
+    """Log in as a raw client does; returns what the server says."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert (await reader.readline()).startswith(b"INFO ")
+    writer.write(f"CONNECT {json.dumps({'verbose': False} | login)}\r\nPING\r\n".encode())
+    said = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return said.strip()
+
+
+async def test_nobody_else_is_let_in(worker: LocalWorker) -> None:
+    port = worker.settings.nats_port
+    token = (worker.settings.data_dir / "nats-token").read_text().strip()
+    assert await first_word(port, auth_token=token) == b"PONG"
+    wrong: list[dict[str, str]] = [
+        {},
+        {"auth_token": ""},
+        {"auth_token": token[:-1]},
+        {"auth_token": token + "x"},
+    ]
+    wrong += [{"user": token}, {"user": "a", "pass": token}, {"user": "", "pass": ""}]
+    for login in wrong:
+        assert await first_word(port, **login) == b"-ERR 'Authorization Violation'", login
+
+
+async def test_a_command_without_the_token_ends_at_once_with_one_line(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
+    port = str(worker.settings.nats_port)
+    other = tmp_path / "other"
+    where = ["--data-dir", str(other), "--nats-port", port]
+    done = await command("open", "s", *where)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"turnkeep: the NATS server at nats://127.0.0.1:{port} wants a token, and there is no"
+        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
+    )
+    done = await command("url", *where)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"turnkeep: there is no {other}/nats-token; start its worker, or name another --data-dir\n"
+    )
+    other.mkdir()
+    (other / "nats-token").write_text("s3cr3t-and-wrong-token\n")
+    done = await command("open", "s", *where)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"turnkeep: the NATS server at nats://127.0.0.1:{port} refuses the token in"
+        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
+    )
+
+
+async def test_a_token_that_is_set_is_taken_rather_than_the_file_s(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text((worker.settings.data_dir / "nats-token").read_text())
+    where = ["--data-dir", str(tmp_path / "other"), "--nats-port", str(worker.settings.nats_port)]
+    done = await command(
+        *("open", "s", "--prefix", worker.settings.prefix), *where, "--nats-token-file", token
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_of_the_machine_is_told_that_it_is_not_theirs(
+    directory: DataDir, settings: Settings
+) -> None:
+    EmbeddedServer(directory, settings)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(SettingsError) as told:
+            client_options(settings)
+    finally:
+        os.seteuid(0)
+    assert str(told.value) == (
+        f"{settings.data_dir}/nats-token cannot be read: Permission denied; run as the worker's user, or set"
+        " nats_token_file"
+    )
+
+
+async def test_the_token_is_its_owner_s_alone_and_stays_the_same(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+) -> None:
+    port, seen = free_port(), set()
+    for _ in range(2):
+        worker = await local_worker(nats=None, nats_port=port)
+        root = worker.settings.data_dir
+        assert (mode(root / "nats-token"), mode(root / "nats-server.conf")) == (0o600, 0o600)
+        seen.add((root / "nats-token").read_text())
+        await worker.stop()
+        (root / "nats-token").chmod(0o644)  # as a copy of the directory may have it
+    assert len(seen) == 1
+    assert len(seen.pop().strip()) >= 43, "32 random bytes"
+
+
+async def test_no_log_and_no_message_has_the_token(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    process = worker_process("--log-level", "debug")
+    process.start()
+    async with await process.client() as client:
+        await client.session("s").append(text="hello")
+        token = (process.data_dir / "nats-token").read_text().strip()
+        port = int(process.url.rpartition(":")[2])
+        assert b"Authorization" in await first_word(port, auth_token="wrong")
+        info = await command("info", "--json", "--data-dir", process.data_dir, "--nats", process.url)
+        assert token not in info.stdout + info.stderr
+    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout  # noqa: ASYNC221
+    assert process.stop() == 0
+    logs = [process.log, *(path.read_text() for path in (process.data_dir / "logs").iterdir())]
+    assert len(logs) == 2
+    assert token not in "".join(logs) + commands
+    kept = {path.name for path in process.data_dir.iterdir() if path.is_file() and token in path.read_text()}
+    assert kept == {"nats-token", "nats-server.conf"}
+
+
+def earlier(settings: Settings, directory: DataDir) -> Any:
+    """Start a server as an earlier version did, without a token, and leave it running."""
+    server = EmbeddedServer(directory, settings)
+    config = json.loads(server._config)
+    del config["authorization"]
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (settings.data_dir / "nats-server.conf").write_text(text)
+    (settings.data_dir / "nats-token").unlink()
+    command = [str(find_server()), "-c", str(settings.data_dir / "nats-server.conf")]
+    return subprocess.Popen(command, cwd=settings.data_dir, stderr=subprocess.DEVNULL)
+
+
+async def test_a_data_directory_of_an_earlier_version_is_taken_over(
+    settings: Settings, directory: DataDir, embed: Any
+) -> None:
+    """With its server running, as `kill -9` leaves it; messages stay, and the server lets nobody else in."""
+    old = earlier(settings, directory)
+    try:
+        open_to_all = f"nats://127.0.0.1:{settings.nats_port}"
+        client = await connect(open_to_all, name="test", timeout_s=20)
+        await client.jetstream().add_stream(name="kept", subjects=["kept"])
+        await client.jetstream().publish("kept", b"1")
+        await client.close()
+        server = embed(directory, settings)
+        await server.start()
+        assert not server.adopted
+        assert old.wait(20) is not None
+        client = await connect(server.url, name="test", token=server.token)
+        assert (await client.jetstream().stream_info("kept")).state.messages == 1
+        await client.close()
+        with pytest.raises(BrokerError, match="refuses the credentials"):
+            await connect(open_to_all, name="test")
+        assert mode(settings.data_dir / "nats-server.conf") == 0o600
+    finally:
+        old.kill()
+        old.wait()
+
+
+@pytest.mark.parametrize("broken", ["short", "with a space in it, and longer", "käse-käse-käse-käse"])
+def test_a_file_that_holds_no_token_is_said(directory: DataDir, settings: Settings, broken: str) -> None:
+    path = settings.data_dir / "nats-token"
+    path.write_text(broken)
+    with pytest.raises(BrokerError) as told:
+        EmbeddedServer(directory, settings)
+    assert str(told.value) == f"{path} holds no token; remove it, and the next start makes one"
+    assert path.read_text() == broken
+
+
+def test_an_empty_file_gets_a_token(directory: DataDir, settings: Settings) -> None:
+    """What a power cut may leave of a file that was just written."""
+    (settings.data_dir / "nats-token").write_text("")
+    made = EmbeddedServer(directory, settings).token
+    assert EmbeddedServer(directory, dataclasses.replace(settings, nats_port=1)).token == made
