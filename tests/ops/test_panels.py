@@ -17,10 +17,13 @@ import yaml
 from msgspec import structs
 
 from ops import panels
+from ops.exposition import families
+from ops.fleet import Fleet
 from ops.panels import ALERTS, PANELS
 from tests.ops.test_exporter import Exporter
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
+from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
 from turnkeep_client.subjects import Subjects
 
@@ -164,11 +167,23 @@ async def test_every_query_of_every_panel_and_alert_finds_something(
     }
 
 
+def exported() -> set[str]:
+    """Names of samples that an exporter gives."""
+    fleet = Fleet(60)
+    histogram = metrics("w1").batch_size
+    fleet.hear(structs.replace(metrics("w1"), queue_time=histogram, request_duration=histogram))
+    found = families(fleet.sightings(), Backlog(0, 0, 0), connected=True)
+    return {sample.name for one in found for sample in one.samples}
+
+
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     def series(name: str, values: str, **labels: str) -> dict[str, str]:
         shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
         return {"series": f"turnkeep_{name}{{{shown}}}", "values": values}
+
+    def buckets(name: str, per_minute: dict[str, int], **labels: str) -> list[dict[str, str]]:
+        return [series(f"{name}_bucket", f"0+{num}x21", **labels, le=le) for le, num in per_minute.items()]
 
     one, two = {"worker": "w1"}, {"worker": "w2"}
     cases = {  # after 20 minutes of one sample a minute
@@ -191,8 +206,40 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
             [one],
         ),
         "TurnkeepDiskFails": ([series("snapshots_failed_total", "0x18 0 1 2", **one)], [one]),
+        "TurnkeepQueueSlow": (
+            [
+                *buckets("queue_time_seconds", {"20.48": 0, "40.96": 10, "+Inf": 10}, **one),
+                *buckets("queue_time_seconds", {"20.48": 10, "40.96": 10, "+Inf": 10}, **two),
+            ],
+            [one],
+        ),
+        "TurnkeepSnapshotsRejected": (
+            [
+                series("snapshots_rejected_total", "0x18 0 1 1", **one),
+                series("snapshots_rejected_total", "7x21", **two),
+            ],
+            [one],
+        ),
+        # A single one is no reason to wake somebody.
+        "TurnkeepSnapshotsDropped": (
+            [
+                series("snapshots_dropped_total", "0+1x21", **one, reason="queue_full"),
+                series("snapshots_dropped_total", "0x14 1x6", **two, reason="queue_full"),
+            ],
+            [one],
+        ),
+        "TurnkeepEventLoopSlow": (
+            [
+                *buckets("event_loop_lag_seconds", {"0.1": 9, "0.5": 10, "+Inf": 10}, **one),
+                *buckets("event_loop_lag_seconds", {"0.1": 10, "0.5": 10, "+Inf": 10}, **two),
+            ],
+            [one],
+        ),
         "TurnkeepWorkerRestarts": ([series("uptime_seconds", "1 2 1 2 1 2 1 2 " * 3, **one)], [one]),
     }
+    assert set(cases) == {alert.name for alert in ALERTS}
+    given = {one["series"].partition("{")[0] for inputs, _ in cases.values() for one in inputs}
+    assert given <= exported(), "series that the exporter does not name"
     tests = []
     for name, (inputs, firing) in cases.items():
         rule = next(rule for rule in panels.rules()["groups"][0]["rules"] if rule["alert"] == name)
