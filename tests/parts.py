@@ -110,6 +110,8 @@ class WorkerProcess:
         ]
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self.log_path = data_dir.with_suffix(".log")
+        #: Whether it is forked from a process that has imported the program.
+        self.forks = CAN_FORK
 
     @property
     def url(self) -> str:
@@ -126,7 +128,7 @@ class WorkerProcess:
             self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
-        if CAN_FORK and self.command[1:3] == ["-m", "worker"]:
+        if self.forks and self.command[1:3] == ["-m", "worker"]:
             self._process = Forked(self.command[3:], self.log_path, environment)
             return
         with self.log_path.open("ab") as output:
