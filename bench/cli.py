@@ -6,6 +6,7 @@ A failed exact check ends a bench with exit code 1 too, so that CI notices.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -59,7 +60,11 @@ def command(bench: AnyBench) -> click.Command:
         where = Where(**{one.name: given.pop(one.name) for one in shared if one.name})
         if where.nats is not None and where.model is not None:
             raise click.UsageError("--model is for the bench's own worker; the one at --nats has its own")
-        source = click.get_current_context().get_parameter_source
+        context = click.get_current_context()
+        if where.nats is not None and context.obj is not None:
+            url, login = context.obj(where.nats)
+            where = replace(where, nats=url, login=login)
+        source = context.get_parameter_source
         named = {name for name in given if source(name) is ParameterSource.COMMANDLINE}
         plan = make(bench.plan, given, named=named, smoke=smoke)
         report = until_stopped(conduct(bench, plan, where))

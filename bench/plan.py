@@ -12,7 +12,7 @@ gives `--rounds N` with a default of 5, and 1 under `--smoke` unless the command
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
@@ -76,6 +76,7 @@ class Where:
     prefix: Annotated[str, Option("First part of that worker's subjects.")] = DEFAULT_PREFIX
     tenant: Annotated[str, Option("Tenant of the bench's sessions.")] = "bench"
     program: tuple[str, ...] = ("worker",)
+    login: dict[str, Any] = field(default_factory=dict, repr=False)  # what nats-py takes besides `nats`
 
 
 #: The options for a worker that runs already.
@@ -148,10 +149,10 @@ def settings(plan: Any) -> dict[str, Setting]:
 def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:
     hints = get_type_hints(plan, include_extras=True)
     found = []
-    for field in fields(plan):
-        if get_origin(hints[field.name]) is Annotated:
-            kind, option = get_args(hints[field.name])[:2]
-            found.append((field.name, kind, option, field.default))
+    for one in fields(plan):
+        if get_origin(hints[one.name]) is Annotated:
+            kind, option = get_args(hints[one.name])[:2]
+            found.append((one.name, kind, option, one.default))
     return found
 
 

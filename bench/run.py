@@ -168,7 +168,7 @@ class Run(Generic[P]):
             async with self.worker(*options) as (_, client):
                 yield client
             return
-        async with await reach(where.nats, prefix=where.prefix, tenant=where.tenant) as client:
+        async with await reach(where.nats, prefix=where.prefix, tenant=where.tenant, **where.login) as client:
             yield client
 
     @asynccontextmanager

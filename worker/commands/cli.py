@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 #: Commands of other modules, which are imported when the command is run, or all are listed.
 _ELSEWHERE: Final = {
-    "bench": ("bench.cli", "bench"),
+    "bench": ("worker.commands.bench_cli", "bench"),
     "cache": ("worker.commands.cache_cli", "cache"),
     "dead": ("worker.commands.log_cli", "dead"),
     "export": ("worker.commands.copy_cli", "export"),

@@ -1,0 +1,33 @@
+"""`turnkeep bench`, with the credentials of the NATS servers at --nats: `bench` itself knows no settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bench.cli import bench
+from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
+
+from .flags import load_settings, with_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from worker.settings import Settings
+
+
+@click.command()
+@with_settings(*CREDENTIAL_SETTINGS)
+def _group(config: Path | None, **flags: Any) -> None:
+    click.get_current_context().obj = partial(_login, load_settings(config, flags))
+
+
+def _login(settings: Settings, url: str) -> tuple[str, dict[str, Any]]:
+    """Return the URL, and what nats-py takes besides, for the servers at `url`."""
+    return over_tls(settings, url), nats_options(replace(settings, nats=url))
+
+
+bench.params, bench.callback = _group.params, _group.callback
