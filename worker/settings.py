@@ -216,6 +216,11 @@ def _http_url(value: object) -> str:
     return url
 
 
+def policy_text(policy: Policy) -> str:
+    """Write a policy as the setting takes it; `str` of it is its identity."""
+    return "full" if policy == FULL else _POLICY.show(policy)
+
+
 def size_text(size_bytes: int) -> str:
     """Format a size in the largest binary unit that keeps it whole: `8GiB`, `1536MiB`, `1000B`."""
     for unit, name in ((_TIB, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):

@@ -123,6 +123,14 @@ async def test_what_cannot_be_is_one_line(
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("policy", ["full", "sink_window:4,1024", "paged:324", "paged:1000"])
+async def test_a_policy_is_shown_as_it_is_given(tmp_path: Path, policy: str) -> None:
+    model = make_tiny_model(tmp_path / "tiny", num_attention_heads=2)
+    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 256, "--block-tokens", BLOCK)
+    done = await command("size", "--model", model, *load, "--cache-policy", policy)
+    assert f"policy {policy}\n" in re.sub(r" +\n", "\n", done.stdout), done.stderr
+
+
 async def test_the_table_says_where_sessions_are(endless_model: Path) -> None:
     _, *written = shlex.split(block("sh", "turnkeep size"))
     done = await command(*written, "--model", endless_model, "--cache-policy", "sink_window:4,1024")

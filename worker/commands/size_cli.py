@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from worker.formatting import size as in_units
-from worker.settings import SettingsError, parse_size
+from worker.settings import SettingsError, parse_size, policy_text
 
 from .flags import as_json, load_settings, with_settings
 from .printing import table
@@ -120,7 +120,8 @@ def size(
         kv = {"kv_bytes_per_token": sized.kv.bytes_per_token}
         click.echo(json.dumps({"model": loaded.name, **asdict(load), **asdict(found), **kv, **more}))
         return
-    named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {settings.cache_policy}"
+    policy = policy_text(settings.cache_policy)
+    named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {policy}"
     table(("model", named), _rows(settings, sized, load, found, drive_writes))
 
 

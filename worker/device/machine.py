@@ -7,6 +7,8 @@ import psutil
 
 from turnkeep_client.errors import TurnkeepError
 
+from .cgroups import left_bytes
+
 #: Bytes of freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. On a
 #: CPU a step took the same time without any.
 MLX_CACHE_BYTES = 512 * 2**20
@@ -38,12 +40,13 @@ def limit_freed() -> None:
 def default_limit_bytes(to_load_bytes: int = 0) -> int:
     """Derive the limit for all that MLX holds from the device, or from what the machine has left.
 
-    `to_load_bytes` of weights are not in memory yet.
+    A control group may leave less than the machine has. `to_load_bytes` of weights are not in memory yet.
     """
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return recommended
-    available = max(psutil.virtual_memory().available - to_load_bytes, 0)
+    available, left = psutil.virtual_memory().available, left_bytes()
+    available = max((available if left is None else min(available, left)) - to_load_bytes, 0)
     return mx.get_active_memory() + to_load_bytes + int(available * MEMORY_SHARE)
 
 

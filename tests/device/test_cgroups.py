@@ -1,0 +1,112 @@
+"""What the control groups around a process leave of a machine's memory: version 2, version 1, and none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker.device import cgroups, machine
+
+MIB = 2**20
+
+
+def group(folder: Path, files: dict[str, object]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name).write_text(f"{value}\n")
+
+
+def left(tmp_path: Path, own: str) -> int | None:
+    (tmp_path / "own").write_text(own)
+    return cgroups.left_bytes(tmp_path / "own", tmp_path / "fs")
+
+
+def test_version_2_leaves_its_limit_less_what_is_used_and_cannot_be_given_back(tmp_path: Path) -> None:
+    stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
+    group(tmp_path / "fs", {"memory.max": 512 * MIB, "memory.current": 300 * MIB, "memory.stat": stat})
+    assert left(tmp_path, "0::/\n") == 312 * MIB
+
+
+def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+    """systemd's MemoryHigh of a slice above a unit, say, at which a process is slowed down."""
+    fs = tmp_path / "fs"
+    group(fs, {"memory.stat": ""})  # the root has no limit
+    group(fs / "a", {"memory.max": "max", "memory.high": 100 * MIB, "memory.current": 60 * MIB})
+    group(fs / "a/b", {"memory.max": 500 * MIB, "memory.high": "max", "memory.current": 10 * MIB})
+    assert left(tmp_path, "0::/a/b\n") == 40 * MIB
+    assert left(tmp_path, "0::/a\n") == 40 * MIB
+
+
+def test_version_1_has_its_own_names_and_other_controllers_beside(tmp_path: Path) -> None:
+    files = {
+        "memory.limit_in_bytes": 256 * MIB,
+        "memory.usage_in_bytes": 100 * MIB,
+        "memory.stat": f"inactive_file 1\ntotal_inactive_file {50 * MIB}",
+    }
+    group(tmp_path / "fs" / "memory" / "docker" / "x", files)
+    own = "12:cpu,cpuacct:/docker/x\n5:hugetlb,memory:/docker/x\n1:name=systemd:/docker/x\n0::/\n"
+    assert left(tmp_path, own) == 206 * MIB
+
+
+def test_a_container_sees_its_group_as_the_root_under_either_name(tmp_path: Path) -> None:
+    files = {"memory.limit_in_bytes": 64 * MIB, "memory.usage_in_bytes": 24 * MIB}
+    group(tmp_path / "fs" / "memory", files)
+    assert left(tmp_path, "4:memory:/kubepods/pod1/not-mounted-here\n") == 40 * MIB
+
+
+def test_a_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
+    group(tmp_path / "fs", {"memory.max": 10 * MIB, "memory.current": 20 * MIB})
+    assert left(tmp_path, "0::/\n") == 0
+
+
+@pytest.mark.parametrize(
+    "own", ["", "0::/\n", "nonsense\n", "0::/../../etc\n", "4:memory:/gone\n", "x" * 10_000, "0::/\0\n"]
+)
+def test_without_a_limit_that_can_be_read_there_is_none(tmp_path: Path, own: str) -> None:
+    group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
+    assert left(tmp_path, own) is None
+    assert cgroups.left_bytes(tmp_path / "gone", tmp_path) is None
+
+
+def test_the_default_limit_of_a_device_follows_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.mx, "device_info", dict)
+    monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 0)
+    monkeypatch.setattr(machine, "left_bytes", lambda: 100 * MIB)
+    assert machine.default_limit_bytes() == int(100 * MIB * machine.MEMORY_SHARE)
+    assert machine.default_limit_bytes(40 * MIB) == 40 * MIB + int(60 * MIB * machine.MEMORY_SHARE)
+    monkeypatch.setattr(machine, "left_bytes", lambda: 2**60)
+    assert machine.default_limit_bytes() < 2**60 * machine.MEMORY_SHARE
+    monkeypatch.setattr(machine, "left_bytes", lambda: None)
+    assert machine.default_limit_bytes() > 0
+
+
+def test_a_real_group_of_version_1_or_2_is_read() -> None:
+    """Where this machine lets its user make one."""
+    roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
+    names = ["memory.limit_in_bytes", "memory.max"]
+    for root, name in zip(roots, names, strict=True):
+        made = root / f"turnkeep-test-{os.getpid()}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            if not (made / name).exists():
+                continue
+            (made / name).write_text(str(256 * MIB))
+            program = (
+                "import os; from pathlib import Path; from worker.device.cgroups import left_bytes;"
+                f"Path({str(made)!r}, 'cgroup.procs').write_text(str(os.getpid())); print(left_bytes())"
+            )
+            said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            assert 128 * MIB < int(said.stdout) <= 256 * MIB
+        finally:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+        return
+    pytest.skip("control groups cannot be made here")

@@ -1,0 +1,54 @@
+"""How much memory the control group of this process leaves: a container's limit, or systemd's. Linux only.
+
+A machine's free memory says nothing of it. Of what a group uses the kernel gives back, before it kills, pages
+of files that were not read lately (`inactive_file`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: For each version: limits, what is used, and the name of the files' share of that in `memory.stat`.
+_V2: Final = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return what the tightest limit around this process leaves; None without a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found: list[int] = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if colon and not controllers:
+            found += _left(mounted, path, *_V2)
+        elif "memory" in controllers.split(","):
+            found += _left(mounted / "memory", path, *_V1)
+    return min(found, default=None)
+
+
+def _left(root: Path, path: str, limits: tuple[str, ...], used: str, files: str) -> Iterator[int]:
+    """Yield what each limit leaves, from a group up to the root; a container sees only a part of the way."""
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            taken = int((folder / used).read_text()) - _stat(folder / "memory.stat").get(files, 0)
+            for name in limits:
+                with contextlib.suppress(OSError, ValueError):  # "max", or a file of newer kernels
+                    yield max(int((folder / name).read_text()) - taken, 0)
+
+
+def _stat(path: Path) -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+    return {}
