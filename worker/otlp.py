@@ -6,6 +6,7 @@ Only imported where a collector is named.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from queue import Empty, Full, Queue
@@ -69,11 +70,11 @@ class Traces:
 
     def stop(self) -> None:
         """Send what is left, for a few seconds at the most."""
-        try:
+        with contextlib.suppress(Full):
             self._queue.put(None, timeout=_STOP_S)
-        except Full:
-            return
-        self._thread.join(_STOP_S)
+            self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            log.warning("the collector is not waited for; the spans of the last turns are lost")
 
     def _run(self) -> None:
         is_over = False

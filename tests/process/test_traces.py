@@ -232,6 +232,19 @@ def test_a_collector_that_hangs_is_not_waited_for(receiver: Receiver) -> None:
     assert told["lost_turns"] == 3001 - 2049
 
 
+def test_a_stop_does_not_wait_for_a_collector_that_hangs_and_says_what_is_lost(receiver: Receiver) -> None:
+    taken, done = threading.Event(), threading.Event()
+    receiver.take = lambda *_: (taken.set(), done.wait(30))  # type: ignore[assignment, func-returns-value]
+    traces = Traces(receiver.url, {})
+    with capture_logs() as logs:
+        traces.add(TurnTimes("chat m", {}, {}, [Phase("queue", 0.0, 1.0)], 0.1, time.monotonic()))
+        assert taken.wait(20)
+        traces.stop()
+        assert not done.is_set()
+    done.set()
+    assert ["are lost" in line["event"] for line in logs] == [True]
+
+
 @pytest.fixture
 def sdk_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Processes find an OpenTelemetry that cannot be imported; returns whether any has tried."""
