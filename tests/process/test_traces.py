@@ -262,7 +262,7 @@ async def test_nothing_is_imported_where_no_collector_is_named(
     worker_process: Callable[..., Any], sdk_wanted: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_process()
-    worker.command.insert(1, "-u")  # a process of its own, which has imported nothing yet
+    worker.forks = False  # a process that has imported nothing yet
     worker.start()
     async with await worker.client() as client:
         await client.session("s").generate(text="a", max_tokens=2, headers={"traceparent": PARENT})
