@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ METRICS: Final = "_metrics"
 SYSTEM: Final = "_sys"
 _CONF: Final = "nats-server.conf"
 _ACCOUNTS: Final = "accounts.conf"
+_CLIENT: Final = ".client.nk"
 _PATIENCE_S: Final = 10.0
 _MIB: Final = 2**20
 #: Where requests for JetStream reach the workers' account from another one, whose own is at $JS.API.
@@ -46,8 +48,17 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one tenant may take of the server. Subscriptions are those of one connection."""
+
+    max_bytes: int = 256 * _MIB
+    max_connections: int = 100
+    max_subscriptions: int = 1000
+
+
 def accounts(
-    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, max_bytes: int
+    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, limits: Limits
 ) -> dict[str, Any]:
     """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors.
 
@@ -84,7 +95,7 @@ def accounts(
         WORKERS: {"jetstream": "enabled", "users": [{"nkey": worker}], "exports": exports},
     }
     for tenant, (client, mirrors) in users.items():
-        made[tenant] = _tenant(subjects, tenant, client, mirrors, max_bytes)
+        made[tenant] = _tenant(subjects, tenant, client, mirrors, limits)
     return made
 
 
@@ -107,7 +118,7 @@ def _backlog(subjects: Subjects) -> str:
     return f"$JS.API.CONSUMER.INFO.{subjects.log_stream}.{CONSUMER}"
 
 
-def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, max_bytes: int) -> dict[str, Any]:
+def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: Limits) -> dict[str, Any]:
     streams = (subjects.log_stream, subjects.token_stream)
     publish = [_of(tenant, subjects, kind) for kind in ("in", "ctl", "ask")]
     hear = [_of(tenant, subjects, kind) for kind in ("out", "tok.*")]
@@ -116,7 +127,11 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, max_byte
         return {kind: {"account": WORKERS, "subject": subject}} | ({"to": to} if to else {})
 
     return {
-        "jetstream": {"max_file": max_bytes, "max_mem": 0},
+        "jetstream": {"max_file": limits.max_bytes, "max_mem": 0},
+        "limits": {
+            "max_connections": limits.max_connections,
+            "max_subscriptions": limits.max_subscriptions,
+        },
         "users": [
             {
                 "nkey": client,
@@ -160,19 +175,31 @@ def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
     return f"CONSUMER.CREATE.{stream}.*.{subjects.prefix}.{tenant}.>"
 
 
-def write(folder: Path, tenants: tuple[str, ...], prefix: str, max_bytes: int) -> list[str]:
-    """Add tenants to the folder's configuration; returns all that it has now."""
+def write(
+    folder: Path, tenants: tuple[str, ...], prefix: str, limits: Limits, rotated: tuple[str, ...] = ()
+) -> list[str]:
+    """Add tenants to the folder's configuration; returns all that it has now.
+
+    The clients of those in `rotated` get another seed. Raises `TurnkeepError` if one of these is not there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / _CONF).exists():
         shutil.copy(Path(__file__).with_name(_CONF), folder / _CONF)
-    known = {path.name.removesuffix(".client.nk") for path in folder.glob("*.client.nk")}
+    known = {path.name.removesuffix(_CLIENT) for path in folder.glob(f"*{_CLIENT}")}
+    if unknown := sorted(set(rotated) - known):
+        raise TurnkeepError(f"there is no tenant {unknown[0]} in {folder}; add it first")
+    for tenant in rotated:
+        fresh = folder / f"{tenant}.fresh.nk"
+        fresh.unlink(missing_ok=True)
+        make_seed(fresh)
+        fresh.replace(folder / f"{tenant}{_CLIENT}")
     every = sorted(known | {check_id("tenant", tenant) for tenant in tenants})
     users = {
-        tenant: (make_seed(folder / f"{tenant}.client.nk"), make_seed(folder / f"{tenant}.mirrors.nk"))
+        tenant: (make_seed(folder / f"{tenant}{_CLIENT}"), make_seed(folder / f"{tenant}.mirrors.nk"))
         for tenant in every
     }
     worker, metrics = (make_seed(folder / f"{name}.nk") for name in ("worker", "metrics"))
-    made = accounts(Subjects(prefix), users, worker, metrics, max_bytes)
+    made = accounts(Subjects(prefix), users, worker, metrics, limits)
     fresh = folder / (_ACCOUNTS + ".new")
     fresh.write_text("".join(f"{json.dumps(name)}: {json.dumps(made[name], indent=1)}\n" for name in made))
     fresh.replace(folder / _ACCOUNTS)
@@ -244,15 +271,36 @@ async def _make(
     "--keep-s", default=86400.0, show_default=True, help="Time for which clients can read back, in seconds."
 )
 @click.option("--max-mib", default=256, show_default=True, help="Disk space of a tenant's account.")
+@click.option("--max-connections", default=100, show_default=True, help="Connections of a tenant's account.")
+@click.option(
+    "--max-subscriptions", default=1000, show_default=True, help="Subscriptions of one of its connections."
+)
+@click.option(
+    "--rotate", "rotated", multiple=True, metavar="TENANT", help="Make another seed for its clients."
+)
 def main(
-    folder: Path, tenants: tuple[str, ...], prefix: str, url: str | None, keep_s: float, max_mib: int
+    folder: Path,
+    tenants: tuple[str, ...],
+    prefix: str,
+    url: str | None,
+    keep_s: float,
+    max_mib: int,
+    max_connections: int,
+    max_subscriptions: int,
+    rotated: tuple[str, ...],
 ) -> None:
     """Add each TENANT to the NATS configuration in FOLDER, which is made if need be; print the seed files.
 
-    Then (re)start the server, and run this again with --nats: it makes the mirrors for reading back.
+    Then (re)start the server, and run this again with --nats: it makes the mirrors for reading back. All
+    tenants get the limits that are given, or the defaults, each time.
     """
+    limits = Limits(
+        max_bytes=max_mib * _MIB,
+        max_connections=max_connections,
+        max_subscriptions=max_subscriptions,
+    )
     try:
-        for tenant in write(folder, tenants, prefix, max_mib * _MIB):
+        for tenant in write(folder, tenants, prefix, limits, rotated):
             if url:
                 asyncio.run(mirror(folder, tenant, url, Subjects(prefix), keep_s, max_mib * _MIB))
             click.echo(f"{tenant}: --tenant {tenant} --nats-nkey {folder / tenant}.client.nk")

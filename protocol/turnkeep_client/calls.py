@@ -50,6 +50,10 @@ class Wire(Protocol):
     #: Events that are set on every reconnection and on close.
     watchers: set[asyncio.Event]
 
+    @property
+    def why_closed(self) -> str:
+        """Say who has closed the connection, and why."""
+
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
         """Store `body` in the log at least once; return its stream sequence."""
 
@@ -256,7 +260,7 @@ class Call:
     async def _read_log(self) -> None:
         """Search the log for the result, after the request."""
         if self.seq is None or self._wire.closed:
-            raise NoWorkerError(f"the connection was closed before request {self.id} was answered")
+            raise NoWorkerError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
         subjects = self._wire.subjects
         for stored in await self._wire.read(subjects.log_stream, subjects.of(self.key, "out"), self.seq + 1):

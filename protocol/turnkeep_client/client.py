@@ -232,6 +232,7 @@ class _NatsWire:
         self.subjects = subjects
         self.epoch = 0
         self.closed = False
+        self._is_leaving = False
         self._may_be_refused = True  # until it is connected for the first time
         self.watchers: set[asyncio.Event] = set()
         self._nats = Nats()
@@ -264,6 +265,7 @@ class _NatsWire:
         self._connected.set()
 
     async def close(self) -> None:
+        self._is_leaving = True
         with contextlib.suppress(*_NATS_ERRORS):  # the server may be gone
             await self._nats.close()
 
@@ -380,6 +382,12 @@ class _NatsWire:
         return int((reply.headers or {}).get("Nats-Sequence", "0"))
 
     @property
+    def why_closed(self) -> str:
+        if self._is_leaving or self._nats.last_error is None:
+            return "the client is closed"
+        return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
+
+    @property
     def connected(self) -> bool:
         return self._connected.is_set() and not self.closed
 
@@ -463,7 +471,7 @@ class _NatsWire:
 
     def _check(self, body: bytes = b"") -> None:
         if self.closed:
-            raise NoWorkerError("the client is closed")
+            raise NoWorkerError(self.why_closed)
         if len(body) > self._nats.max_payload:
             raise InvalidMessageError(
                 f"the request has {len(body)} bytes, the NATS server accepts {self._nats.max_payload} at"

@@ -41,6 +41,8 @@ def refusal(error: Exception) -> str | None:
     if isinstance(error, ssl.SSLError):
         reason = str(error.reason or "TLS error").lower().replace("_", " ")
         return f"refuses the TLS connection ({reason}); give the certificate and the key that it wants"
+    if "maximum account active connections" in text:
+        return "has no connection left for this account; close some, or have its limit raised"
     if "authorization" in text or "authentication" in text:
         return "refuses the credentials; check the file, the user and password, or the token"
     return None

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from ops.nats.tenants import write
+from ops.nats.tenants import Limits, write
 from tests.commands.command_runs import environment
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.client import connect
@@ -262,7 +262,7 @@ async def test_three_nodes_of_the_manifest_take_a_worker_and_keep_the_copies_tha
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     (config,) = (one["data"]["cluster.conf"] for one in documents("kubernetes.yaml") if "data" in one)
-    await asyncio.to_thread(write, tmp_path, ("default",), "turnkeep", 2**28)
+    await asyncio.to_thread(write, tmp_path, ("default",), "turnkeep", Limits())
     routes = {f"nats-{n}.nats:6222": f"127.0.0.1:{free_port()}" for n in range(3)}
     for name, place in routes.items():
         config = config.replace(name, place)

@@ -20,6 +20,7 @@ from parts import free_port, nats_server_program
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client.client import Backlog, connect
+from turnkeep_client.errors import NotPermittedError, NoWorkerError, TurnkeepError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -250,6 +251,119 @@ async def test_who_watches_the_workers_can_do_nothing_else(server: Server) -> No
     await watcher.flush()
     assert inbox.pending_msgs == 0, "answers to workers and tenants are in other accounts"
     await watcher.close()
+
+
+async def restarted(server: Server, *arguments: str) -> None:
+    """Take other limits or keys, as an operator does: by a reload."""
+    await add(server.folder, *arguments)
+    server.process.send_signal(signal.SIGHUP)
+
+
+async def test_a_tenant_with_all_its_connections_is_told_so_at_once_and_another_has_its_own(
+    server: Server,
+) -> None:
+    await restarted(server, "--max-connections", "2")
+    seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
+    async with asyncio.timeout(20):
+        while True:  # until the server has taken the limit
+            held = [await server.raw("acme.client", []) for _ in range(2)]
+            with contextlib.suppress(TurnkeepError):
+                async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]):
+                    pass
+                for one in held:
+                    await one.close()
+                continue
+            break
+    with pytest.raises(NotPermittedError) as told:
+        await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"], connect_timeout_s=300)
+    assert str(told.value) == (
+        f"the NATS server at {server.url} has no connection left for this account; close some, or have its"
+        " limit raised"
+    )
+    async with await connect(server.url, tenant="beta", nkeys_seed=seeds["beta"]) as client:
+        await client.session("s").generate(text="abc", max_tokens=2)
+    await held.pop().close()
+    async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
+        await client.session("s").generate(text="abc", max_tokens=2)
+    await held.pop().close()
+
+
+async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and_others_are_served(
+    server: Server,
+) -> None:
+    seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
+    await restarted(server, "--max-subscriptions", "20")
+    errors: list[BaseException] = []
+    async with asyncio.timeout(60):
+        while not errors:  # until the server has taken the limit
+            async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
+                sessions = [client.session(f"s{n}") for n in range(40)]
+                said = await asyncio.gather(*(s.append(text="abc") for s in sessions), return_exceptions=True)
+                errors = [one for one in said if isinstance(one, BaseException)]
+    assert {type(one) for one in errors} == {NoWorkerError}
+    assert all("maximum subscriptions exceeded" in str(one) for one in errors), errors
+    for tenant, seed in seeds.items():
+        async with await connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
+            await client.session("s").generate(text="abc", max_tokens=2)
+
+
+async def test_mirrors_that_do_not_fit_the_account_are_one_line(server: Server) -> None:
+    await restarted(server, "--max-mib", "1")
+    arguments = [str(server.folder), "--max-mib", "64", "--nats", server.url]
+    async with asyncio.timeout(20):
+        while True:
+            done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+            if done.exit_code:
+                break
+    assert "the mirror turnkeep_log of acme cannot be made: " in done.output
+    assert "storage" in done.output
+
+
+async def test_a_rotated_key_is_refused_the_new_one_works_and_nothing_is_lost(server: Server) -> None:
+    old = server.folder / "acme.old.nk"
+    old.write_bytes((server.folder / "acme.client.nk").read_bytes())
+    beta = await connect(server.url, tenant="beta", nkeys_seed=server.seed("beta.client"))
+    async with await connect(server.url, tenant="acme", nkeys_seed=str(old)) as client:
+        before = await client.session("s").generate(text="abc", max_tokens=4)
+        raw = await server.raw("acme.client")
+        await mirrored(raw, 2)
+        body = json.dumps({"type": "append", "id": "last", "text": "asked with the old key"}).encode()
+        await raw.jetstream().publish("turnkeep.acme.other.in", body)
+        await raw.close()
+    await restarted(server, "--rotate", "acme")
+    assert old.read_bytes() != (server.folder / "acme.client.nk").read_bytes()
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await (await connect(server.url, tenant="acme", nkeys_seed=str(old))).close()
+            except NotPermittedError:
+                break
+            await asyncio.sleep(0.1)
+    with pytest.raises(NotPermittedError, match="refuses the credentials"):
+        await connect(server.url, tenant="acme", nkeys_seed=str(old))
+    seed = server.seed("acme.client")
+    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+        read = await client.log("s")
+        assert json.loads(read[-1].body)["tokens"] == list(before.tokens)
+        again = await client.session("s").append(text="def")
+        async with asyncio.timeout(20):
+            while len(answered := await client.log("other")) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    assert json.loads(answered[-1].body)["type"] == "appended"
+    assert again.position == before.position + 3
+    await beta.session("s").generate(text="abc", max_tokens=2)
+    await beta.close()
+
+
+def test_only_a_tenant_that_is_there_gets_another_key(tmp_path: Path) -> None:
+    run(tmp_path, "acme", "beta")
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
+    done = CliRunner().invoke(main, [str(tmp_path), "--rotate", "gamma"])
+    assert (done.exit_code, "there is no tenant gamma in" in done.output) == (1, True)
+    run(tmp_path, "--rotate", "acme")
+    now = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
+    assert {name for name in kept | now if kept.get(name) != now.get(name)} == {"acme.client.nk"}
+    assert stat.S_IMODE((tmp_path / "acme.client.nk").stat().st_mode) == 0o600
 
 
 def test_seeds_are_private_and_kept(tmp_path: Path) -> None:
