@@ -183,8 +183,9 @@ async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started
         for name, given in options.items()
     }
     tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
-    for num_tokens in (20, 60):  # a second life ends before its time too
+    for life, num_tokens in enumerate((20, 60)):  # a second life ends before its time too
         await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
+        await until(lambda: process.log.count("resuming an interrupted answer") == 3 * life)  # noqa: B023
         assert not any(task.done() for task in tasks.values())
         restart(process)
     results = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
