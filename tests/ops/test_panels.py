@@ -93,7 +93,10 @@ class Prometheus:
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         listen = self._url.removeprefix("http://")
         self._process = subprocess.Popen(
-            ["prometheus", f"--web.listen-address={listen}", "--config.file=prometheus.yml"],
+            [
+                *("prometheus", f"--web.listen-address={listen}", "--config.file=prometheus.yml"),
+                "--storage.tsdb.path=series",  # Debian's has one folder for all
+            ],
             cwd=folder,
             stderr=subprocess.DEVNULL,
         )
