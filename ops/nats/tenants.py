@@ -55,6 +55,7 @@ class Limits:
     max_bytes: int = 256 * _MIB
     max_connections: int = 100
     max_subscriptions: int = 1000
+    max_payload_bytes: int | None = None  # None: the server's
 
 
 def accounts(
@@ -126,11 +127,13 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
     def taken(kind: str, subject: str, to: str | None = None) -> dict[str, Any]:
         return {kind: {"account": WORKERS, "subject": subject}} | ({"to": to} if to else {})
 
+    payload = {"max_payload": limits.max_payload_bytes} if limits.max_payload_bytes else {}
     return {
         "jetstream": {"max_file": limits.max_bytes, "max_mem": 0},
         "limits": {
             "max_connections": limits.max_connections,
             "max_subscriptions": limits.max_subscriptions,
+            **payload,
         },
         "users": [
             {
@@ -276,6 +279,9 @@ async def _make(
     "--max-subscriptions", default=1000, show_default=True, help="Subscriptions of one of its connections."
 )
 @click.option(
+    "--max-payload-kib", type=click.IntRange(1), help="Size of its messages. [default: the server's]"
+)
+@click.option(
     "--rotate", "rotated", multiple=True, metavar="TENANT", help="Make another seed for its clients."
 )
 def main(
@@ -287,6 +293,7 @@ def main(
     max_mib: int,
     max_connections: int,
     max_subscriptions: int,
+    max_payload_kib: int | None,
     rotated: tuple[str, ...],
 ) -> None:
     """Add each TENANT to the NATS configuration in FOLDER, which is made if need be; print the seed files.
@@ -298,6 +305,7 @@ def main(
         max_bytes=max_mib * _MIB,
         max_connections=max_connections,
         max_subscriptions=max_subscriptions,
+        max_payload_bytes=max_payload_kib and max_payload_kib * 2**10,
     )
     try:
         for tenant in write(folder, tenants, prefix, limits, rotated):
