@@ -39,7 +39,9 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
+    "installed",
+    [True, pytest.param(False, marks=(pytest.mark.registry, pytest.mark.soak))],
+    ids=["from here", "from nothing"],
 )
 def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
     installed: bool, home: Path, request: pytest.FixtureRequest
