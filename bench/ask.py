@@ -56,8 +56,7 @@ async def ask(
     total_s = time.monotonic() - sent_s
     times: dict[str, Any] = {"at_s": sent_s - began_s, "total_s": total_s, "session": session.key.session}
     if result is None:
-        first_s = chunks_s[0] if chunks_s else None
-        return Turn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
+        return Turn(first_s=next(iter(chunks_s), None), error=class_of(fault), message=str(fault), **times)
     usage = result.usage
     return Turn(
         **times,

@@ -62,8 +62,7 @@ def command(bench: AnyBench) -> click.Command:
             raise click.UsageError("--model is for the bench's own worker; the one at --nats has its own")
         context = click.get_current_context()
         if where.nats is not None and context.obj is not None:
-            url, login = context.obj(where.nats)
-            where = replace(where, nats=url, login=login)
+            where = replace(where, **context.obj(where.nats))
         source = context.get_parameter_source
         named = {name for name in given if source(name) is ParameterSource.COMMANDLINE}
         plan = make(bench.plan, given, named=named, smoke=smoke)

@@ -38,8 +38,7 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
         raise ReportError(f"{paths[0]} is of a bench that is not known: {first.bench}")
     for report in reports[1:]:
         if report.bench != first.bench:
-            kinds = f"one is of {first.bench}, another of {report.bench}"
-            raise ReportError(f"reports of different benches cannot be compared: {kinds}")
+            raise ReportError(f"reports of {first.bench} and of {report.bench} cannot be compared")
         here, there = (one.plan | {"model": one.facts.get("model")} for one in (first, report))
         if changed := [name for name in sorted(here | there) if here.get(name) != there.get(name)]:
             values = "; ".join(f"{name} is {here.get(name)} and {there.get(name)}" for name in changed)

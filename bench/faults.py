@@ -1,6 +1,16 @@
-"""The faults that stop a bench, each one line for the user."""
+"""The faults that stop a bench, each one line, and concurrent coroutines, of which one fault stops all.
+
+A task group alone would raise an exception group, which commands do not print in one line.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine
 
 
 class BenchError(Exception):
@@ -9,3 +19,22 @@ class BenchError(Exception):
 
 class ReportError(BenchError):
     """A report cannot be written, read or compared."""
+
+
+@asynccontextmanager
+async def in_background(*work: Coroutine[Any, Any, Any], wait: bool = False) -> AsyncGenerator[None]:
+    """Run coroutines while the block runs; at the block's end cancel them, or wait for them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+            yield
+            for task in tasks if not wait else ():
+                task.cancel()
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all coroutines to their end."""
+    async with in_background(*work, wait=True):
+        pass

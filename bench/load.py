@@ -25,10 +25,9 @@ from turnkeep_client.errors import TurnkeepError
 from . import stats
 from .ask import FAULT_PAUSE_S
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
-from .faults import BenchError
+from .faults import BenchError, together
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .spec import Against, Bench, Measure, Plot, Sample
-from .together import together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence

@@ -153,20 +153,18 @@ class LocalWorker(Process):
 
     def __init__(self, data_dir: Path, *options: str, program: Sequence[str] = ("worker",)) -> None:
         """Prepare a worker; `program` is the module to run, with its arguments before `serve`."""
-        port = free_port()
+        port = str(free_port())
         self._place = f"127.0.0.1:{port}"
         self.data_dir = data_dir
         self._options = options
-        command = [sys.executable, "-m", *program, "serve", "--data-dir", str(data_dir)]
-        command += ["--nats-port", str(port), "--log-level", "warning", *options]
-        super().__init__("the worker", command)
+        more = ("--data-dir", str(data_dir), "--nats-port", port, "--log-level", "warning", *options)
+        super().__init__("the worker", [sys.executable, "-m", *program, "serve", *more])
 
     @property
     def url(self) -> str:
         """The URL of the worker's NATS server, with the token once there is one."""
-        with contextlib.suppress(OSError):
-            return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
-        return f"nats://{self._place}"
+        token = self.data_dir / "nats-token"
+        return f"nats://{token.read_text().strip() + '@' if token.exists() else ''}{self._place}"
 
     async def ready(self, tenant: str) -> Client:
         """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""
@@ -263,8 +261,7 @@ def free_port() -> int:
     """Return a free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 async def reach(url: str, **where: Any) -> Client:

@@ -23,11 +23,10 @@ from msgspec.structs import replace
 from . import stats
 from .checks import Check, bounded, count
 from .corpus import Texts
-from .faults import BenchError
+from .faults import BenchError, together
 from .local import Program, common_blas, cpu_s
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .spec import Against, Bench, Measure, Plot, Sample, Turn
-from .together import together
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

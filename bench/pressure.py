@@ -21,11 +21,11 @@ from turnkeep_client.messages import decode_result
 
 from .ask import class_of
 from .checks import STRETCHES, Check, count, judged
+from .faults import in_background, together
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
 from .spec import Bench, Measure, Plot, Sample, Turn
 from .stats import Estimate
-from .together import in_background, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -28,13 +28,12 @@ from turnkeep_client.errors import TurnkeepError
 from . import checks, tables
 from .ask import ask
 from .corpus import CORPORA
-from .faults import BenchError, ReportError
+from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, reach
 from .page import render
 from .plan import Where, settings
 from .report import Report, ReportFile, Setting, describe, schema_of
 from .spec import Sample
-from .together import in_background
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
@@ -276,8 +275,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         with contextlib.suppress(ReportError):  # raised again below, once the figures are printed
             run.report_file.save(report)  # saved first: the checks may raise
         findings = report.findings(bench)
-        found = (*checks.common(findings, run.lags_s), *bench.checks(findings))
-        report = replace(report, checks=found)
+        report = replace(report, checks=(*checks.common(findings, run.lags_s), *bench.checks(findings)))
         _publish(bench, report, run)
     return report
 

@@ -249,7 +249,7 @@ def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
     for changes, says in (
         ({"plan": content["plan"] | {"rounds": 9}}, "rounds is 5 and 9"),
         ({"facts": {"model": "another"}}, "model is None and another"),
-        ({"schema": "turnkeep.bench.load/3"}, "different benches"),
+        ({"schema": "turnkeep.bench.load/3"}, "of load cannot be compared"),
     ):
         two.write_text(json.dumps(content | changes))
         code, text = said(one, two)

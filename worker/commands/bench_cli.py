@@ -25,9 +25,9 @@ def _group(config: Path | None, **flags: Any) -> None:
     click.get_current_context().obj = partial(_login, load_settings(config, flags))
 
 
-def _login(settings: Settings, url: str) -> tuple[str, dict[str, Any]]:
+def _login(settings: Settings, url: str) -> dict[str, Any]:
     """Return the URL, and what nats-py takes besides, for the servers at `url`."""
-    return over_tls(settings, url), nats_options(replace(settings, nats=url))
+    return {"nats": over_tls(settings, url), "login": nats_options(replace(settings, nats=url))}
 
 
 bench.params, bench.callback = _group.params, _group.callback
