@@ -162,9 +162,8 @@ class LocalWorker(Process):
 
     @property
     def url(self) -> str:
-        """The URL of the worker's NATS server, with the token once there is one."""
-        token = self.data_dir / "nats-token"
-        return f"nats://{token.read_text().strip() + '@' if token.exists() else ''}{self._place}"
+        """The URL of the worker's NATS server. Raises `FileNotFoundError` while that has no token yet."""
+        return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
 
     async def ready(self, tenant: str) -> Client:
         """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""

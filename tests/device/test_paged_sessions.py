@@ -230,6 +230,7 @@ async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_
     tokens = prompt(60 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
+        await process.store.barrier(10)  # what is not on the disk yet cannot come back
         outcome, answer = await _answered(process, [*tokens, 5, 6, 7], 20)
         assert (outcome.num_prefilled, len(answer)) == (4, 20)
         per_token = process.engine._device.estimator.kv.bytes_per_token

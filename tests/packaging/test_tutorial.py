@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 
-pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -39,9 +39,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "installed",
-    [True, pytest.param(False, marks=(pytest.mark.registry, pytest.mark.soak))],
-    ids=["from here", "from nothing"],
+    "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
 )
 def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
     installed: bool, home: Path, request: pytest.FixtureRequest
