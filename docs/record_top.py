@@ -1,11 +1,14 @@
-"""Record `turnkeep top` as the picture `docs/top.svg`: a real worker, conversations, the command's screen.
+"""Record `turnkeep top` and `turnkeep dashboard`: a real worker, conversations, what the commands show.
 
 .venv/bin/python docs/record_top.py
+
+Writes `docs/top.svg`, and with Chromium `docs/dashboard.png`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,15 +31,15 @@ if TYPE_CHECKING:
 SIZE = (80, 24)
 #: Small ones, so that a minute of talk comes near them.
 LIMITS = ("--max-memory", "96MiB", "--max-disk", "64MiB")
-WATCHED_S = 40.0
+WATCHED_S = 200.0
+#: Of the browser's window.
+PIXELS = (1200, 885)
 QUESTIONS = ("Why is the sky blue?", "Name a flower.", "How do bees find it?", "Say that in one sentence.")
 
 
 def main() -> None:
     """Run a worker, talk with it, and draw what top shows meanwhile."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         serve = [sys.executable, "-m", "worker", "serve", "--nats-port", str(port), "--data-dir", folder]
         with subprocess.Popen([*serve, "--worker", "garden", "--metrics-interval-s", "1", *LIMITS]) as worker:
@@ -50,6 +53,9 @@ async def _watch(port: int, data_dir: Path) -> None:
     fleet = Fleet(300, window_s=WINDOW_S)
     async with await _client(port, data_dir) as client:
         await _ready(client)
+        page = f"127.0.0.1:{_free_port()}"
+        shows = ["dashboard", "--nats-port", str(port), "--data-dir", str(data_dir), "--listen", page]
+        dashboard = await asyncio.create_subprocess_exec(sys.executable, "-m", "worker", *shows)
         talks = [asyncio.create_task(_talk(client, f"s{number}")) for number in range(6)]
 
         async def listen() -> None:
@@ -60,9 +66,30 @@ async def _watch(port: int, data_dir: Path) -> None:
         await asyncio.sleep(WATCHED_S)
         picture = draw(State(), fleet.sightings(), "", size=SIZE, title="turnkeep top  prefix turnkeep")
         save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
+        await _photograph(f"http://{page}/")
+        dashboard.terminate()
+        await dashboard.wait()
         for task in (listener, *talks):
             task.cancel()
         await asyncio.gather(listener, *talks, return_exceptions=True)
+
+
+async def _photograph(url: str) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.stderr.write("no Chromium is installed: the dashboard's picture stays as it was\n")
+        return
+    target = Path(__file__).with_name("dashboard.png")
+    flags = ("--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=3000")
+    size = f"--window-size={PIXELS[0]},{PIXELS[1]}"
+    process = await asyncio.create_subprocess_exec(browser, *flags, size, f"--screenshot={target}", url)
+    await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def _client(port: int, data_dir: Path) -> Client:
