@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
-BEGUN = r"first\r*\n[^>\r\n]"
+BEGUN = r"first\r*\n(?:\r(?:waiting|prefill)[^\r\n]*+)*\r?(?!waiting|prefill)[^>\r\n]"
 
 
 async def on_terminal(script: Callable[[Terminal], None], worker: LocalWorker, *options: object) -> str:
