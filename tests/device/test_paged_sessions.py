@@ -18,7 +18,7 @@ from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span, as_tokens
 from cache.names.policy import CHUNK, Policy
-from worker.batch import matching
+from worker.batch import choosing, matching
 from worker.batch.forward import Forward, OwnPart
 from worker.device import cutting
 
@@ -182,6 +182,13 @@ def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
     assert {name.split(".")[0] for name, _, _ in layout.sketches} == set(map(str, found))
     assert layout.name(POLICY) != layers.layout(caches, list).name(POLICY), "neither finds the other's files"
     assert layers.sizes(caches, found).sketch_bytes == layers.sizes(caches).sketch_bytes // 3
+
+
+def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model, monkeypatch) -> None:
+    assert choosing.batch_for(model).sketched == (0, 1)
+    monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
+    batch = choosing.batch_for(model)
+    assert (batch.sketched, batch.has_rings) == ((), True)
 
 
 def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:

@@ -88,11 +88,19 @@ def batch_for(
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
-    """Return the layers that `matching` finds; remembered as a number with a bit for each."""
+    """Return the layers that `matching` finds, none if it fails; remembered as a number, a bit for each."""
     num_layers = len(make_prompt_cache(model))
-    bits = trials.way(
-        "sketches", lambda: sum(1 << layer for layer in matching.find(model, forward)), 1 << num_layers
-    )
+
+    def find() -> int | None:
+        try:
+            return sum(1 << layer for layer in matching.find(model, forward))
+        except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
+            log.info(
+                "a trial of this model failed", trial="sketches", error=f"{type(error).__name__}: {error}"
+            )
+            return None
+
+    bits = trials.way("sketches", find, 1 << num_layers)
     return tuple(layer for layer in range(num_layers) if (bits or 0) >> layer & 1)
 
 
