@@ -25,6 +25,8 @@ from worker.device.runner import estimator
 from worker.sessions.policies import misfit
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
     from worker.device.memory import Estimator
@@ -105,10 +107,11 @@ def measure(
         batch = batch_for(model)
         caches = layers.make(model, rings=batch.windows_are_rings)
         batch.step([PrefillPiece(caches, 0, [0])])
+        sketched: Collection[int] = batch.sketched
     else:
         caches = layers.make(model)
         model(mx.array([[0]]), cache=caches)
-    sketched = range(num_sketched(len(caches)))  # which layers it will be, a trial says
+        sketched = range(num_sketched(len(caches)))  # which layers it will be, a trial says
     layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")

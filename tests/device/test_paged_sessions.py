@@ -12,12 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, prompt
+from tiny_models import WIDE, loaded, prompt
 
 from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span, as_tokens
 from cache.names.policy import CHUNK, Policy
+from worker import sizing
 from worker.batch import choosing, matching
 from worker.batch.forward import Forward, OwnPart
 from worker.device import cutting
@@ -189,6 +190,17 @@ def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model,
     monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
     batch = choosing.batch_for(model)
     assert (batch.sketched, batch.has_rings) == ((), True)
+
+
+async def test_of_a_model_with_windows_of_its_own_size_counts_the_sketches_that_a_worker_keeps(
+    build_model, tmp_path
+) -> None:
+    """Two of eight layers keep all tokens, and neither is among the first."""
+    model = build_model("exaone4", **WIDE, num_hidden_layers=8)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        kept = process.engine._device.kv(POLICY)
+    sized = sizing.measure(loaded(model), POLICY, block=64, max_context=2048, limit_bytes=2**26)
+    assert sized.kv.bytes_per_token == kept.bytes_per_token > 0
 
 
 def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
