@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +19,9 @@ def run(code: str) -> list[str]:
         "-c",
         f"from worker.models.blas import BlasStatus, preload\nimport sys\n{code}",
     ]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return done.stdout.splitlines()
 
 
 def test_preload_finds_the_library_without_importing_mlx() -> None:
@@ -41,6 +45,19 @@ process.dladdr(ctypes.cast(process.cblas_sgemm, ctypes.c_void_p), library)
 print(library[0].decode())
 """
     assert "openblas" in run(code)[0]
+
+
+def test_a_processor_that_is_newer_than_the_library_has_its_fast_kernels() -> None:
+    """Debian's 0.3.21 knows no Xeon after Sapphire Rapids, and has SSE3 kernels for what it does not know."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if "avx2" not in flags:
+        pytest.skip("this processor has no fast kernels")
+    code = "import ctypes\npreload()\nname = ctypes.CDLL(None).openblas_get_corename\n"
+    code += "name.restype = ctypes.c_char_p\nprint(name().decode())"
+    assert run(code) != ["Prescott"]
+    assert run(f"import os\nos.environ['OPENBLAS_CORETYPE'] = 'Prescott'\n{code}") == ["Prescott"], (
+        "an operator's own choice stays"
+    )
 
 
 def test_a_missing_library_is_said_with_its_cost_and_the_command_that_mends_it() -> None:

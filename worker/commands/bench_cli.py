@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bench.cli import bench
+from worker.models.blas import preload
 from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
 
 from .flags import load_settings, with_settings
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @with_settings(*CREDENTIAL_SETTINGS)
 def _group(config: Path | None, **flags: Any) -> None:
+    preload()  # what a worker is compared with inherits the choice of OpenBLAS's kernels
     click.get_current_context().obj = partial(_login, load_settings(config, flags))
 
 

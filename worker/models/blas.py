@@ -1,19 +1,33 @@
 """Loads OpenBLAS into the process before MLX, so that MLX's CPU back end multiplies with it.
 
 The `mlx-cpu` wheel contains the reference BLAS. A library loaded earlier with global symbols replaces it, and
-makes float32 prefill about 15 times faster. Must not import MLX: this module has to run first.
+makes float32 prefill about 15 times faster. On a processor that is newer than itself OpenBLAS computes with
+its oldest kernels, five times slower; it is told the processor then. Must not import MLX: this module has to
+run first.
 """
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Final
 
 #: Fedora's threaded build has a p in its name; Debian's alternatives use the plain name.
 SONAMES: Final = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
+
+#: Names a set of kernels to OpenBLAS, which reads it as it is loaded.
+_CORE: Final = "OPENBLAS_CORETYPE"
+
+#: The kernels, by OpenBLAS's names, and what they need of a processor; the fastest first.
+_CORES: Final = (
+    ("SkylakeX", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    ("Haswell", {"avx2", "fma"}),
+)
 
 _INSTALL: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install openblas-threads)"
 
@@ -38,6 +52,8 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     late = "mlx.core" in sys.modules and not earlier
     for soname in sonames:
         try:
+            if not earlier:
+                _choose_core(soname)
             ctypes.CDLL(soname, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
@@ -57,6 +73,26 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
 def computes_on_linux_cpu() -> bool:
     """Say whether MLX uses its Linux CPU back end: macOS has Accelerate, CUDA its own BLAS."""
     return sys.platform == "linux" and not any(map(_is_installed, ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")))
+
+
+def _choose_core(soname: str) -> None:
+    """Tell OpenBLAS the processor if it does not know it, and so fell back to the kernels of 2004."""
+    library = ctypes.CDLL(soname, mode=ctypes.RTLD_LOCAL)
+    try:
+        name = library.openblas_get_corename
+    except AttributeError:
+        return
+    name.restype = ctypes.c_char_p
+    if name() != b"Prescott" or _CORE in os.environ:
+        return
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    except OSError:
+        return
+    better = next((core for core, needs in _CORES if needs <= flags), None)
+    if better is not None:
+        os.environ[_CORE] = better  # read as the library is loaded again
+        _ctypes.dlclose(library._handle)  # noqa: SLF001
 
 
 def _is_installed(name: str) -> bool:
