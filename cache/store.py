@@ -28,18 +28,18 @@ from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
-from .names.blocks import Chain, as_tokens
+from .names.blocks import Chain, Span, as_tokens
 from .names.policy import FULL
-from .names.snapshot import Name
+from .names.snapshot import Name, carried
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from .index.index import Index
     from .index.nodes import Node
     from .kv.arrays import Arrays
-    from .names.blocks import Span, Tokens
+    from .names.blocks import Tokens
     from .names.identity import Identity
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
@@ -97,6 +97,15 @@ class _Form:
         self.layout = layout
         self.stateful = bool(layout.states)
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
+
+    def carried(self, span: Span) -> Span | None:
+        """Return the tokens whose sketches the file of a span has beside its own; None for most."""
+        return carried(span, self.identity.block_tokens) if self.layout.carried else None
+
+    def carriers(self, match: Match) -> dict[Node, Span]:
+        """Return the nodes of a match that have the sketches of others, and of which tokens."""
+        found = {node: self.carried(Span(node.start, node.end)) for node in match.nodes}
+        return {node: span for node, span in found.items() if span is not None}
 
 
 def _start(span: Span) -> int:
@@ -249,8 +258,11 @@ class Store:
         returned. None if nothing is left, or if the prefix needs a state or files that were not read (match
         again), or if the disk hangs, after the time limit. Always releases the match.
         """
-        seen = self._form(match.policy).layout.seen(match.num_tokens)
-        return await self._load(match, seen, room_tokens=room_tokens)
+        form = self._form(match.policy)
+        carriers = form.carriers(match)
+        num_carried = sum(span.num_tokens for span in carriers.values())
+        seen = form.layout.seen(match.num_tokens, num_carried)
+        return await self._load(match, seen, carriers, room_tokens=room_tokens)
 
     async def recall(
         self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
@@ -265,15 +277,24 @@ class Store:
         if not found:
             self.release(match)
             return (), {}
-        restored = await self._load(match, found, only=True)
+        restored = await self._load(match, found, {}, only=True)
         if restored is None:
             return (), {}
         return found, {name: array for name, array in restored.tensors.items() if array.size}
 
     async def _load(
-        self, match: Match, seen: Sequence[Span], *, room_tokens: int = 0, only: bool = False
+        self,
+        match: Match,
+        seen: Sequence[Span],
+        carriers: Mapping[Node, Span],
+        *,
+        room_tokens: int = 0,
+        only: bool = False,
     ) -> Restored | None:
-        """Read the files with tokens of `seen`, and release the match. `only` reads nothing but these."""
+        """Read the carriers and the files with tokens of `seen`, and release the match.
+
+        `only` reads nothing but `seen`.
+        """
         if not match.nodes:
             return None
         if self._closing:
@@ -283,11 +304,12 @@ class Store:
         nodes, files, at = [], [], 0
         for node in match.nodes:
             state = form.stateful and node is match.nodes[-1] and not only
-            if state or any(span.start < at + node.num_tokens and at < span.end for span in seen):
+            # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+            end = at + node.num_tokens
+            if state or node in carriers or any(span.start < end and at < span.end for span in seen):
                 nodes.append(node)
-                # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
-                files.append(ChainFile(node.digest, at, state=state))
-            at += node.num_tokens
+                files.append(ChainFile(node.digest, at, state=state, carried=form.carried(Span(at, end))))
+            at = end
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
 
         def read() -> ReadOutcome:
@@ -302,6 +324,7 @@ class Store:
                 limit_s,
                 help_out,
                 (match.policy, tuple(seen)) if only else None,
+                sum(span.num_tokens for span in carriers.values()),
             )
 
         try:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 import mlx.core as mx
 
 from cache.kv import layers
-from cache.names.blocks import tail_start
+from cache.names.blocks import Span, tail_start
 from cache.names.identity import Identity
 from cache.names.policy import FULL
-from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor
+from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor, carried
 from cache.store import file_bytes
 from worker.batch.batch import PrefillPiece
 from worker.batch.choosing import batch_for
@@ -68,7 +68,12 @@ class Sized:
             (name, dtype, (*shape[:GROWING], seen, *shape[GROWING + 1 :]) if -1 in shape else shape, FULL)
             for name, dtype, shape in layout.states
         )
-        tensors = tuple(_blank(*one) for one in (*kv, *states))
+        more = carried(Span(at - num_new, at), self.identity.block_tokens)
+        others = (
+            (name, dtype, (1, heads, more.num_tokens if more else 0, width), FULL)
+            for name, dtype, (heads, width) in (layout.carried if more else ())
+        )
+        tensors = tuple(_blank(*one) for one in (*kv, *others, *states))
         return file_bytes(Name(bytes(32), at - num_new, bytes(4 * num_new)), self.identity, tensors)
 
 

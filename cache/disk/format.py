@@ -3,9 +3,10 @@
 The header says whose KV the file holds (`header`). Nothing of a file is used before its length, checksum,
 identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of sessions.
 
-The tensors follow the header without gaps, in sections: one section for all layers of the same reach, then
-the state of layers that are not cut by tokens. The header and each section have a checksum of their own,
-since a restore reads only the sections that a layer still sees, and the state of a chain's last file alone.
+The tensors follow the header without gaps, in sections: one section for all layers of the same reach, what
+a carrier has of the blocks before it, then the state of layers that are not cut by tokens. The header and
+each section have a checksum of their own, since a restore reads only the sections that a layer still sees,
+and the state of a chain's last file alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from cache.names.blocks import Span
     from cache.names.identity import Identity
     from cache.names.snapshot import Layout, Name, Place, States, Tensor
 
@@ -119,11 +121,13 @@ def read(
     *,
     layout: Layout,
     places: Sequence[Place],
+    carried: tuple[Span, Sequence[Place]] | None = None,
     state: Sequence[memoryview] | None = None,
 ) -> int:
     """Read those tokens of a snapshot that have a place, and verify what is read.
 
-    `layout` is the model's; `places` are in its order. A section is skipped if none of its tokens has a
+    `layout` is the model's; `places` are in its order. Of a carrier, `carried` are the tokens whose sketches
+    it has, and their places, which come last in the layout. A section is skipped if none of its tokens has a
     place. Each byte is read once, to its final place, and hashed there. The header is verified before the
     first write, a section after its last one: after a `DoubtfulSnapshotError` nobody may use the places of
     this span.
@@ -141,13 +145,17 @@ def read(
         if found.header.layout != layout:
             raise DoubtfulSnapshotError("layers unlike the model's")
         span = found.header.name.span
-        together = [list(run) for _, run in groupby(places, key=attrgetter("reach"))]
-        token_bytes = [sum(len(place.rows) * place.token_bytes for place in run) for run in together]
+        together = [(span, list(run)) for _, run in groupby(places, key=attrgetter("reach"))]
+        if carried is not None:
+            together.append((carried[0], list(carried[1])))
+        wanted = [
+            of.num_tokens * sum(len(place.rows) * place.token_bytes for place in run) for of, run in together
+        ]
         sizes = [section.size_bytes for section in found.header.sections]
-        if sizes[: len(sizes) - bool(found.header.states)] != [num * span.num_tokens for num in token_bytes]:
+        if sizes[: len(sizes) - bool(found.header.states)] != wanted:
             raise DoubtfulSnapshotError("layers unlike the model's")
-        for i, run in enumerate(together):
-            segments = list(run[0].segments(span))
+        for i, (of, run) in enumerate(together):
+            segments = list(run[0].segments(of))
             if any(at is not None for at, _ in segments):
                 found.read(i, _to_places(run, segments))
         if state:

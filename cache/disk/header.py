@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
-from cache.names.snapshot import ITEM_BYTES, STATE, Layout, Name, States, sections
+from cache.names.snapshot import CARRIED, ITEM_BYTES, STATE, Layout, Name, States, sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,6 +77,8 @@ _NAMES: Final = re.compile(
     rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
     r" \2\.values\.codes \2\.values\.scales \2\.values\.biases ))*"
     rf"(?:({_PATH})\.sketch\.codes \3\.sketch\.scales \3\.sketch\.biases )*"
+    rf"(?:{re.escape(CARRIED)}({_PATH})\.sketch\.codes {re.escape(CARRIED)}\4\.sketch\.scales"
+    rf" {re.escape(CARRIED)}\4\.sketch\.biases )*"
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
 #: The name of nothing: no chain contains it.
@@ -241,7 +243,8 @@ def _tensors(
         if key.startswith(STATE):
             states.append((key, dtype, shape))
             continue
-        if len(shape) != 4 or shape[0] != 1 or shape[2] != num_tokens:
+        is_carried = key.startswith(CARRIED)
+        if len(shape) != 4 or shape[0] != 1 or (shape[2] != num_tokens and not is_carried):
             raise DoubtfulSnapshotError(f"{key} has the wrong shape")
         layout.append((key, dtype, (shape[1], shape[3])))
         kv_bytes = end

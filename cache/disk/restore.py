@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cache.kv.arrays import Arrays, Blank
     from cache.names.blocks import Span
     from cache.names.policy import Policy
-    from cache.names.snapshot import Layout, ModelLayout, States
+    from cache.names.snapshot import ModelLayout, States
 
     from .folder import Folder
 
@@ -36,12 +36,14 @@ Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 class ChainFile:
     """One file of a chain, and the position of its first token.
 
-    `state` says to read its state: for the last file of a chain, if the model's layers have states.
+    `state` says to read its state: for the last file of a chain, if the model's layers have states. `carried`
+    are the tokens whose sketches a carrier has.
     """
 
     digest: bytes
     start: int
     state: bool = False
+    carried: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,12 @@ def restore(
     limit_s: float,
     help_out: Help,
     only: tuple[Policy, tuple[Span, ...]] | None = None,
+    num_carried: int = 0,
 ) -> ReadOutcome:
     """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
 
-    `only` asks for certain spans of the layers of one reach, and for nothing else.
+    `only` asks for certain spans of the layers of one reach, and for nothing else. The sketches of the first
+    `num_carried` tokens are read from carriers.
 
     If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited
     reach: a shorter session would need another state and other files.
@@ -110,9 +114,16 @@ def restore(
             states = snapshot_format.peek(folder.path(last.digest), last.digest, last.start, identity)[1]
             model.check_states(states, num_tokens)
         blank = arrays.Blank(
-            model.kv, num_tokens, states, room_tokens=room_tokens, reaches=model.reaches, only=only
+            model.kv,
+            num_tokens,
+            states,
+            room_tokens=room_tokens,
+            reaches=model.reaches,
+            only=only,
+            num_carriable=len(model.carried),
+            num_carried=num_carried,
         )
-        reading = _Reading(folder, files, identity, model.kv, blank, until)
+        reading = _Reading(folder, files, identity, model, blank, until)
         num_read, doubt = reading.run(help_out)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
@@ -143,7 +154,7 @@ class _Reading:
         folder: Folder,
         files: Sequence[ChainFile],
         identity: bytes,
-        layout: Layout,
+        model: ModelLayout,
         blank: Blank,
         until: float,
     ) -> None:
@@ -152,8 +163,10 @@ class _Reading:
         self._folder = folder
         self._files = files
         self._identity = identity
-        self._layout = layout
+        self._layout = model.kv
+        self._carrier_layout = model.kv + model.carried
         self._places = blank.places
+        self._carried = blank.carried
         self._state = blank.state
         self._until = until
         self._doubts: dict[int, str] = {}
@@ -178,7 +191,7 @@ class _Reading:
             self._todo.clear()
             if helper is not None and not helper.cancel():
                 helper.result(max(0.0, self._until - time.perf_counter()))
-            self._places, self._state = [], []
+            self._places, self._carried, self._state = [], [], []
         num_read = min(self._doubts, default=len(self._files))
         return num_read, self._doubts.get(num_read)
 
@@ -206,8 +219,9 @@ class _Reading:
             file.digest,
             file.start,
             self._identity,
-            layout=self._layout,
+            layout=self._layout if file.carried is None else self._carrier_layout,
             places=self._places,
+            carried=None if file.carried is None else (file.carried, self._carried),
             state=self._state if file.state else None,
         )
 

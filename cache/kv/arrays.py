@@ -56,7 +56,9 @@ class Blank:
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
     layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
     (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
-    `only` asks for certain spans of the tensors of one reach, and for nothing else.
+    `carried` are the buffers of the last `num_carriable` tensors of the layout for their first `num_carried`
+    tokens, which `places` do without. `only` asks for certain spans of the tensors of one reach, and for
+    nothing else.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Blank:
         room_tokens: int = 0,
         reaches: Sequence[Policy] = (),
         only: tuple[Policy, tuple[Span, ...]] | None = None,
+        num_carriable: int = 0,
+        num_carried: int = 0,
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
         capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
@@ -96,6 +100,10 @@ class Blank:
             )
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
+        own = len(layout) - num_carriable
+        split = [place.split(num_carried) for place in self.places[own:]]
+        self.carried = [place for place, _ in split]
+        self.places[own:] = [place for _, place in split]
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def arrays(self) -> Arrays:
@@ -103,7 +111,7 @@ class Blank:
 
         The buffers cannot be written to afterwards.
         """
-        self.places, self.state = [], []  # nobody may write to the arrays any more
+        self.places, self.carried, self.state = [], [], []  # nobody may write to the arrays any more
         owners, self._owners = self._owners, {}
         if not self._in_place:
             for name, dtype, _ in self._specs:

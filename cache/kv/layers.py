@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from cache.names.policy import CHUNK, FULL
-from cache.names.snapshot import GROWING, STATE, ModelLayout, Tensor
+from cache.names.snapshot import CARRIED, GROWING, STATE, ModelLayout, Tensor
 
 from . import states
 from .paged import PagedCache, Pages
@@ -189,13 +189,14 @@ def cut(
     at_end: bool = False,
     room_bytes: int = sys.maxsize,
     spare_states: int = 0,
+    carried: Span | None = None,
 ) -> tuple[Tensor, ...] | None:
     """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
 
     `at_end` says that the caches are at `end`. Only then is the state of layers that are not cut by tokens
     added, since it is the state after the last token; and only if `room_bytes` has room for it and for
     `spare_states` more states. Without its state a snapshot can be the middle of a chain, but no session
-    can resume at its end.
+    can resume at its end. A carrier's copy has the sketches of the tokens `carried`, too.
 
     The copies are contiguous and evaluated, so that another thread may read their bytes while the caches
     change: assigning to a slice of a cache changes the array that a view would share. Raises `ValueError` if
@@ -205,6 +206,7 @@ def cut(
         raise ValueError(f"a layer does not hold the tokens [{start}, {end})")
     pieces: dict[str, mx.array] = {}
     state: dict[str, mx.array] = {}
+    more: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
         if states.is_cut(cache):
@@ -212,11 +214,15 @@ def cut(
             pieces |= held
             reaches |= dict.fromkeys(held, states.reach(cache))
             reaches |= {name: FULL for name in held if "sketch" in name}  # kept of every token
+            if carried is not None and isinstance(cache, PagedCache):
+                found = states.sketched(cache, carried.start, carried.end)
+                more |= {f"{CARRIED}{path}.{part}": array for part, array in found.items()}
         elif at_end:
             for part, array in states.state(cache, end).items():
                 state[f"{STATE}{path}.{part}"] = array
     if state and any(states.num_tokens(cache) not in (None, end) for _, cache in leaves(caches)):
         raise ValueError(f"layers that are not all at {end} tokens")
+    pieces |= more
     room_bytes -= _nbytes(pieces)
     if room_bytes < 0:
         return None

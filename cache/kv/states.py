@@ -182,12 +182,16 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
         keys, values = cache.tokens(start, end)
         held = _named("keys", keys) | _named("values", values)
         if isinstance(cache, PagedCache):
-            sketch = zip(SKETCH, cache.sketch, strict=False)  # none without `is_sketched`
-            held |= {name: part[..., start:end, :] for name, part in sketch}
+            held |= sketched(cache, start, end)
         return held
     if cache.keys is None or end > cache.offset:
         raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")
     return {name: part[..., start:end, :] for name, part in parts(cache).items()}
+
+
+def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
+    """Return the named arrays of the sketches of the tokens `[start, end)`; none of a layer without any."""
+    return {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=False)}
 
 
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:

@@ -19,6 +19,10 @@ ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4
 
 #: Prefix of the names of a state's tensors. All other tensors are cut by tokens, along axis 2.
 STATE: Final = "state."
+#: Prefix of the names of a carrier's tensors, which are of more tokens than the carrier's own: see `carried`.
+CARRIED: Final = "carried."
+#: One block in so many is a carrier.
+_CARRIER: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,24 @@ class Tensor:
         """Whether the tensor belongs to a state, which is valid at the snapshot's end only."""
         return self.name.startswith(STATE)
 
+    @property
+    def is_carried(self) -> bool:
+        """Whether the tensor has the sketches of the blocks before its own, too."""
+        return self.name.startswith(CARRIED)
+
+
+def carried(span: Span, block: int) -> Span | None:
+    """Return the tokens whose sketches the file of a span has beside its own; None for most.
+
+    So a restore of a session that keeps sketches of all tokens opens a file in sixteen for them.
+    """
+    size = _CARRIER * block
+    return Span(span.end - size, span.end) if span.num_tokens == block and not span.end % size else None
+
 
 def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Group tensors into the sections of a file: runs of one reach, then the state."""
-    for _, run in groupby(tensors, key=lambda tensor: (tensor.of_state, tensor.reach)):
+    """Group tensors into the sections of a file: runs of one reach, what is carried, then the state."""
+    for _, run in groupby(tensors, key=lambda one: (one.of_state, one.is_carried, one.reach)):
         yield tuple(run)
 
 
@@ -71,7 +89,8 @@ class ModelLayout:
     `kv` are the tensors that are cut by tokens, tensors of one reach together; `reaches` says of each which
     tokens its layer sees, by default all. `states` are the tensors of a state; -1 along `GROWING` means any
     length. `prove(tensors, num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors,
-    as when the numbers in a state make no sense.
+    as when the numbers in a state make no sense. `sketches` are the tensors that a policy with `recall` adds,
+    of all tokens, and `carried` is what carriers have of these under such a policy.
     """
 
     kv: Layout
@@ -79,6 +98,7 @@ class ModelLayout:
     prove: Callable[..., None] | None = None
     reaches: tuple[Policy, ...] = ()
     sketches: Layout = ()
+    carried: Layout = ()
     _distinct: tuple[Policy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,24 +127,37 @@ class ModelLayout:
         reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)
         prove = self.prove and partial(self.prove, policy=policy)
         more = self.sketches if policy.recall else ()
-        return replace(self, kv=self.kv + more, reaches=reaches + (FULL,) * len(more), prove=prove)
+        carried = tuple((f"{CARRIED}{name}", dtype, shape) for name, dtype, shape in more)
+        reaches += (FULL,) * len(more)
+        return replace(self, kv=self.kv + more, reaches=reaches, prove=prove, carried=carried)
 
     def name(self, policy: Policy) -> str:
         """Return a policy as a part of an identity, with the layers that have sketches under it."""
         paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
-        return f"{policy} by {','.join(paths)}" if policy.recall else str(policy)
+        return f"{policy} by {','.join(paths)} in {_CARRIER}" if policy.recall else str(policy)
 
-    def seen(self, num_tokens: int) -> tuple[Span, ...]:
-        """List what the layers of a session of `num_tokens` tokens see; spans may overlap."""
-        return tuple({span: None for reach in self._distinct for span in seen(reach, num_tokens)})
+    def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
+        """List what the layers of a session of `num_tokens` tokens see; spans may overlap.
+
+        Of the first `num_carried` tokens the sketches, which alone are of all tokens then, are left out.
+        """
+        found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
+        if FULL in self._distinct and num_carried < num_tokens:
+            found[Span(num_carried, num_tokens)] = None
+        return tuple(found)
 
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into this order, the state last. Raises `ValueError` for others."""
-        kv = {tensor.name: tensor for tensor in tensors if not tensor.of_state}
+        kv = {tensor.name: tensor for tensor in tensors if not (tensor.of_state or tensor.is_carried)}
         reaches = {name: reach for (name, _, _), reach in zip(self.kv, self.reaches, strict=True)}
         if any(reaches.get(name) != tensor.reach for name, tensor in kv.items()):
             raise ValueError("these tensors are of other layers or of another policy than the chain")
-        return (*(kv[name] for name in reaches if name in kv), *(one for one in tensors if one.of_state))
+        carried = {tensor.name: tensor for tensor in tensors if tensor.is_carried}
+        return (
+            *(kv[name] for name in reaches if name in kv),
+            *(carried[name] for name, _, _ in self.carried if name in carried),
+            *(one for one in tensors if one.of_state),
+        )
 
     def check_states(self, states: States, num_tokens: int) -> None:
         """Raise `DoubtfulSnapshotError` unless these are the tensors of a state after `num_tokens` tokens."""
@@ -177,6 +210,15 @@ class Place:
     token_bytes: int
     reach: Policy
     spans: tuple[Span, ...]
+
+    def split(self, at: int) -> tuple[Place, Place]:
+        """Split into the place of the tokens before position `at`, and that of the others."""
+        before = tuple(Span(own.start, min(own.end, at)) for own in self.spans if own.start < at)
+        after = tuple(Span(max(own.start, at), own.end) for own in self.spans if own.end > at)
+        skipped = sum(own.num_tokens for own in before) * self.token_bytes
+        return replace(self, spans=before), replace(
+            self, rows=tuple(row[skipped:] for row in self.rows), spans=after
+        )
 
     def segments(self, span: Span) -> Iterator[tuple[int | None, int]]:
         """Split a span into runs: (index in the buffer, or None for tokens without a place; tokens)."""

@@ -270,6 +270,40 @@ async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_
         assert len(session) * (per_token + sketch) > 3 * most
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_a_restart_has_the_same_sketches_from_carriers_and_without_one_prefills_again(
+    model, tmp_path, is_damaged: bool
+) -> None:
+    """Of 40 blocks, 16 and 32 are carriers; what lies between is not opened."""
+    tokens = prompt(40 * 64 + 20)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        before = _sketches(process, len(tokens) - 1)
+        await process.store.barrier(10)
+        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.match(chain, as_tokens(tokens))
+        process.store.release(match)
+        paths = [process.store._folder.path(node.digest) for node in match.nodes]
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        for path in () if is_damaged else (*paths[1:3], *paths[4:15], *paths[16:31]):  # block 3 is pinned
+            path.unlink()
+        if is_damaged:
+            content = bytearray(paths[31].read_bytes())
+            content[-1] ^= 1
+            paths[31].write_bytes(content)
+        outcome = await process.append([*tokens, 5], policy=POLICY)
+        assert outcome.num_prefilled == (len(tokens) - 31 * 64 if is_damaged else 1)
+        assert process.store.stats().rejected == is_damaged
+        after = _sketches(process, len(tokens) - 1)
+    for one, other in zip(before, after, strict=True):
+        assert is_damaged or np.array_equal(one, other)
+
+
+def _sketches(process: Process, num_tokens: int) -> list[np.ndarray]:
+    caches = process.engine._device._runner.room.get(engine_process.key("s")).caches
+    return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
+
+
 async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))

@@ -13,6 +13,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
+from cache.names.snapshot import carried
 from worker.traces import Phase
 
 from .scheduler import Step
@@ -63,10 +64,12 @@ class Cutting:
             for span in turn.spans
             if span.end <= turn.num_cached + num
         ]
-        return sum(
-            self._estimator.kv.under(turn.policy).snapshot(span.num_tokens, at=span.end)
-            for turn, span in (*ready, *self._due)
-        )
+        size_bytes = 0
+        for turn, span in (*ready, *self._due):
+            kv, more = self._estimator.kv.under(turn.policy), self._carried(turn, span)
+            size_bytes += kv.snapshot(span.num_tokens, at=span.end)
+            size_bytes += more.num_tokens * kv.bytes_per_token if more is not None else 0
+        return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
         """Whether a paged prompt's next piece should wait for the disk, for `PATIENCE_S` at the most.
@@ -139,12 +142,16 @@ class Cutting:
                 room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
                 # A state can be many times a block's KV: the one at the turn's end is worth more than others.
                 spare_states=0 if ends_turn else 1,
+                carried=self._carried(turn, span),
             )
         except Exception:
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
         turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
         self._done(SnapshotCut(turn, span, tensors, state_lost=at_end and not is_whole))
+
+    def _carried(self, turn: Turn, span: Span) -> Span | None:
+        return carried(span, self._block) if turn.policy.recall else None
 
     def _tail_start(self, turn: Turn) -> int:
         """Return where the part of the tail starts that the end of an answer has to cut."""

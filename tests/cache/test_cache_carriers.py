@@ -1,0 +1,193 @@
+"""Carriers: one block in sixteen has the sketches of the others, so that a restart need not open these."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+
+from cache.disk import format as snapshot_format
+from cache.disk.header import read_header
+from cache.names import blocks
+from cache.names.blocks import Span
+from cache.names.policy import Policy
+from cache.names.snapshot import CARRIED, ModelLayout, Name, Place, Tensor, carried, seen
+
+POLICY = Policy(2, 6, 64)
+GROUP = 16 * BLOCK
+TYPES = {"codes": np.uint32, "scales": np.float32, "biases": np.float32}
+SKETCHES = tuple(
+    (f"0.sketch.{part}", {np.uint32: "U32", np.float32: "F32"}[kind], (2, 1)) for part, kind in TYPES.items()
+)
+OWN = ModelLayout(LAYOUT.kv, sketches=SKETCHES)
+TOKENS = [(7 * i) % 90 for i in range(3 * GROUP + 5 * BLOCK + 3)]
+
+
+def sketches(tokens) -> dict[str, np.ndarray]:
+    """Make sketches in which each value is a fingerprint of all tokens up to it."""
+    base = kv(tokens)["0.keys"][:, :, :, :1]
+    return {f"0.sketch.{part}": (base * (i + 2)).astype(kind) for i, (part, kind) in enumerate(TYPES.items())}
+
+
+def cut_paged(tokens, span, more) -> tuple[Tensor, ...]:
+    """Cut KV and sketches as a paged session's device would, with those of the tokens `more`, too."""
+    tensors = [Tensor(one.name, one.dtype, one.shape, one.data, POLICY) for one in cut(tokens, span)]
+    for name, whole in sketches(tokens).items():
+        for prefix, part in (("", span), (CARRIED, more)):
+            if part is not None:
+                held = np.ascontiguousarray(whole[:, :, part.start : part.end])
+                kind = "U32" if held.dtype == np.uint32 else "F32"
+                tensors.append(Tensor(prefix + name, kind, held.shape, memoryview(held).cast("B")))
+    return tuple(tensors)
+
+
+def save(store, chain, tokens=TOKENS, size=lambda more: more) -> None:
+    for span in store.wanted(chain, tokens, 0, len(tokens)):
+        assert store.save(chain, tokens, span, cut_paged(tokens, span, size(carried(span, BLOCK))))
+
+
+@pytest.fixture
+async def stored(open_store):
+    """Open a store that has a session, and return its chain too."""
+    store = await open_store(layout=OWN)
+    chain = store.chain("a", POLICY)
+    save(store, chain)
+    assert await store.barrier(5)
+    return store, chain
+
+
+def file_of(store, node):
+    return store._folder.path(node.digest)
+
+
+def assert_restored(restored, tokens) -> None:
+    assert restored.num_tokens == len(tokens)
+    for name, whole in sketches(tokens).items():
+        assert np.array_equal(np.array(restored.tensors[name])[:, :, : len(tokens)], whole), name
+    for name, whole in kv(tokens).items():
+        visible = [whole[:, :, one.start : one.end] for one in seen(POLICY, len(tokens))]
+        assert np.array_equal(np.array(restored.tensors[name]), np.concatenate(visible, axis=2)), name
+
+
+def test_one_block_in_sixteen_carries() -> None:
+    spans = [Span(at, at + BLOCK) for at in range(0, 2 * GROUP, BLOCK)]
+    assert [one for one in spans if carried(one, BLOCK)] == [spans[15], spans[31]]
+    assert carried(spans[31], BLOCK) == Span(GROUP, 2 * GROUP)
+    assert carried(Span(GROUP - 2, GROUP), BLOCK) is None, "a piece of a tail"
+
+
+def test_a_place_is_split_where_what_is_carried_ends() -> None:
+    rows = (memoryview(bytes(range(12))),)
+    before, after = Place(rows, 2, POLICY, (Span(0, 2), Span(10, 14))).split(11)
+    assert [*before.segments(Span(8, 16))] == [(None, 2), (2, 1), (None, 5)]
+    assert [*after.segments(Span(8, 16))] == [(None, 3), (0, 3), (None, 2)]
+    assert bytes(after.rows[0]) == bytes(range(6, 12))
+
+
+@pytest.mark.parametrize(
+    "num_tokens",
+    [3, 40, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 2, 2 * GROUP, 3 * GROUP + 1, len(TOKENS)],
+)
+async def test_files_between_carriers_are_not_opened(stored, num_tokens) -> None:
+    """At, before and behind the edges of what is carried; a match may end within a carrier."""
+    store, chain = stored
+    match = store.match(chain, TOKENS[:num_tokens])
+    assert match.num_tokens == num_tokens
+    spans = {node: Span(node.start, node.end) for node in match.nodes}
+    num_carried = max((span.end for span in spans.values() if carried(span, BLOCK)), default=0)
+    looked_at = [*seen(POLICY, num_tokens), Span(num_carried, num_tokens)]
+    for node, span in spans.items():
+        is_seen = any(one.start < span.end and span.start < one.end for one in looked_at)
+        if not (is_seen or carried(span, BLOCK)):
+            file_of(store, node).unlink()
+    assert_restored(await store.load(match, room_tokens=num_tokens + 30), TOKENS[:num_tokens])
+    assert store.stats().rejected == 0
+
+
+async def test_a_recall_reads_carriers_as_other_files(stored) -> None:
+    store, chain = stored
+    wanted = Span(GROUP - BLOCK, GROUP + BLOCK)
+    found, arrays = await store.recall(chain, TOKENS, [wanted])
+    assert found == (wanted,)
+    whole = kv(TOKENS)
+    assert {name: np.array(array).tolist() for name, array in arrays.items()} == {
+        name: whole[name][:, :, wanted.start : wanted.end].tolist() for name in whole
+    }
+
+
+@pytest.mark.parametrize("section", [0, 1, 2])
+async def test_a_damaged_carrier_costs_what_continues_it(stored, section) -> None:
+    """A restart reads of it what is carried alone: damage elsewhere costs nothing until somebody looks."""
+    store, chain = stored
+    match = store.match(chain, TOKENS)
+    path = file_of(store, match.nodes[31])
+    header, content = read_header(path), bytearray(path.read_bytes())
+    assert len(header.sections) == 3
+    content[-sum(one.size_bytes for one in header.sections[section:])] ^= 1
+    path.write_bytes(content)
+    restored = await store.load(match)
+    if section < 2:
+        assert_restored(restored, TOKENS)
+        return
+    assert restored is None
+    assert store.stats().rejected == 1
+    again = store.match(chain, TOKENS)
+    assert again.num_tokens == 2 * GROUP - BLOCK
+    assert_restored(await store.load(again), TOKENS[: again.num_tokens])
+    save(store, chain)
+    assert await store.barrier(5)
+    assert_restored(await store.load(store.match(chain, TOKENS)), TOKENS)
+    assert_sum_rule(store)
+
+
+@pytest.mark.parametrize(
+    "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
+)
+async def test_a_carrier_without_what_it_should_carry_is_doubtful(open_store, size) -> None:
+    store = await open_store(layout=OWN)
+    chain = store.chain("a", POLICY)
+    save(store, chain, size=size)
+    assert await store.barrier(5)
+    assert await store.load(store.match(chain, TOKENS)) is None
+    assert store.stats().rejected == 1
+    assert store.match(chain, TOKENS).num_tokens == GROUP - BLOCK
+
+
+async def test_an_evicted_end_leaves_what_earlier_carriers_have(stored) -> None:
+    store, chain = stored
+    match = store.match(chain, TOKENS)
+    sizes = [node.size_bytes for node in match.nodes]
+    store.release(match)
+    store.set_limits(max_bytes=sum(sizes[:40]))
+    for _ in range(1000):  # evicted in the background
+        if store.stats().stored_bytes <= sum(sizes[:40]):
+            break
+        await asyncio.sleep(0.01)
+    match = store.match(chain, TOKENS)
+    assert 2 * GROUP < match.num_tokens <= 40 * BLOCK
+    assert_restored(await store.load(match), TOKENS[: match.num_tokens])
+
+
+async def test_sessions_with_one_beginning_share_its_carriers(stored) -> None:
+    store, chain = stored
+    other = [*TOKENS[: 2 * GROUP + 7], *TOKENS[:90]]
+    num_before = store.stats().accepted
+    save(store, chain, other)
+    assert await store.barrier(5)
+    assert store.stats().accepted - num_before == len(other) // BLOCK - 2 * 16 - 1 + 1
+    assert_restored(await store.load(store.match(chain, other)), other)
+    assert_restored(await store.load(store.match(chain, TOKENS)), TOKENS)
+
+
+def test_a_carrier_s_file_proves_itself(tmp_path) -> None:
+    own = identity(policy=OWN.name(POLICY))
+    span = Span(GROUP - BLOCK, GROUP)
+    name = Name(bytes(32), span.start, blocks.pack(TOKENS[span.start : span.end]))
+    tensors = OWN.under(POLICY).ordered(cut_paged(TOKENS, span, carried(span, BLOCK)))
+    path = tmp_path / f"{name.digest.hex()}.safetensors"
+    encoded = snapshot_format.encode(name, own, tensors)
+    snapshot_format.write(encoded, path)
+    assert path.stat().st_size == encoded.size_bytes
+    assert snapshot_format.prove(path) == name
