@@ -21,12 +21,16 @@ from cache.names.policy import CHUNK, SLACK, Policy
 from .ring import RingCache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    #: As `compared`.
+    Compare: TypeAlias = Callable[[mx.array, tuple[mx.array, ...], int], mx.array]
 
 #: Bits of a channel in a key's sketch.
 _SKETCH_BITS: Final = 2
 #: How many of the last queries of a pass are asked what matters to them.
-_ASKED: Final = 16
+ASKED: Final = 16
 #: An answer's queries are asked once in so many tokens, and those of a long prompt's middle.
 _EVERY: Final = 4
 _SELDOM: Final = 512
@@ -35,7 +39,7 @@ _SELDOM: Final = 512
 _FEW_ROWS: Final = 8
 #: Tokens that matter are looked for page by page; a chunk matters if a page within it, or up to two before it
 #: or one behind it, does: what follows a match is read next, and a sentence is not cut in two.
-_PAGE: Final = 16
+PAGE: Final = 16
 _BEFORE, _BEHIND = 2, 1
 #: How much of what a chunk mattered before is kept.
 _MEMORY: Final = 0.5
@@ -44,6 +48,21 @@ _EXPECTED: Final = 0.5
 _INERTIA: Final = 0.8
 #: A chunk on SSD must matter so many times as much as the one whose slot it takes.
 _GAIN: Final = 1.05
+
+
+def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
+    """Return the largest share of its attention that any query gives to a token of each page: (pages,).
+
+    `asked` are queries, (1, KV heads, queries, head_dim), `sketch` as in `PagedCache`. Unevaluated.
+    """
+    group, (codes, scales, biases) = sketch_group(asked.shape[3]), sketch
+    if asked.shape[2] > _FEW_ROWS:
+        keys = mx.dequantize(codes, scales, biases, group, _SKETCH_BITS)
+        scores = asked @ keys.swapaxes(-1, -2)
+    else:
+        scores = mx.quantized_matmul(asked, codes, scales, biases, group_size=group, bits=_SKETCH_BITS)
+    shares = mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=(0, 1, 2))
+    return shares.reshape(-1, page).max(axis=-1)
 
 
 def sketch_group(head_dim: int) -> int | None:
@@ -100,7 +119,7 @@ class Pages:
             found = np.array(mx.stack([noted[:num_pages] for noted in self._noted]).max(axis=0))
             self._noted = []
             padded = np.pad(found, (_BEFORE, _BEHIND))
-            size = CHUNK // _PAGE
+            size = CHUNK // PAGE
             near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
             now = near.max(axis=1)
             before, usual = np.zeros(len(now)), now.copy()
@@ -275,26 +294,19 @@ class PagedCache(RingCache):
         for begin in range(first, end, CHUNK):
             self.write(*part(num_held - (end - begin), min(CHUNK, end - begin)))
 
-    def weigh(self, queries: mx.array, scale: float) -> None:
+    def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
         """Note how much pages of whole chunks matter to the last of `queries`, (tokens, heads, 1, head_dim).
 
         That is the largest share of its attention that any query and head gives to a token of the page.
+        `compare` is `compared`, or what finds the same faster.
         """
         num_tokens = self.offset // CHUNK * CHUNK
         if self.offset <= self.sink + self.window:
             return
         kv_heads, size = self.sketch[0].shape[1], queries.shape[-1]
-        asked = queries[-_ASKED:, :, 0].reshape(-1, kv_heads, queries.shape[1] // kv_heads, size)
+        asked = queries[-ASKED:, :, 0].reshape(-1, kv_heads, queries.shape[1] // kv_heads, size)
         asked = asked.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, size) * scale
-        codes, scales, biases = (array[..., :num_tokens, :] for array in self.sketch)
-        group = sketch_group(size)
-        if asked.shape[2] > _FEW_ROWS:
-            keys = mx.dequantize(codes, scales, biases, group, _SKETCH_BITS)
-            scores = asked @ keys.swapaxes(-1, -2)
-        else:
-            scores = mx.quantized_matmul(asked, codes, scales, biases, group_size=group, bits=_SKETCH_BITS)
-        shares = mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=(0, 1, 2))
-        self.pages.note(shares.reshape(-1, _PAGE).max(axis=-1))
+        self.pages.note(compare(asked, tuple(array[..., :num_tokens, :] for array in self.sketch), PAGE))
 
     def _keep_passed(self) -> None:
         """Copy the chunks that begin to leave the window to slots, while some are free."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.activations import swiglu
 
+from cache.kv import paged
 from worker.batch import cpu
 
 if TYPE_CHECKING:
@@ -125,3 +126,19 @@ def test_swiglu_leaves_what_it_is_given_as_it_was() -> None:
     mx.eval(cpu.swiglu(gate, x))
     np.testing.assert_array_equal(np.array(gate), before[0])
     np.testing.assert_array_equal(np.array(x), before[1])
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 48])
+@pytest.mark.parametrize("num_tokens", [64, 2048, 5056])
+@pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
+def test_what_queries_attend_to_in_sketches_is_found_alike(
+    heads: int, size: int, num_tokens: int, num_queries: int
+) -> None:
+    """Also where a sketch has room for more tokens, as a cache's has, and some scores are far apart."""
+    keys = 2 * normal(1, heads, num_tokens + 256, size, seed=1)
+    sketch = tuple(part[..., :num_tokens, :] for part in mx.quantize(keys, paged.sketch_group(size), bits=2))
+    queries = normal(1, heads, num_queries, size, seed=2) * mx.arange(1, num_queries + 1)[:, None] / 8
+    expected = np.array(paged.compared(queries, sketch, paged.PAGE))
+    found = np.array(cpu.compared(queries, sketch, paged.PAGE))
+    assert found.shape == (num_tokens // paged.PAGE,)
+    assert np.allclose(found, expected, rtol=2e-3, atol=1e-6)

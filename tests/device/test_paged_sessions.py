@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, loaded, prompt
+from tiny_models import WIDE, append, loaded, prompt
 
 from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
@@ -183,6 +183,19 @@ def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
     assert {name.split(".")[0] for name, _, _ in layout.sketches} == set(map(str, found))
     assert layout.name(POLICY) != layers.layout(caches, list).name(POLICY), "neither finds the other's files"
     assert layers.sizes(caches, found).sketch_bytes == layers.sizes(caches).sketch_bytes // 3
+
+
+@pytest.mark.parametrize("num_tokens", [3000, 12000])
+def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_is(
+    model, make_rig, num_tokens: int
+) -> None:
+    """And the estimate is not far off: a limit must not refuse what fits."""
+    rig = make_rig(model, block_tokens=128)
+    rig.run(append(prompt(num_tokens), policy=Policy.paged(2048, sink=4)))
+    steps = rig.steps[18:]  # with all that is visible
+    assert len(steps) > 3
+    assert all(measured <= estimated for estimated, measured in steps)
+    assert max(steps)[0] < 2 * max(measured for _, measured in steps)
 
 
 def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model, monkeypatch) -> None:

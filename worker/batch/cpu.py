@@ -7,6 +7,8 @@ which costs some ten microseconds, so small operations stay with MLX too.
 
 On a CPU MLX's products with quantised matrices are no faster for one token than to dequantise and multiply,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
+
+What a paged session's queries attend to in the sketches of all its tokens is found run by run, in the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ import numpy as np
 #: Scores, and gates of SiLU, from which on numpy gains more than evaluating at once costs.
 _LEAST_SCORES: Final = 8192
 _LEAST_GATES: Final = 4096
+#: Tokens of a run of sketches.
+_RUN: Final = 2048
+#: The four channels of a byte of a sketch.
+_CHANNELS: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).astype(
+    np.float32
+)
 #: Elements up to which numpy computes all heads at once: they fit in the processor's cache.
 _CACHED: Final = 1 << 17
 
@@ -97,6 +105,55 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         np.divide(_view(gate), held, out=held)
     held *= _view(x)
     return result
+
+
+def faster_compared(queries: mx.array) -> bool:
+    """Say whether `compared` is faster than MLX for these queries."""
+    return queries.dtype == mx.float32 and _on_cpu()
+
+
+def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
+    """Compute `cache.kv.paged.compared`, evaluated: for 32 queries a seventh of the time."""
+    mx.eval(asked, sketch)
+    heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
+    found = [_compared(queries, codes, scales, biases, page) for queries, codes, scales, biases in heads]
+    return mx.array(np.exp(np.max(found, axis=0)))
+
+
+def _compared(
+    asked: np.ndarray[Any, Any],
+    codes: np.ndarray[Any, Any],
+    scales: np.ndarray[Any, Any],
+    biases: np.ndarray[Any, Any],
+    page: int,
+) -> np.ndarray[Any, Any]:
+    """Return the largest log of a share of each page for one head's queries, (queries, head_dim)."""
+    (num, size), groups = asked.shape, scales.shape[1]
+    # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
+    columns = np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T])
+    keys = np.empty((_RUN, size + groups), np.float32)
+    pages = np.empty((len(codes) // page, num), np.float32)
+    largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
+    four = _CHANNELS.view(np.complex128)[:, 0]  # as one item, which `take` copies fastest
+    for at in range(0, len(codes), _RUN):
+        run = slice(at, min(at + _RUN, len(codes)))
+        held = keys[: run.stop - at]
+        channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(len(held), groups, -1)
+        channels *= scales[run, :, None]
+        held[:, :size] = channels.reshape(len(held), size)
+        held[:, size:] = biases[run]
+        scores = held @ columns
+        within = pages[at // page : run.stop // page]
+        np.max(scores.reshape(-1, page, num), axis=1, out=within)
+        top = np.maximum(largest, within.max(axis=0))
+        scores -= top
+        np.exp(scores, out=scores)
+        sums *= np.exp(largest - top)
+        sums += scores.sum(axis=0)
+        largest = top
+    pages -= largest + np.log(sums)
+    logs: np.ndarray[Any, Any] = pages.max(axis=1)
+    return logs
 
 
 def _on_cpu() -> bool:

@@ -23,7 +23,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import make_prompt_cache
 
-from cache.kv.paged import PagedCache
+from cache.kv.paged import PagedCache, compared
 from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
@@ -114,7 +114,8 @@ class OwnPart:
             places = ring.unpacked(seen.num_places)
             outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
             if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, num):
-                ring.weigh(queries[run], attention.scale)
+                asked = queries[run]
+                ring.weigh(asked, attention.scale, cpu.compared if cpu.faster_compared(asked) else compared)
         together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return together.transpose(2, 1, 0, 3)
 

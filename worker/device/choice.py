@@ -136,6 +136,8 @@ class StepChooser:
         """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
         pieces = [(num, _num_scores(turn, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
+        asking = (turn.num_cached + num for turn, num in step.prefill if turn.policy.recall)
+        scratch_bytes += self._room.estimator.asked_bytes * max(asking, default=0)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
         growth_bytes = self._room.estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
@@ -165,13 +167,12 @@ _NOTHING: Final[Step[Turn]] = Step((), ())
 def _num_scores(turn: Turn, num_tokens: int) -> int:
     """Count the scores of a token of a prompt's next piece. A ring's are put together from runs: twice.
 
-    A paged session's last queries are compared with the sketches of all keys, which are unpacked for it.
+    But not those of a paged session, whose keys all stand where they say.
     """
     num_cached = turn.num_cached + num_tokens
     if turn.policy.window is None:
         return num_cached
-    asked = num_cached * (1 + 64 // num_tokens) if turn.policy.recall else 0
-    return 2 * turn.policy.num_held(num_cached) + asked
+    return turn.policy.num_held(num_cached) * (1 if turn.policy.recall else 2)
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

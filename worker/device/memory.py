@@ -92,7 +92,8 @@ def grown(num_tokens: int) -> int:
 class Estimator:
     """Estimates sessions and steps of one model on one device. `limit_bytes` bounds all that MLX holds.
 
-    If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile.
+    If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile. If a paged
+    session's queries are compared with sketches, each of its tokens takes `asked_bytes`.
     """
 
     shape: Shape
@@ -102,6 +103,7 @@ class Estimator:
     num_layers: int
     fused: bool
     unpacked_bytes: int = 0
+    asked_bytes: int = 0
 
     def under(self, policy: Policy) -> Estimator:
         """Return the estimator of sessions under a policy."""

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
+from cache.kv.paged import ASKED
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 from cache.names.blocks import Span
@@ -92,15 +93,17 @@ def estimator(
     loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
 ) -> Estimator:
     """Make the estimator of a model, of whose caches these have run a token; `sketched`: see `make`."""
-    unpacked = unpacked_bytes(caches)
+    unpacked, shape = unpacked_bytes(caches), shape_of(loaded.config)
     return Estimator(
-        shape=shape_of(loaded.config),
+        shape=shape,
         limit_bytes=limit_bytes,
         weight_bytes=loaded.weight_bytes,
         kv=layers.sizes(caches, sketched),
         num_layers=len(caches),
         fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
+        # A layer's keys, and its scores and their softmax; on a CPU numpy does it, in little memory.
+        asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
     )
 
 
