@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from .disk import format as snapshot_format
+from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
 from .disk.readers import Readers
@@ -29,6 +30,7 @@ from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
 from .names.blocks import Chain, Span, as_tokens
+from .names.errors import KeyFileError
 from .names.policy import FULL
 from .names.snapshot import Name, carried
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
 
-__all__ = ["Forgotten", "HeldPrefix", "Match", "Store", "file_bytes", "may_hold"]
+__all__ = ["Access", "Forgotten", "HeldPrefix", "Match", "Store", "access_by", "file_bytes", "may_hold"]
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -110,6 +112,20 @@ class _Form:
 
 def _start(span: Span) -> int:
     return span.start
+
+
+def access_by(key_file: Path | None) -> Access:
+    """Return the access with the key in a file; without one everything lies as it is.
+
+    Raises `KeyFileError`.
+    """
+    if key_file is None:
+        return PLAIN
+    try:
+        from .disk.sealing import Sealed, read_key
+    except ImportError:
+        raise KeyFileError("cryptography is missing; pip install 'turnkeep[encryption]' brings it") from None
+    return Sealed(read_key(key_file))
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
@@ -181,6 +197,7 @@ class Store:
         model: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        access: Access = PLAIN,
     ) -> Store:
         """Lock the directory, reconcile the index with the files, and return the store.
 
@@ -188,10 +205,10 @@ class Store:
         what the model's own caches hold: a file that differs goes to quarantine. If it has states, KV can be
         restored only up to the end of a snapshot with a state. `queue_bytes` bounds what waits in memory for
         the disk; `min_free_bytes` of the file system stay free. `model` is the model's name in listings.
-        `clock` (seconds since 1970) orders uses, `monotonic` times the pauses after failed writes. Raises
-        `DirectoryLockedError`, `OSError`.
+        `clock` (seconds since 1970) orders uses, `monotonic` times the pauses after failed writes. `access`
+        has the directory's key. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock)
+        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(
             opened,
             identity=identity,
@@ -378,13 +395,14 @@ class Store:
         resumable = not form.stateful or any(tensor.of_state for tensor in tensors)
         name = Name(parent, span.start, tokens.packed(span.start), resumable)
         encoded = snapshot_format.encode(name, form.identity, form.layout.ordered(tensors))
-        reason = self._refusal(name, encoded.size_bytes)
+        size_bytes = self._folder.access.size_bytes(encoded.size_bytes)
+        reason = self._refusal(name, size_bytes)
         if reason is not None:
             self._writer.drop(reason)
             return False
         # Added before the eviction: as a child on its way the node protects its own chain.
-        node = self._index.add(name, encoded.size_bytes)
-        if not self._room.make(encoded.size_bytes):
+        node = self._index.add(name, size_bytes)
+        if not self._room.make(size_bytes):
             self._index.undo_add(node)
             self._writer.drop("disk_limit")
             return False

@@ -56,6 +56,7 @@ from .concurrency import in_thread, shielded, task_group
 from .datadir import DataDir
 from .formatting import size
 from .health import HealthServer
+from .keys import cache_access
 from .metrics import collect
 from .telemetry import Telemetry
 from .traces import start_traces
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
+    from cache.store import Access
     from turnkeep_client.messages import Metrics
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
@@ -162,6 +164,7 @@ class App:
                 await health.open()
                 await stack.enter_async_context(self._background("health", health.serve))
             await self._start_traces(stack)
+            access = cache_access(settings)
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
@@ -180,7 +183,7 @@ class App:
                 loaded = await self._load_model(directory, stack)
             js = nc.jetstream()
             names = await streams.ensure(js, self._subjects, settings)
-            await self._open_store(directory, loaded, stack)
+            await self._open_store(directory, loaded, access, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
@@ -271,7 +274,7 @@ class App:
         return loaded
 
     async def _open_store(
-        self, directory: DataDir, loaded: LoadedModel, stack: contextlib.AsyncExitStack
+        self, directory: DataDir, loaded: LoadedModel, access: Access, stack: contextlib.AsyncExitStack
     ) -> None:
         """Open the snapshots; on a failure the worker serves without them."""
         settings = self._settings
@@ -302,6 +305,7 @@ class App:
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
                 model=loaded.folder.name,
+                access=access,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400

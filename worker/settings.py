@@ -378,6 +378,12 @@ class Settings:
         "on",
         "whether to keep KV on disk; off writes nothing, temporary removes it when the worker stops",
     )
+    cache_key_file: Path | None = _setting(
+        _OPTIONAL_PATH,
+        None,
+        "a file with a key of 32 bytes, raw or in base64, with which snapshots are encrypted; needs the extra"
+        " encryption",
+    )
     max_disk: int = _setting(
         _size(_MIB), 20 * _GIB, "disk space for snapshots; least recently used ones are evicted"
     )

@@ -1,7 +1,8 @@
 """Copy snapshots from one cache to another as a plain tar of their files. Blocking: for the command line.
 
-An import verifies every file before it is placed, and uses no name of the archive's choice. A valid file does
-not prove that a model computed its KV: see `import --help`.
+An archive is not encrypted: its files are those of a cache without a key. An import verifies every file
+before it is placed, and uses no name of the archive's choice. A valid file does not prove that a model
+computed its KV: see `import --help`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from cache.disk import private
-from cache.disk.folder import digest_of, scan
-from cache.disk.format import SUFFIX, is_lack, prove
+from cache.disk.access import PLAIN
+from cache.disk.folder import scan
+from cache.disk.format import is_lack, prove
 from cache.disk.header import read_header, read_name
 from cache.disk.rows import Row
 from cache.names.errors import CacheError, DoubtfulSnapshotError
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from cache.disk.access import Access, Writer
     from cache.disk.catalog import Catalog
     from cache.disk.folder import Folder
     from cache.index.index import Index
@@ -59,14 +62,16 @@ class Transferred:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
-def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Transferred:
+def export(
+    directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
+) -> Transferred:
     """Write the chains that end in `digests` (prefixes of hex names; None: all chains) to a tar file.
 
     Needs no lock, and verifies every file. Raises `CacheError`, and leaves no archive, if a snapshot is
     unknown, doubtful, or was evicted meanwhile.
     """
-    check(directory)
-    paths = _chains(directory, digests)
+    check(directory, access)
+    paths = _chains(directory, digests, access)
     if not paths:
         raise CacheError(f"there is nothing to export in {directory}")
     transferred = Transferred()
@@ -78,8 +83,8 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Tran
             tarfile.open(fileobj=to, mode="w", format=tarfile.GNU_FORMAT) as tar,
         ):
             for path in paths:
-                prove(path)
-                transferred.size_bytes += _add_file(tar, path)
+                prove(path, access)
+                transferred.size_bytes += _add_file(tar, path, access)
                 transferred.num_files += 1
         temporary.replace(target)
     except DoubtfulSnapshotError as error:
@@ -92,21 +97,24 @@ def export(directory: Path, digests: Sequence[str] | None, target: Path) -> Tran
     return transferred
 
 
-def identity_of(directory: Path, digest: str) -> str:
+def identity_of(directory: Path, digest: str, access: Access = PLAIN) -> str:
     """Return the identity of the model that a stored snapshot belongs to. Raises `CacheError`."""
     try:
-        return read_header(directory / "snapshots" / f"{digest}{SUFFIX}").identity
+        path = directory / "snapshots" / access.file_name(bytes.fromhex(digest))
+        return read_header(path, access).identity
     except (DoubtfulSnapshotError, OSError) as error:
         raise CacheError(f"the snapshot {digest[:12]} cannot be read: {error}") from None
 
 
-def import_files(directory: Path, source: Path, *, max_bytes: int, min_free_bytes: int) -> Transferred:
+def import_files(
+    directory: Path, source: Path, access: Access = PLAIN, *, max_bytes: int, min_free_bytes: int
+) -> Transferred:
     """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
 
     Skips, with the reason, files that exist already, are doubtful, lack their prefix, or exceed a limit.
     Raises `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with source.open("rb") as file, opened(directory) as (folder, catalog, index):
+    with source.open("rb") as file, opened(directory, access) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CacheError(f"{source} is no file: save the archive to one first")
         importer = _Importer(folder, catalog, index, max_bytes, min_free_bytes)
@@ -163,34 +171,36 @@ class _Importer:
 
     def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
         """Add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
-        digest = digest_of(member.name)
+        digest = PLAIN.digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
         if digest in self._names:
             raise DoubtfulSnapshotError("there already")
-        if self._used_bytes + member.size > self._max_bytes:
+        access = self._folder.access
+        size_bytes = access.size_bytes(member.size)
+        if self._used_bytes + size_bytes > self._max_bytes:
             raise DoubtfulSnapshotError(
                 f"over the limit: {self._used_bytes} bytes are there, it has {member.size},"
                 f" max_disk is {self._max_bytes}"
             )
-        if self._folder.free_bytes() - member.size < self._min_free_bytes:
+        if self._folder.free_bytes() - size_bytes < self._min_free_bytes:
             raise DoubtfulSnapshotError(f"the disk would have less than {self._min_free_bytes} bytes free")
         with self._folder.placing(digest) as path:
             with open(path, "wb", opener=private.opener) as file:
-                _copy(content, file, member.size)
-                file.flush()
-                os.fsync(file.fileno())
-            name = prove(path)
+                writer = access.writer(file.fileno(), path)
+                _copy(content, writer, member.size)
+                writer.finish()
+            name = prove(path, access)
             self._check_prefix(name)
             if name.start == 0:
-                self._catalog.note_identities([bytes.fromhex(read_header(path).identity)])
+                self._catalog.note_identities([bytes.fromhex(read_header(path, access).identity)])
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000
-        self._catalog.put([Row.of(digest, name, member.size, used)])
-        self._used_bytes += member.size
+        self._catalog.put([Row.of(digest, name, size_bytes, used)])
+        self._used_bytes += size_bytes
         self.transferred.num_files += 1
-        self.transferred.size_bytes += member.size
+        self.transferred.size_bytes += size_bytes
 
     def _check_prefix(self, name: Name) -> None:
         if name.start == 0:
@@ -200,20 +210,20 @@ class _Importer:
             raise DoubtfulSnapshotError("the prefix that it continues is not there")
 
 
-def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
+def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> list[Path]:
     """Return the files of the chains, parents before children."""
     snapshots = directory / "snapshots"
-    there = {digest.hex() for digest in scan(snapshots)}
+    there = {digest.hex() for digest in scan(snapshots, access)}
     ends = there if digests is None else {_only(there, digest) for digest in digests}
     starts: dict[str, int] = {}
     for end in ends:
         digest, links = end, dict[str, int]()
         try:
             while digest not in starts:
-                path = snapshots / f"{digest}{SUFFIX}"
+                path = snapshots / access.file_name(bytes.fromhex(digest))
                 if digest not in there:  # missing, evicted from the middle of a chain, or only a link
                     raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
-                name = read_name(path)
+                name = read_name(path, access)
                 links[digest] = name.start
                 if name.start == 0:
                     break
@@ -224,7 +234,7 @@ def _chains(directory: Path, digests: Sequence[str] | None) -> list[Path]:
             raise CacheError(f"{path.name} cannot be exported: {error}") from None
         starts |= links
     return [
-        snapshots / f"{digest}{SUFFIX}"
+        snapshots / access.file_name(bytes.fromhex(digest))
         for digest in sorted(starts, key=lambda digest: (starts[digest], digest))
     ]
 
@@ -239,25 +249,26 @@ def _only(there: set[str], beginning: str) -> str:
     return fitting[0]
 
 
-def _add_file(tar: tarfile.TarFile, path: Path) -> int:
+def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
     """Add a file to an archive under its name, without its owner; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
-        member = tarfile.TarInfo(path.name)
-        member.size, member.mtime, member.mode = status.st_size, int(status.st_mtime), private.FILE_MODE
-        tar.addfile(member, file)
+        reader: Any = access.reader(file.fileno(), path)  # reads, as far as tarfile asks
+        member = tarfile.TarInfo(PLAIN.file_name(access.digest_of(path.name) or b""))
+        member.size, member.mtime, member.mode = reader.size_bytes, int(status.st_mtime), private.FILE_MODE
+        tar.addfile(member, reader)
     return member.size
 
 
 def _is_snapshot(member: tarfile.TarInfo) -> bool:
     """Whether a member is a plain file, not sparse, with a snapshot's name."""
-    return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and digest_of(member.name) is not None
+    return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and PLAIN.digest_of(member.name) is not None
 
 
-def _copy(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
+def _copy(source: IO[bytes], target: Writer, num_bytes: int) -> None:
     while num_bytes:
         piece = source.read(min(num_bytes, _COPY_BYTES))
         if not piece:
             raise tarfile.ReadError("it ends in the middle of a member")
-        target.write(piece)
+        target.write([memoryview(piece)])
         num_bytes -= len(piece)

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cache.disk.access import PLAIN, SEAL, SUFFIX
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cache.disk.access import Access
     from cache.disk.rows import Pin
     from cache.index.index import Index
     from cache.index.nodes import Node
@@ -36,14 +38,15 @@ class Pruned:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, Index]]:
+def opened(directory: Path, access: Access = PLAIN) -> Iterator[tuple[Folder, Catalog, Index]]:
     """Lock a directory, and reconcile its index with its files.
 
-    Raises `NotACacheError`, `DirectoryLockedError`, `OSError`.
+    Raises `CacheError`, `OSError`.
     """
-    check(directory)
-    folder = Folder(directory)
+    check(directory, access)
+    folder = Folder(directory, access)
     try:
+        folder.claim()
         folder.clear_tmp()
         with closing(Catalog(folder)) as catalog:
             index, _ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
@@ -53,14 +56,20 @@ def opened(directory: Path) -> Iterator[tuple[Folder, Catalog, Index]]:
 
 
 def prune(
-    directory: Path, *, older_than_s: float | None, to_bytes: int | None, model: str | None, now_s: float
+    directory: Path,
+    access: Access = PLAIN,
+    *,
+    older_than_s: float | None,
+    to_bytes: int | None,
+    model: str | None,
+    now_s: float,
 ) -> Pruned:
     """Remove snapshots unused for `older_than_s` seconds, of one model, until at most `to_bytes` are left.
 
     None leaves a condition out. `model` is a prefix of an identity's hex digest. Removes leaves first, least
     recently used first; pinned prefixes stay.
     """
-    with opened(directory) as (folder, catalog, index):
+    with opened(directory, access) as (folder, catalog, index):
         Pins(index, catalog.pins())
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
@@ -88,18 +97,25 @@ def prune(
 
 
 def prune_all(directory: Path) -> Pruned:
-    """Remove all snapshots, the quarantine and all pins. Raises `CacheError` if files cannot be removed."""
-    with opened(directory) as (folder, catalog, index):
-        left = folder.clear()
-        catalog.clear()
-    if left:
-        raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
-    return Pruned(index.stored, index.stored_bytes, 0, 0)
+    """Remove all snapshots, the quarantine, all pins and the mark of a key, which need not be known.
+
+    Raises `CacheError` if files cannot be removed.
+    """
+    check(directory, None)
+    with closing(Folder(directory)) as folder:
+        files = [path for path in folder.snapshots.iterdir() if path.suffix == SUFFIX]
+        size_bytes = sum(path.lstat().st_size for path in files)
+        folder.clear_tmp()
+        if left := folder.clear():
+            raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
+        for path in (*directory.glob(f"{folder.catalog.name}*"), directory / SEAL):
+            path.unlink(missing_ok=True)  # the mark last
+    return Pruned(len(files), size_bytes, 0, 0)
 
 
-def unpin(directory: Path, names: list[str]) -> list[Pin]:
+def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
     """Remove pins by prefixes of their hex names. Raises `CacheError` for an unknown or ambiguous one."""
-    with opened(directory) as (_, catalog, _):
+    with opened(directory, access) as (_, catalog, _):
         found: list[Pin] = []
         pins = catalog.pins()
         for name in names:
@@ -118,7 +134,7 @@ def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
             return (
                 model is None
                 or node.is_gap
-                or read_header(folder.path(node.digest)).identity.startswith(model.lower())
+                or read_header(folder.path(node.digest), folder.access).identity.startswith(model.lower())
             )
         except (DoubtfulSnapshotError, OSError):
             return False

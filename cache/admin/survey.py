@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cache.disk import format as snapshot_format
-from cache.disk.folder import Folder, digest_of, scan
-from cache.disk.format import SUFFIX
+from cache.disk.access import PLAIN
+from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
 from cache.disk.rows import Pin, Row
 from cache.index.index import Index
@@ -25,6 +25,7 @@ from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cache.disk.access import Access
     from cache.index.nodes import Node
 
 
@@ -86,8 +87,8 @@ class Survey:
     quarantined_bytes: int = 0
 
 
-def check(directory: Path) -> None:
-    """Raise `NotACacheError` if a directory is not a cache."""
+def check(directory: Path, access: Access | None) -> None:
+    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if it has another key than this."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():
@@ -95,12 +96,14 @@ def check(directory: Path) -> None:
             f"{directory} is no snapshot cache, it has no folder 'snapshots':"
             " give the directory itself with --dir, or the worker's data directory with --data-dir"
         )
+    if access is not None:
+        access.check(directory)
 
 
-def inspect(directory: Path) -> Survey:
-    """List chains, usage and pins. Reads one header per chain. Raises `NotACacheError`, `OSError`."""
-    check(directory)
-    rows, survey, names = _read(directory)
+def inspect(directory: Path, access: Access = PLAIN) -> Survey:
+    """List chains, usage and pins. Reads one header per chain. Raises `CacheError`, `OSError`."""
+    check(directory, access)
+    rows, survey, names = _read(directory, access)
     index = Index(lambda: 0.0, rows)
     Pins(index, survey.pins)
     models: dict[str, Model] = {}
@@ -110,7 +113,8 @@ def inspect(directory: Path) -> Survey:
         if node.children:
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile
-            identity = read_header(directory / "snapshots" / f"{node.digest.hex()}{SUFFIX}").identity
+            path = directory / "snapshots" / access.file_name(node.digest)
+            identity = read_header(path, access).identity
             model = models.setdefault(identity, Model(identity, names.get(identity, "")))
             links = list(node.chain())
             survey.chains.append(_stored_chain(node, links, model))
@@ -127,25 +131,31 @@ def inspect(directory: Path) -> Survey:
     return survey
 
 
-def verify(directory: Path, progress: Callable[[int, int], None], *, quarantine: bool = False) -> Survey:
+def verify(
+    directory: Path,
+    progress: Callable[[int, int], None],
+    access: Access = PLAIN,
+    *,
+    quarantine: bool = False,
+) -> Survey:
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
     Returns a survey of the doubtful files; files of other format versions are only counted. With `quarantine`
-    doubtful files are moved, under the lock. Raises `NotACacheError`, `DirectoryLockedError`, and `OSError`
-    if the process lacks open files or memory.
+    doubtful files are moved, under the lock. Raises `CacheError`, and `OSError` if the process lacks open
+    files or memory.
     """
-    check(directory)
-    with closing(Folder(directory)) if quarantine else nullcontext() as folder:
-        survey = _proved(directory, progress)
+    check(directory, access)
+    with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:
+        survey = _proved(directory, progress, access)
         for name, _ in survey.doubtful if folder is not None else ():
-            digest = digest_of(name)
+            digest = access.digest_of(name)
             if folder is not None and digest is not None:  # files without a snapshot's name are never read
                 folder.quarantine(digest)
                 survey.quarantined.append(name)
     return survey
 
 
-def _proved(directory: Path, progress: Callable[[int, int], None]) -> Survey:
+def _proved(directory: Path, progress: Callable[[int, int], None], access: Access) -> Survey:
     files = sorted(path for path in (directory / "snapshots").iterdir())
     survey = Survey(num_files=len(files))
     sizes = {path: _size(path) for path in files}
@@ -154,13 +164,13 @@ def _proved(directory: Path, progress: Callable[[int, int], None]) -> Survey:
         progress(done, total)
         done += sizes[path]
         try:
-            if digest_of(path.name) is None:
+            if access.digest_of(path.name) is None:
                 raise DoubtfulSnapshotError("not the name of a snapshot")  # noqa: TRY301  # as any other doubt
-            if read_header(path).is_foreign:
+            if read_header(path, access).is_foreign:
                 survey.num_foreign += 1
                 survey.foreign_bytes += path.stat().st_size
                 continue
-            snapshot_format.prove(path)
+            snapshot_format.prove(path, access)
         except DoubtfulSnapshotError as error:
             if path.exists():
                 survey.doubtful.append((path.name, error.reason))
@@ -174,26 +184,28 @@ def _proved(directory: Path, progress: Callable[[int, int], None]) -> Survey:
     return survey
 
 
-def _read(directory: Path) -> tuple[list[Row], Survey, dict[str, str]]:
+def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
     """Read rows, pins and model names: from the index if it agrees with the files, else from headers."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
         # Any schema version: the rows are compared with the files below, so their proofs are not needed.
-        known = {row[0]: Row(*row[: len(Row._fields)]) for row in db.execute("SELECT * FROM snapshot")}
-        survey.pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
+        stored = [Row(*row[: len(Row._fields)]) for row in db.execute("SELECT * FROM snapshot")]
+        known = {row.digest: row for row in access.rows(stored)}
+        pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
+        survey.pins = list(access.pins(pins))
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
-    for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots").items():
+    for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", access).items():
         row = known.get(digest)
-        file = directory / "snapshots" / f"{digest.hex()}{SUFFIX}"
+        file = directory / "snapshots" / access.file_name(digest)
         try:
             if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
-                if read_header(file).is_foreign:
+                if read_header(file, access).is_foreign:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                row = Row.of(digest, read_name(file), size_bytes, mtime_ns // 1000)
+                row = Row.of(digest, read_name(file, access), size_bytes, mtime_ns // 1000)
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:

@@ -61,6 +61,7 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
+        self._access = folder.access
         #: Whether changes outlive the process.
         self.is_lasting = True
         self._db = self._open()
@@ -143,22 +144,23 @@ class Catalog:
     def read(self) -> list[Row]:
         """Read all rows, unchecked: `reconciling` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
-        return list(map(made, self._db.execute("SELECT * FROM snapshot")))
+        return list(self._access.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
     def pins(self) -> list[Pin]:
         """Read the pinned prefixes."""
-        return [Pin(*row) for row in self._db.execute("SELECT root, tokens FROM pin")]
+        stored = [Pin(*row) for row in self._db.execute("SELECT root, tokens FROM pin")]
+        return list(self._access.pins(stored))
 
     def pin(self, pins: Iterable[Pin]) -> None:
         """Add pinned prefixes."""
         with self._transaction() as db:
-            rows = [(pin.name, pin.root, pin.tokens) for pin in pins]
-            db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", rows)
+            db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", map(self._access.hidden_pin, pins))
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Delete pinned prefixes."""
         with self._transaction() as db:
-            db.executemany("DELETE FROM pin WHERE name = ?", [(pin.name,) for pin in pins])
+            names = [(self._access.hidden(pin.name),) for pin in pins]
+            db.executemany("DELETE FROM pin WHERE name = ?", names)
 
     def name_model(self, identity: bytes, name: str) -> None:
         """Store the name of the model with this identity."""
@@ -192,21 +194,21 @@ class Catalog:
         """Add or replace rows."""
         rows = list(rows)
         with self._transaction() as db:
-            db.executemany(
-                _PUT, [(*row[:-1], proof) for row, proof in zip(rows, proofs(columns(rows)), strict=True)]
-            )
+            db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""
         with self._transaction() as db:
             for row in rows:
-                db.execute("DELETE FROM snapshot WHERE digest = ?", (row.digest,))
-                db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, row.parent))
+                digest, parent = map(self._access.hidden, (row.digest, row.parent))
+                db.execute("DELETE FROM snapshot WHERE digest = ?", (digest,))
+                db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
         """Store the last use of leaves, as (used, digest); that of their chains follows from it."""
         with self._transaction() as db:
-            db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", uses)
+            hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
+            db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,6 +1,7 @@
 """The directory on SSD: its lock, its paths, and moving files between its subfolders. Knows no index.
 
 lock            locked while a store is open
+sealed          which key the contents are encrypted with, if with one
 index.sqlite    the catalog: snapshots and their last use; can be lost
 snapshots/      complete files, named by digest
 tmp/            files being written; at a start, leftovers of a dead process
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -19,41 +19,31 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES
+from cache.names.blocks import TOKEN_BYTES
 from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
 
 from . import private
-from .format import SUFFIX
+from .access import PLAIN, SEAL
 from .header import read_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from .access import Access
+
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Quarantined files beyond this many are removed, oldest first.
 QUARANTINE_FILES: Final = 8
 
-_IS_NAME: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}{re.escape(SUFFIX)}").fullmatch
 
-
-def file_name(digest: bytes) -> str:
-    """Return the file name of a snapshot."""
-    return digest.hex() + SUFFIX
-
-
-def digest_of(name: str) -> bytes | None:
-    """Return the digest in a file name; None if it is not the name of a snapshot."""
-    return bytes.fromhex(name.removesuffix(SUFFIX)) if _IS_NAME(name) else None
-
-
-def scan(snapshots: Path) -> dict[bytes, tuple[int, int]]:
+def scan(snapshots: Path, access: Access = PLAIN) -> dict[bytes, tuple[int, int]]:
     """Map the digests of the snapshots in a folder to (size in bytes, mtime in ns)."""
     found = {}
     with os.scandir(snapshots) as entries:
         for entry in entries:
-            digest = digest_of(entry.name)
+            digest = access.digest_of(entry.name)
             with suppress(FileNotFoundError):  # removed meanwhile
                 if digest is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
@@ -74,8 +64,9 @@ def may_hold(directory: Path) -> bool:
 class Folder:
     """One directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, access: Access = PLAIN) -> None:
         self.directory = directory
+        self.access = access
         self.snapshots = directory / "snapshots"
         self.tmp = directory / "tmp"
         self.quarantined = directory / "quarantine"
@@ -101,7 +92,10 @@ class Folder:
         """Restrict files that an older version left readable to others. Done once: files may be many."""
         subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
-        files += [(path for path in subfolder.iterdir() if digest_of(path.name)) for subfolder in subfolders]
+        files += [
+            (path for path in subfolder.iterdir() if self.access.digest_of(path.name))
+            for subfolder in subfolders
+        ]
         private.tighten(self.directory, chain(*files))
         for subfolder in subfolders:
             private.tighten(subfolder, ())
@@ -110,9 +104,21 @@ class Folder:
         """Release the lock."""
         os.close(self._lock)
 
+    def claim(self) -> None:
+        """Note in an empty directory which key its contents will have. Raises `SealedError` for another."""
+        self.access.check(self.directory)
+        if self.access.mark and not (self.directory / SEAL).exists():
+            fresh = self.tmp / SEAL
+            with open(fresh, "w", opener=private.opener) as file:
+                file.write(self.access.mark)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(self.directory / SEAL)
+            _sync(self.directory)
+
     def path(self, digest: bytes) -> Path:
         """Return the path of a snapshot."""
-        return self.snapshots / file_name(digest)
+        return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
         """List the names in the snapshots' folder; a `stat` of each would double the time of a start."""
@@ -128,12 +134,15 @@ class Folder:
     @contextmanager
     def placing(self, digest: bytes) -> Iterator[Path]:
         """Yield a temporary path to write to; remove the file at the end unless `place` has moved it."""
-        path = self.tmp / digest.hex()
+        path = self._unfinished(digest)
         try:
             yield path
         finally:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+    def _unfinished(self, digest: bytes) -> Path:
+        return (self.tmp / self.access.file_name(digest)).with_suffix("")
 
     def place(self, path: Path, digest: bytes) -> None:
         """Move a complete, synced file to its place, and sync the directory."""
@@ -147,7 +156,7 @@ class Folder:
         """
         for subfolder in (self.snapshots, self.tmp, self.quarantined):
             subfolder.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
-        _discard(self.tmp / digest.hex())
+        _discard(self._unfinished(digest))
         if self.path(digest).is_dir():
             self.quarantine(digest)
 
@@ -175,13 +184,13 @@ class Folder:
 
     def remove_quarantined(self, digest: bytes) -> None:
         """Remove a snapshot's file from quarantine, if it is there."""
-        (self.quarantined / file_name(digest)).unlink(missing_ok=True)
+        (self.quarantined / self.access.file_name(digest)).unlink(missing_ok=True)
 
     def remove_quarantined_of(self, packed: bytes) -> None:
         """Remove quarantined files with a part of these packed tokens, or with unreadable tokens."""
         for path in _within(self.quarantined):
             try:
-                name = read_name(path)
+                name = read_name(path, self.access)
                 is_of_them = packed.startswith(name.tokens, name.start * TOKEN_BYTES)
             except (DoubtfulSnapshotError, OSError):
                 is_of_them = path.is_file()

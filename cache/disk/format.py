@@ -26,6 +26,7 @@ from cache.names.snapshot import sections
 
 from . import header as headers
 from . import private
+from .access import PLAIN
 from .header import BLANK, CHECKSUM_AT, CHECKSUM_CHARS, CHECKSUM_END, SECTION_CHARS, SECTIONS_AT
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Layout, Name, Place, States, Tensor
 
-SUFFIX: Final = ".safetensors"
+    from .access import Access, Reader
 
 #: Errors that mean a lack of open files or memory, in the process or the machine.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -56,7 +57,7 @@ class EncodedSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """The exact size of the file."""
+        """The exact size of the file's contents."""
         return len(self.header) + sum(tensor.data.nbytes for tensor in self.tensors)
 
 
@@ -65,8 +66,8 @@ def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Encod
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
-def write(encoded: EncodedSnapshot, path: Path) -> None:
-    """Write and fsync a file, replacing any old content, without copying a tensor.
+def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
+    """Write and fsync a file, replacing any old content; without a key no tensor is copied.
 
     Runs on the writer thread. Raises `OSError`.
     """
@@ -80,9 +81,10 @@ def write(encoded: EncodedSnapshot, path: Path) -> None:
     header[CHECKSUM_AT:CHECKSUM_END] = xxhash.xxh3_128_hexdigest(header).encode()
     # A system call for each tensor would take 1.5 times the processor time, and retake the GIL each time.
     with open(path, "wb", buffering=0, opener=private.opener) as file:
+        writer = access.writer(file.fileno(), path)
         for group in _batches((memoryview(header), *(tensor.data for tensor in encoded.tensors))):
-            _write_all(file.fileno(), group)
-        os.fsync(file.fileno())
+            writer.write(group)
+        writer.finish()
 
 
 def is_lack(error: Exception) -> bool:
@@ -90,25 +92,27 @@ def is_lack(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
-def prove(path: Path) -> Name:
+def prove(path: Path, access: Access = PLAIN) -> Name:
     """Verify a whole file against its own name and header; return the name of its snapshot. Blocking.
 
     Raises `DoubtfulSnapshotError`, and `OSError` if that says nothing about the file (`is_lack`).
     """
-    name = headers.read_name(path)
-    with _opened(path) as found:
+    name = headers.read_name(path, access)
+    with _opened(path, access) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
         for i, section in enumerate(found.header.sections):
             found.read(i, _in_scratch(scratch, section.size_bytes))
     return name
 
 
-def peek(path: Path, digest: bytes, start: int, identity: bytes) -> tuple[Layout, States]:
+def peek(
+    path: Path, digest: bytes, start: int, identity: bytes, access: Access = PLAIN
+) -> tuple[Layout, States]:
     """Read the layout and states of the snapshot `digest` from its header, and verify the header.
 
     Raises `DoubtfulSnapshotError` if the file cannot be that snapshot, `OSError` as `prove` does.
     """
-    with _opened(path) as found:
+    with _opened(path, access) as found:
         found.check(digest, start, identity)
         return found.header.layout, found.header.states
 
@@ -118,6 +122,7 @@ def read(
     digest: bytes,
     start: int,
     identity: bytes,
+    access: Access = PLAIN,
     *,
     layout: Layout,
     places: Sequence[Place],
@@ -138,7 +143,7 @@ def read(
     Returns the number of bytes read; raises `OSError` as `prove` does. Safe on any thread; waits for the disk
     without the GIL.
     """
-    with _opened(path) as found:
+    with _opened(path, access) as found:
         found.check(digest, start, identity)
         if state is not None and not (found.header.name.resumable and len(state) == len(found.header.states)):
             raise DoubtfulSnapshotError("no state to resume from")
@@ -187,7 +192,7 @@ def _to_places(
 class _Found:
     """An open file whose header has been verified, and whose sections have not been verified yet."""
 
-    def __init__(self, file: int, head: bytes, payload_bytes: int) -> None:
+    def __init__(self, file: Reader, head: bytes, payload_bytes: int) -> None:
         self.header = headers.parse(head, payload_bytes=payload_bytes)
         self.payload_bytes = payload_bytes
         #: Bytes read so far.
@@ -216,10 +221,10 @@ class _Found:
         Each group is hashed before the next is read: it is still in the processor's cache, and groups may
         share a buffer.
         """
-        os.lseek(self._file, self._starts[section], os.SEEK_SET)
+        self._file.seek(self._starts[section])
         hasher = xxhash.xxh3_128()
         for group in groups:
-            _read_all(self._file, group)
+            self._file.fill(group)
             for buffer in group:
                 hasher.update(buffer)
         size_bytes, checksum = self.header.sections[section]
@@ -229,11 +234,11 @@ class _Found:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Found]:
+def _opened(path: Path, access: Access) -> Iterator[_Found]:
     """Open a snapshot's file and parse its header. Any defect is a `DoubtfulSnapshotError`."""
     try:
-        with headers.opened(path) as (file, head, payload_bytes):
-            yield _Found(file.fileno(), head, payload_bytes)
+        with headers.opened(path, access) as (file, head, payload_bytes):
+            yield _Found(file, head, payload_bytes)
     except OSError as error:
         if is_lack(error):
             raise
@@ -257,27 +262,3 @@ def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
             batch, size_bytes = [], 0
     if batch:
         yield batch
-
-
-def _read_all(file: int, buffers: list[memoryview]) -> None:
-    """Read from a file until all buffers are full, over several system calls if necessary."""
-    while num_read := os.readv(file, buffers):
-        buffers = _skip_bytes(buffers, num_read)
-        if not buffers:
-            return
-    raise DoubtfulSnapshotError("shorter than its header says")
-
-
-def _write_all(file: int, buffers: list[memoryview]) -> None:
-    """Write all buffers in order; a system call may write a part only, as when the disk is nearly full."""
-    while buffers:
-        buffers = _skip_bytes(buffers, os.writev(file, buffers))
-
-
-def _skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the buffers without their first `num_bytes` bytes."""
-    full = 0
-    while full < len(buffers) and num_bytes >= buffers[full].nbytes:
-        num_bytes -= buffers[full].nbytes
-        full += 1
-    return [buffers[full][num_bytes:], *buffers[full + 1 :]] if full < len(buffers) else []

@@ -19,12 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
 from cache.names.snapshot import CARRIED, ITEM_BYTES, STATE, Layout, Name, States, sections
+
+from .access import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from cache.names.identity import Identity
     from cache.names.snapshot import Tensor
+
+    from .access import Access, Reader
 
 #: The header's checksum is at a fixed place, since it is verified before the file is used. The checksum and
 #: the length (16 hex digits) of each section follow.
@@ -145,42 +149,41 @@ def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
     return head
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, access: Access = PLAIN) -> Header:
     """Read a file's header, and compare it with the file's name.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if it is not a snapshot of Turnkeep.
     """
-    with opened(path) as (_, head, payload_bytes):
+    with opened(path, access) as (_, head, payload_bytes):
         header = parse(head, payload_bytes=payload_bytes)
-    if not header.is_foreign and header.name.digest.hex() != path.stem:
+    if not header.is_foreign and header.name.digest != access.digest_in(path):
         raise DoubtfulSnapshotError("the file bears another snapshot's name")
     return header
 
 
-def read_name(path: Path) -> Name:
+def read_name(path: Path, access: Access = PLAIN) -> Name:
     """Read which KV a file of this format version claims to hold. Raises as `read_header` does."""
-    header = read_header(path)
+    header = read_header(path, access)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")
     return header.name
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], bytes, int]]:
+def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, int]]:
     """Open a file and read its header; yields the file, the header with its length, and the payload's size.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
     """
     # `_open` neither blocks on a pipe nor follows a link.
     with open(path, "rb", buffering=0, opener=_open) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        head = file.read(8) or b""
-        if len(head) < 8:
+        reader = access.reader(file.fileno(), path)
+        if reader.size_bytes < 8:
             raise DoubtfulSnapshotError("shorter than its header")
-        length: int = struct.unpack("<Q", head)[0]
-        _check_length(length, size_bytes - 8)
-        head += file.read(length) or b""
-        yield file, head, size_bytes - len(head)
+        length: int = struct.unpack("<Q", reader.read(8))[0]
+        _check_length(length, reader.size_bytes - 8)
+        head = struct.pack("<Q", length) + reader.read(length)
+        yield reader, head, reader.size_bytes - len(head)
 
 
 def parse(head: bytes, *, payload_bytes: int) -> Header:

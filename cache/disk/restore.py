@@ -111,7 +111,8 @@ def restore(
     try:
         states: States = ()
         if last.state:
-            states = snapshot_format.peek(folder.path(last.digest), last.digest, last.start, identity)[1]
+            path = folder.path(last.digest)
+            states = snapshot_format.peek(path, last.digest, last.start, identity, folder.access)[1]
             model.check_states(states, num_tokens)
         blank = arrays.Blank(
             model.kv,
@@ -219,6 +220,7 @@ class _Reading:
             file.digest,
             file.start,
             self._identity,
+            self._folder.access,
             layout=self._layout if file.carried is None else self._carrier_layout,
             places=self._places,
             carried=None if file.carried is None else (file.carried, self._carried),

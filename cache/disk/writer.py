@@ -190,10 +190,10 @@ class Writer:
 
     def write(self, node: Node, encoded: EncodedSnapshot) -> None:
         """Queue a snapshot; the caller must have checked the room."""
-        write = Write(node, node.row, encoded, encoded.size_bytes)
+        write = Write(node, node.row, encoded, node.size_bytes)
         self.counts.accepted += 1
         self.counts.in_flight += 1
-        self.counts.in_flight_bytes += encoded.size_bytes
+        self.counts.in_flight_bytes += write.size_bytes
         self._in_flight[node] = write
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
@@ -360,7 +360,7 @@ class Writer:
 
     def _place(self, write: Write, encoded: EncodedSnapshot) -> None:
         with self._folder.placing(write.row.digest) as path:
-            snapshot_format.write(encoded, path)
+            snapshot_format.write(encoded, path, self._folder.access)
             if not self._end_if_abandoned(write):
                 self._folder.place(path, write.row.digest)
                 write.state = WriteState.DURABLE

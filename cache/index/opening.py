@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from cache.disk.access import PLAIN
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cache.disk.access import Access
     from cache.disk.rows import Pin
 
     from .index import Index
@@ -44,11 +46,17 @@ class Opened:
     free_bytes: int
 
 
-def open_directory(directory: Path, identity: bytes, model: str, clock: Callable[[], float]) -> Opened:
-    """Lock a directory and read what is in it. Blocking. Raises `DirectoryLockedError`, `OSError`."""
-    folder = Folder(directory)
+def open_directory(
+    directory: Path, identity: bytes, model: str, clock: Callable[[], float], access: Access = PLAIN
+) -> Opened:
+    """Lock a directory and read what is in it. Blocking.
+
+    Raises `DirectoryLockedError`, `SealedError`, `OSError`.
+    """
+    folder = Folder(directory, access)
     catalog = None
     try:
+        folder.claim()
         leftovers = folder.clear_tmp()
         if leftovers:
             _log.info("unfinished_snapshots_removed", files=leftovers)

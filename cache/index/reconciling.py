@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.disk.folder import digest_of, file_name
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
 from cache.disk.rows import Row, columns, proofs
@@ -23,6 +22,7 @@ from .index import Index
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.disk.access import Access
     from cache.disk.catalog import Catalog
     from cache.disk.folder import Folder
     from cache.disk.rows import Columns
@@ -40,7 +40,7 @@ def reconcile(
     snapshot goes to quarantine. A file whose parent is gone is removed, since nothing can match it.
     """
     stored = catalog.read()
-    if _is_in_order(stored, files):
+    if _is_in_order(stored, files, folder.access):
         index = Index(clock, stored)
         if index.is_whole:
             return index, 0
@@ -48,7 +48,7 @@ def reconcile(
     return Index(clock, stored), doubtful
 
 
-def _is_in_order(stored: list[Row], files: set[str]) -> bool:
+def _is_in_order(stored: list[Row], files: set[str], access: Access) -> bool:
     """Whether every row is intact and has a file, and every snapshot file has a row.
 
     SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
@@ -59,25 +59,26 @@ def _is_in_order(stored: list[Row], files: set[str]) -> bool:
             return False
     except (TypeError, ValueError):  # fields of wrong types
         return False
-    there = {file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
-    return there <= files and not any(map(digest_of, files - there))
+    there = {access.file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
+    return there <= files and not any(map(access.digest_of, files - there))
 
 
 def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) -> tuple[list[Row], int]:
+    access = folder.access
     known = {
         row.digest: row
         for row in rows
-        if _is_right(row) and (file_name(row.digest) in files) == (row.size_bytes > 0)
+        if _is_right(row) and (access.file_name(row.digest) in files) == (row.size_bytes > 0)
     }
     wrong = [row for row in rows if row.digest not in known]
-    strays = {digest for file in files if (digest := digest_of(file)) is not None} - known.keys()
+    strays = {digest for file in files if (digest := access.digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
     identities = set()
     doubtful = 0
     for digest in strays:
         try:
             path = folder.path(digest)
-            header, stat = read_header(path), path.stat()
+            header, stat = read_header(path, access), path.stat()
         except (DoubtfulSnapshotError, OSError) as error:
             if is_lack(error):
                 raise

@@ -30,6 +30,18 @@ class DirectoryLockedError(CacheError):
         self.owner = owner
 
 
+class KeyFileError(CacheError):
+    """A key cannot be read from its file; the message says why, and what would be right."""
+
+
+class SealedError(CacheError):
+    """The directory's contents have another key than the one given, or none."""
+
+    def __init__(self, directory: Path, why: str) -> None:
+        advice = "or remove what is there: turnkeep cache prune --all"
+        super().__init__(f"cache directory {directory} {why}, {advice}")
+
+
 class NotACacheError(CacheError):
     """The directory does not exist, or is not a cache."""
 

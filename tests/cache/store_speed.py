@@ -1,8 +1,9 @@
 """Times the store from inside: `python tests/cache/store_speed.py [--rounds N] [--blocks N] [--dir FOLDER]`.
 
 Restores of float32 KV of the packaged model's shape beside MLX loading the same files, in turns, from the
-page cache; then the opening and matching of a large index. Printed are medians, the least and the most of
-all rounds. Aims: 0.8 of MLX's own speed; with 100,000 blocks 1 s to open, 5 ms to match a prefix of 1,000.
+page cache; then the opening and matching of a large index; then writing and restoring with a key, and without
+one. Printed are medians, the least and the most of all rounds. Aims: 0.8 of MLX's own speed; with 100,000
+blocks 1 s to open, 5 ms to match a prefix of 1,000.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import structlog
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cache.disk import format as snapshot_format
+from cache.disk.access import PLAIN, Access
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 from cache.disk.rows import Row
+from cache.disk.sealing import Sealed
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Name, Tensor
@@ -39,23 +42,18 @@ if TYPE_CHECKING:
 LENGTHS = (300, 1500, 6000)
 LAYERS, HEADS, DIM, BLOCK, CHAIN = 30, 3, 64, 128, 1_000
 NAMES = tuple(f"{layer}.{part}" for layer in range(LAYERS) for part in ("keys", "values"))
+LAYOUT = ModelLayout(tuple((name, "F32", (HEADS, DIM)) for name in NAMES))
 IDENTITY = Identity(weights="", config="", tokenizer="", kv_dtype="float32", block_tokens=BLOCK)
 TENANT = "bench"
 
 
 async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
     """Store a session, then read it: MLX alone, and the store, in turns."""
-    store = await opened(folder, ModelLayout(tuple((name, "F32", (HEADS, DIM)) for name in NAMES)))
+    store = await opened(folder, LAYOUT)
     tokens = tokens_of(1, num_tokens)
-    chance = np.random.default_rng(0)
-    for span in store.wanted(TENANT, tokens, 0, num_tokens):
-        shape = (1, HEADS, span.num_tokens, DIM)
-        arrays = [memoryview(chance.standard_normal(shape, np.float32)).cast("B") for _ in NAMES]
-        cut = tuple(Tensor(name, "F32", shape, data) for name, data in zip(NAMES, arrays, strict=True))
-        assert store.save(TENANT, tokens, span, cut)
-    assert await store.barrier(600)
+    await save(store, tokens)
     held = store.match(TENANT, tokens)
-    paths = [folder / "snapshots" / f"{entry.digest.hex()}{snapshot_format.SUFFIX}" for entry in held.nodes]
+    paths = [folder / "snapshots" / PLAIN.file_name(entry.digest) for entry in held.nodes]
     store.release(held)
     gib = sum(path.stat().st_size for path in paths) / 2**30
     mx.set_cache_limit(16 << 20)  # a worker's on a CPU; with more, reading again needs no fresh pages
@@ -77,6 +75,51 @@ async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
     tell(f"restore {num_tokens:,} tokens, GiB/s", [gib / one for one in restores])
     tell("  of MLX's own speed", [load / one for load, one in zip(loads, restores, strict=True)])
     await store.close()
+
+
+async def save(store: Store, tokens: list[int]) -> float:
+    """Store a session; returns the seconds from the first save until all is durable."""
+    chance = np.random.default_rng(0)
+    cuts = []
+    for span in store.wanted(TENANT, tokens, 0, len(tokens)):
+        shape = (1, HEADS, span.num_tokens, DIM)
+        arrays = [memoryview(chance.standard_normal(shape, np.float32)).cast("B") for _ in NAMES]
+        cut = tuple(Tensor(name, "F32", shape, data) for name, data in zip(NAMES, arrays, strict=True))
+        cuts.append((span, cut))
+    began_s = time.perf_counter()
+    for span, cut in cuts:
+        assert store.save(TENANT, tokens, span, cut)
+    assert await store.barrier(600)
+    return time.perf_counter() - began_s
+
+
+async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
+    """Write sessions, and restore them, without a key and with one, in turns."""
+    stores = {
+        name: await opened(folder / name, LAYOUT, access)
+        for name, access in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
+    }
+    figures: dict[str, list[float]] = {
+        f"{name} {deed}": [] for name in stores for deed in ("write", "restore")
+    }
+    for i in range(rounds + 1):
+        for name in sorted(stores, reverse=bool(i % 2)):
+            tokens, store = tokens_of(i, num_tokens), stores[name]
+            figures[f"{name} write"].append(await save(store, tokens))
+            give_back_memory()
+            began_s = time.perf_counter()
+            restored = await store.load(store.match(TENANT, tokens))
+            figures[f"{name} restore"].append(time.perf_counter() - began_s)
+            assert restored is not None
+            assert restored.num_tokens == num_tokens
+            gib, restored = restored.size_bytes / 2**30, None
+    for name, seconds in figures.items():
+        tell(f"{name} {num_tokens:,} tokens, GiB/s", [gib / one for one in seconds[1:]])
+    for deed in ("write", "restore"):
+        pairs = zip(figures[f"plain {deed}"][1:], figures[f"sealed {deed}"][1:], strict=True)
+        tell(f"  {deed} with a key, of without", [plain / sealed for plain, sealed in pairs])
+    for store in stores.values():
+        await store.close()
 
 
 async def index(folder: Path, num_blocks: int, rounds: int) -> None:
@@ -129,9 +172,9 @@ def give_back_memory() -> None:
         trim(0)
 
 
-async def opened(folder: Path, layout: ModelLayout) -> Store:
+async def opened(folder: Path, layout: ModelLayout, access: Access = PLAIN) -> Store:
     limits = {"max_bytes": 1 << 50, "queue_bytes": 1 << 50, "min_free_bytes": 0}
-    return await Store.open(folder, identity=IDENTITY, layout=layout, **limits)
+    return await Store.open(folder, identity=IDENTITY, layout=layout, access=access, **limits)
 
 
 def tokens_of(seed: int, number: int) -> list[int]:
@@ -158,6 +201,7 @@ def main() -> None:
         for num_tokens in LENGTHS:
             asyncio.run(restore(Path(folder) / f"{num_tokens}", num_tokens, given.rounds))
         asyncio.run(index(Path(folder) / "index", given.blocks, given.rounds))
+        asyncio.run(seal(Path(folder) / "seal", given.rounds))
     mx.clear_streams()
 
 

@@ -68,9 +68,9 @@ async def test_a_disk_that_fills_up_under_the_writer_costs_snapshots_only(
     """Real ENOSPC: another process takes the last bytes after the snapshots were accepted."""
     clock, gate, write = Clock(), threading.Event(), snapshot_format.write
 
-    def held(draft, path) -> None:
+    def held(draft, path, *more) -> None:
         assert gate.wait(10)
-        write(draft, path)
+        write(draft, path, *more)
 
     store = await open_store(directory=small_disk / "cache", monotonic=clock)
     save_all(store, "a", TOKENS)
@@ -144,7 +144,7 @@ async def test_after_a_failure_the_queue_is_not_tried_one_by_one(open_store, mon
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
 
-    def fail(draft, path) -> None:
+    def fail(draft, path, *more) -> None:
         tried.append(path)
         if len(tried) > 1:  # once around the event loop: by then it knows of the first failure
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
@@ -194,7 +194,7 @@ async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkey
     clock = Clock()
     store = await open_store(monotonic=clock)
     write = snapshot_format.write
-    monkeypatch.setattr(snapshot_format, "write", lambda draft, path: 1 / 0)
+    monkeypatch.setattr(snapshot_format, "write", lambda *_: 1 / 0)
     save_all(store, "a", [1, 2])
     await store.barrier(5)
     assert store.stats().failed == 1
@@ -346,9 +346,9 @@ async def test_a_doubtful_block_drops_what_is_on_its_way_on_top_of_it(
     flip(nth_file(tmp_path, 0))
     gate, write = threading.Event(), snapshot_format.write
 
-    def held(draft, path) -> None:
+    def held(draft, path, *more) -> None:
         assert gate.wait(10)
-        write(draft, path)
+        write(draft, path, *more)
 
     monkeypatch.setattr(snapshot_format, "write", held)
     save_all(store, "a", TOKENS)

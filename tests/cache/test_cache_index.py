@@ -280,7 +280,7 @@ async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_pat
     await stored_once(open_store)
     (tmp_path / "cache" / "index.sqlite").unlink()
 
-    def lacking(path):
+    def lacking(path, *more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     with monkeypatch.context() as patched:

@@ -25,9 +25,9 @@ def gate(monkeypatch):
     """Hold the writer at the beginning of a write until the gate is opened."""
     gate, write = threading.Event(), snapshot_format.write
 
-    def held(draft, path) -> None:
+    def held(draft, path, *more) -> None:
         assert gate.wait(10)
-        write(draft, path)
+        write(draft, path, *more)
 
     monkeypatch.setattr(snapshot_format, "write", held)
     yield gate

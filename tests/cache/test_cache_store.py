@@ -37,9 +37,9 @@ def gate(monkeypatch):
     """Hold the writer at the beginning of a write until the gate is opened."""
     gate, write = threading.Event(), snapshot_format.write
 
-    def held(draft, path) -> None:
+    def held(draft, path, *more) -> None:
         assert gate.wait(10)
-        write(draft, path)
+        write(draft, path, *more)
 
     monkeypatch.setattr(snapshot_format, "write", held)
     yield gate
@@ -219,8 +219,8 @@ async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_pa
     used: list[int] = []
     write = snapshot_format.write
 
-    def measured(draft, path) -> None:
-        write(draft, path)
+    def measured(draft, path, *more) -> None:
+        write(draft, path, *more)
         used.append(sum(file.stat().st_size for file in (tmp_path / "cache").glob("[st]*/*")))
 
     monkeypatch.setattr(snapshot_format, "write", measured)

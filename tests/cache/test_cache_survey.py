@@ -75,7 +75,7 @@ async def without_files(open_store, tmp_path, monkeypatch):
     assert await store.close()
     (tmp_path / "cache" / "index.sqlite").unlink()
 
-    def lacking(path):
+    def lacking(path, *more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     monkeypatch.setattr(survey, "read_header", lacking)

@@ -87,14 +87,17 @@ def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
 
 
 def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
-    """What the image takes of dev.lock is there, and is all that exporter, spans and the build need."""
+    """What the image takes of dev.lock is there, and is all that the extras and the build need."""
     (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
     base = (ROOT / "requirements" / "base.lock").read_text()
     there = set(names.split("|")) | set(re.findall(r"^([a-z0-9-]+)==", base, re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = {"hatchling", *(Requirement(row).name for row in (*extras["ops"], *extras["traces"]))}
+    wanted = {
+        "hatchling",
+        *(Requirement(row).name for row in (*extras["ops"], *extras["traces"], *extras["encryption"])),
+    }
     for name in set(wanted):
         needed = [Requirement(row) for row in requires(name) or ()]
         wanted |= {one.name for one in needed if not one.marker or one.marker.evaluate({"extra": ""})}

@@ -22,6 +22,7 @@ from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
 from turnkeep_client.errors import TurnkeepError
 from worker.formatting import size, span
+from worker.keys import cache_access
 from worker.settings import parse_duration, parse_size
 
 from .flags import as_json, load_settings, with_settings
@@ -73,7 +74,7 @@ def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
     """Add the options that name the directory, and those of the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        command = with_settings("data_dir", *names)(command)
+        command = with_settings("data_dir", "cache_key_file", *names)(command)
         return click.option(
             "--dir",
             "directory",
@@ -126,8 +127,8 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
-    place, _, is_fresh = _locate_cache(directory, config, flags)
-    found = survey.Survey() if is_fresh else survey.inspect(place)
+    place, settings, is_fresh = _locate_cache(directory, config, flags)
+    found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
     chains = [
         {
             "digest": chain.digest.hex(),
@@ -174,7 +175,7 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
     """Show the disk space of each model's snapshots, and the space that the limits leave."""
     place, settings, is_fresh = _locate_cache(directory, config, flags)
-    found = survey.Survey() if is_fresh else survey.inspect(place)
+    found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
     total = files_bytes + found.quarantined_bytes
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
@@ -222,10 +223,13 @@ def verify(
     directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
 ) -> None:
     """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful."""
-    place, _ = _existing_cache(directory, config, flags)
+    place, settings = _existing_cache(directory, config, flags)
     with terminal_progress() as show:
         found = survey.verify(
-            place, lambda done, total: show(done, total, "verifying"), quarantine=quarantine
+            place,
+            lambda done, total: show(done, total, "verifying"),
+            cache_access(settings),
+            quarantine=quarantine,
         )
     if as_json:
         doubtful = [{"file": name, "reason": reason} for name, reason in found.doubtful]
@@ -272,12 +276,17 @@ def prune(
     conditions = [older_than_s, to_bytes, model]
     if everything == any(condition is not None for condition in conditions):
         raise click.UsageError("say what to remove: --all, or conditions (--older-than, --to-bytes, --model)")
-    place, _ = _existing_cache(directory, config, flags)
+    place, settings = _existing_cache(directory, config, flags)
     if everything:
         pruned = pruning.prune_all(place)
     else:
         pruned = pruning.prune(
-            place, older_than_s=older_than_s, to_bytes=to_bytes, model=model, now_s=time.time()
+            place,
+            cache_access(settings),
+            older_than_s=older_than_s,
+            to_bytes=to_bytes,
+            model=model,
+            now_s=time.time(),
         )
     if as_json:
         figures = {
@@ -299,8 +308,8 @@ def prune(
 @_cache_options()
 def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], **flags: Any) -> None:
     """Remove pins by their names in `ls`, for pins whose session is gone. Needs the lock."""
-    place, _ = _existing_cache(directory, config, flags)
-    for pin in pruning.unpin(place, list(names)):
+    place, settings = _existing_cache(directory, config, flags)
+    for pin in pruning.unpin(place, list(names), cache_access(settings)):
         click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
 
 
@@ -317,11 +326,11 @@ def export(
     everything: bool,
     **flags: Any,
 ) -> None:
-    """Write chains, named as in `ls`, to a tar file that another cache can import."""
+    """Write chains, named as in `ls`, to a tar file that another cache can import; it is not encrypted."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
-    place, _ = _existing_cache(directory, config, flags)
-    carried = archive.export(place, None if everything else digests, target)
+    place, settings = _existing_cache(directory, config, flags)
+    carried = archive.export(place, None if everything else digests, target, cache_access(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
 
@@ -340,7 +349,11 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
     """
     place, settings = _existing_cache(directory, config, flags)
     carried = archive.import_files(
-        place, source, max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk
+        place,
+        source,
+        cache_access(settings),
+        max_bytes=settings.max_disk,
+        min_free_bytes=settings.min_free_disk,
     )
     if as_json:
         skipped = [{"file": name, "reason": reason} for name, reason in carried.skipped]

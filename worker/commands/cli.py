@@ -21,6 +21,7 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.redact import redact
 from worker.datadir import TOKEN_NAME
 from worker.formatting import size
+from worker.keys import cache_access
 from worker.settings import SettingsError
 from worker.wire.credentials import own_token, worker_options
 
@@ -99,6 +100,7 @@ def serve(config: Path | None, check: bool, **flags: Any) -> None:
     if check:
         settings = load_settings(config, flags)
         worker_options(settings)
+        cache_access(settings)
         _examine(settings, as_json=False)
     from .serve import serve as run
 

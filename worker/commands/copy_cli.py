@@ -17,6 +17,7 @@ from ops.log import copies
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import session_key
 from worker.formatting import size
+from worker.keys import cache_access
 
 from .flags import load_settings, tenant_option, with_settings
 from .progress import terminal_progress
@@ -50,7 +51,7 @@ def _one_line() -> Iterator[None]:
 @click.argument("target", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE")
 @tenant_option
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
-@with_settings(*CLIENT_SETTINGS)
+@with_settings("cache_key_file", *CLIENT_SETTINGS)
 def export(config: Path | None, session: str, target: Path, tenant: str, kv: bool, **flags: Any) -> None:
     """Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.
 
@@ -67,8 +68,9 @@ def export(config: Path | None, session: str, target: Path, tenant: str, kv: boo
                 info = await client.session(session).info(limit=0, snapshot=True)
                 if info.snapshot is UNSET:
                     raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
-                archive.export(place, [info.snapshot], snapshots)
-                identity = archive.identity_of(place, info.snapshot)
+                access = cache_access(settings)
+                archive.export(place, [info.snapshot], snapshots, access)
+                identity = archive.identity_of(place, info.snapshot, access)
             return copies.export(target, key, entries, snapshots if kv else None, identity)
 
     with _one_line():
@@ -83,7 +85,7 @@ def export(config: Path | None, session: str, target: Path, tenant: str, kv: boo
 @click.option("--as", "name", metavar="NAME", help="Name of the session. [default: as it was]")
 @click.option("--tenant", metavar="NAME", help="Tenant of the session. [default: as it was]")
 @click.option("--kv", is_flag=True, help="With its KV, into the cache of a worker that is stopped.")
-@with_settings("max_disk", "min_free_disk", *CLIENT_SETTINGS)
+@with_settings("max_disk", "min_free_disk", "cache_key_file", *CLIENT_SETTINGS)
 def import_(
     config: Path | None, source: Path, name: str | None, tenant: str | None, kv: bool, **flags: Any
 ) -> None:
@@ -97,7 +99,7 @@ def import_(
     key = session_key(tenant or manifest.tenant, name or manifest.session)
     with _one_line():
         if kv:
-            _check_kv(manifest, key.tenant, settings.data_dir / "snapshots", source)
+            _check_kv(manifest, key.tenant, settings, source)
 
         async def run(client: Client) -> str:
             into = copies.Import(client, key)
@@ -122,8 +124,9 @@ async def _said_by_worker(client: Client, session: str) -> str:
         return "" if error.code == "unknown_session" else f"; the worker says {error}"
 
 
-def _check_kv(manifest: copies.Manifest, tenant: str, place: Path, source: Path) -> None:
+def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source: Path) -> None:
     """Raise `CopyError` where no worker here could use the KV of a file."""
+    place = settings.data_dir / "snapshots"
     if not manifest.kv:
         raise copies.CopyError(f"{source} holds no KV; leave out --kv")
     if tenant != manifest.tenant:
@@ -132,7 +135,10 @@ def _check_kv(manifest: copies.Manifest, tenant: str, place: Path, source: Path)
         )
     if not place.is_dir():
         raise copies.CopyError(f"there is no cache in {place}; a worker with this --data-dir makes one")
-    here = {usage.model.identity: usage.model.name for usage in survey.inspect(place).usage}
+    here = {
+        usage.model.identity: usage.model.name
+        for usage in survey.inspect(place, cache_access(settings)).usage
+    }
     if here and manifest.identity not in here:
         names = ", ".join(sorted({name or "another model" for name in here.values()}))
         raise copies.CopyError(
@@ -144,7 +150,11 @@ def _check_kv(manifest: copies.Manifest, tenant: str, place: Path, source: Path)
 def _import_kv(settings: Settings, source: Path) -> None:
     place = settings.data_dir / "snapshots"
     added = archive.import_files(
-        place, source, max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk
+        place,
+        source,
+        cache_access(settings),
+        max_bytes=settings.max_disk,
+        min_free_bytes=settings.min_free_disk,
     )
     reasons = [
         (name, why) for name, why in added.skipped if name not in copies.OWN and why != "there already"

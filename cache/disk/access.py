@@ -1,0 +1,156 @@
+"""How files and rows lie on the disk: here as they are; `sealing` overrides it for a directory with a key.
+
+Knows bytes and names; nothing of what a header or a tensor is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.names.blocks import DIGEST_BYTES
+from cache.names.errors import DoubtfulSnapshotError, SealedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from .rows import Pin, Row
+
+SUFFIX: Final = ".safetensors"
+#: The file of a directory that says which key its contents are sealed with.
+SEAL: Final = "sealed"
+
+_IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}").fullmatch
+
+
+class Reader:
+    """An open file's contents, and the position in them. For one thread."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self.size_bytes = os.fstat(file).st_size
+
+    def seek(self, at: int) -> None:
+        """Go to a position."""
+        os.lseek(self._file, at, os.SEEK_SET)
+
+    def fill(self, buffers: list[memoryview]) -> None:
+        """Read until all buffers are full.
+
+        Raises `DoubtfulSnapshotError` if the file ends before, `OSError`.
+        """
+        while num_read := os.readv(self._file, buffers):
+            buffers = skip_bytes(buffers, num_read)
+            if not buffers:
+                return
+        raise DoubtfulSnapshotError("shorter than its header says")
+
+    def read(self, num_bytes: int) -> bytes:
+        """Read just so many bytes; raises as `fill` does."""
+        found = bytearray(num_bytes)
+        self.fill([memoryview(found)])
+        return bytes(found)
+
+
+class Writer:
+    """A new file's contents. For one thread; raises `OSError`."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def write(self, buffers: list[memoryview]) -> None:
+        """Write all buffers in order; a system call may write a part, as when the disk is nearly full."""
+        while buffers:
+            buffers = skip_bytes(buffers, os.writev(self._file, buffers))
+
+    def finish(self) -> None:
+        """Write what is left, and sync the file."""
+        os.fsync(self._file)
+
+
+class Access:
+    """No key: everything lies on the disk as it is."""
+
+    #: What the file `SEAL` says: which key; empty without one.
+    mark = ""
+
+    def file_name(self, digest: bytes) -> str:
+        """Return the file name of a snapshot."""
+        return digest.hex() + SUFFIX
+
+    def digest_of(self, name: str) -> bytes | None:
+        """Return the digest in a file name; None if it is not the name of a snapshot."""
+        stem = name.removesuffix(SUFFIX)
+        return bytes.fromhex(stem) if stem != name and _IS_DIGEST(stem) else None
+
+    def digest_in(self, path: Path) -> bytes | None:
+        """Return the digest that a path names, also while the file is being written, without its suffix."""
+        return self.digest_of(path.stem + SUFFIX)
+
+    def size_bytes(self, num_bytes: int) -> int:
+        """Return the size of a file with so many bytes of contents."""
+        return num_bytes
+
+    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # for those with a key
+        """Begin to read a file. Raises `DoubtfulSnapshotError`, `OSError`."""
+        return Reader(file)
+
+    def writer(self, file: int, path: Path) -> Writer:  # noqa: ARG002
+        """Begin to write the file of the snapshot that `path` names."""
+        return Writer(file)
+
+    def hidden(self, digest: bytes) -> bytes:
+        """Return a digest as the catalog has it."""
+        return digest
+
+    def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
+        """Return a row with its proof as the catalog has it."""
+        return (*row[:-1], proof)
+
+    def rows(self, stored: list[Row]) -> Iterable[Row]:
+        """Return the rows that the catalog has, without those that cannot be read with this key."""
+        return stored
+
+    def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
+        """Return a pinned prefix as the catalog has it: name, root, tokens."""
+        return pin.name, *pin
+
+    def pins(self, stored: list[Pin]) -> Iterable[Pin]:
+        """Return the pinned prefixes that the catalog has, as `rows` does."""
+        return stored
+
+    def check(self, directory: Path) -> None:
+        """Raise `SealedError` unless a directory is empty, or its contents have this key, or none as here."""
+        try:
+            found = (directory / SEAL).read_text()
+        except FileNotFoundError:
+            found = ""
+        if found == self.mark:
+            return
+        if not self.mark:
+            raise SealedError(directory, "is encrypted; name its key's file by cache_key_file")
+        if found:
+            raise SealedError(directory, "is encrypted with another key; name its file by cache_key_file")
+        if _has_contents(directory):
+            raise SealedError(directory, "was written without a key; leave out cache_key_file")
+
+
+PLAIN: Final = Access()
+
+
+def _has_contents(directory: Path) -> bool:
+    folders = [directory / name for name in ("snapshots", "quarantine")]
+    return (directory / "index.sqlite").exists() or any(
+        any(folder.iterdir()) for folder in folders if folder.is_dir()
+    )
+
+
+def skip_bytes(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return the buffers without their first `num_bytes` bytes."""
+    full = 0
+    while full < len(buffers) and num_bytes >= buffers[full].nbytes:
+        num_bytes -= buffers[full].nbytes
+        full += 1
+    return [buffers[full][num_bytes:], *buffers[full + 1 :]] if full < len(buffers) else []

@@ -1,0 +1,321 @@
+"""A directory with a key: nothing that was said can be read in it, and nothing that was changed is used."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
+
+from cache.admin import archive, pruning, survey
+from cache.disk import access as accesses
+from cache.disk import format as snapshot_format
+from cache.names import blocks
+from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
+from cache.names.snapshot import Name
+from cache.store import access_by
+
+pytest.importorskip("cryptography")
+
+from cache.disk import sealing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from cache.store import Store
+
+#: Numbers that nothing else has, so that their bytes are found wherever they lie.
+TOKENS = [0x5A5A0000 + i for i in range(10)]
+KEY, OTHER_KEY = sealing.Sealed(bytes(range(32))), sealing.Sealed(bytes(32))
+
+
+def snapshots(directory: Path) -> list[Path]:
+    return sorted((directory / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def traces(directory: Path, tokens: list[int]) -> list[str]:
+    """Say what shows two of the tokens one behind the other, or a name that a guess can be tested on."""
+    chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    told = list(chain.names(blocks.as_tokens(tokens)))
+    told += [blocks.pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    found = set()
+    for path in directory.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        content += str(path.relative_to(directory)).encode()
+        if any(one in content or one.hex().encode() in content for one in told):
+            found.add(path.relative_to(directory).parts[0])
+    return sorted(found)
+
+
+async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **settings: Any) -> Store:
+    store: Store = await open_store(**settings)
+    for tokens in runs:
+        save_all(store, "a", list(tokens))
+        assert await store.barrier(10)
+    return store
+
+
+async def num_restored(store: Store, tokens: list[int]) -> int:
+    restored = await store.load(store.match("a", tokens))
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
+@pytest.mark.parametrize("access", [accesses.PLAIN, KEY], ids=["plain", "sealed"])
+async def test_no_file_shows_tokens_or_names_with_a_key_and_without_one_several_do(
+    open_store, tmp_path, access
+) -> None:
+    store = await filled(open_store, TOKENS, access=access)
+    await store.pin("a", TOKENS[:4])
+    shown = [] if access is KEY else ["index.sqlite-wal", "snapshots"]
+    assert traces(tmp_path / "cache", TOKENS) == shown
+    await store.close()
+    shown = [] if access is KEY else ["index.sqlite", "snapshots"]
+    assert traces(tmp_path / "cache", TOKENS) == shown
+
+
+async def test_the_next_process_finds_files_rows_pins_and_the_order_of_use(open_store) -> None:
+    other = [TOKENS[1], *TOKENS]
+    store = await filled(open_store, TOKENS, other, access=KEY)
+    await store.pin("a", TOKENS[:4])
+    store.release(store.match("a", TOKENS))
+    used = [node.digest for node in store._index]
+    await store.close()
+    store = await open_store(access=KEY)
+    assert [node.digest for node in store._index] == used
+    assert (await num_restored(store, TOKENS), await num_restored(store, other)) == (10, 11)
+    assert store.stats().kept_bytes > 0
+    assert store.unpin("a", TOKENS) == [4]
+    assert (await store.erase("a", other, 10)).settled
+    await store.close()
+    store = await open_store(access=KEY)
+    assert (await num_restored(store, other), store.stats().kept_bytes) == (0, 0)
+
+
+async def test_the_disk_limit_counts_what_is_on_the_disk(open_store, tmp_path) -> None:
+    store = await filled(open_store, TOKENS, access=KEY)
+    sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
+    assert store.stats().stored_bytes == sum(sizes)
+    await store.close()
+    assert pruning.prune(
+        tmp_path / "cache", KEY, older_than_s=None, to_bytes=sizes[0], model=None, now_s=0
+    ).left_bytes in {*sizes}
+
+
+async def test_a_lost_index_is_made_again_from_the_files(open_store, tmp_path) -> None:
+    await (await filled(open_store, TOKENS, access=KEY)).close()
+    for path in (tmp_path / "cache").glob("index.sqlite*"):
+        path.unlink()
+    store = await open_store(access=KEY)
+    assert await num_restored(store, TOKENS) == 10
+
+
+@pytest.mark.parametrize("column", ["digest", "parent", "start", "tokens", "size_bytes", "resumable"])
+async def test_a_row_that_was_changed_is_not_believed(open_store, tmp_path, column: str) -> None:
+    await (await filled(open_store, TOKENS, access=KEY)).close()
+    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
+        rows = db.execute(f"SELECT digest, {column} FROM snapshot ORDER BY start").fetchall()
+        changed = (
+            rows[0][1] + 1 if isinstance(rows[0][1], int) else bytes([rows[0][1][0] ^ 1, *rows[0][1][1:]])
+        )
+        db.execute(f"UPDATE snapshot SET {column} = ? WHERE digest = ?", (changed, rows[0][0]))
+    db.close()
+    store = await open_store(access=KEY)
+    assert await num_restored(store, TOKENS) == 10, "its file says it again"
+
+
+async def test_a_changed_bit_anywhere_is_damage(open_store, tmp_path) -> None:
+    store = await filled(open_store, TOKENS, access=KEY)
+    first = snapshots(tmp_path / "cache")[0]
+    whole = first.read_bytes()
+    chance = random.Random(5)
+    for at in {0, 20, 50, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(40))}:
+        first.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :])
+        with pytest.raises(DoubtfulSnapshotError):
+            snapshot_format.prove(first, KEY)
+    assert await num_restored(store, TOKENS) == 0
+    assert store.stats().rejected == 1
+    assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [first.name]
+
+
+async def test_a_file_under_the_name_of_another_is_damage(open_store, tmp_path) -> None:
+    other = [TOKENS[1], *TOKENS[1:]]
+    store = await filled(open_store, TOKENS[:4], other[:4], access=KEY)
+    one, two = snapshots(tmp_path / "cache")
+    assert one.stat().st_size == two.stat().st_size
+    two.write_bytes(one.read_bytes())
+    assert (await num_restored(store, TOKENS[:4]), await num_restored(store, other[:4])) == (4, 0)
+    await store.close()
+    stranger = one.with_name(accesses.PLAIN.file_name(bytes(32)))
+    one.rename(stranger)
+    store = await open_store(access=KEY)
+    assert store.stats().stored == 0
+    assert stranger.exists(), "what has no name of this key is none of the cache's"
+
+
+def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
+    """Chunks of 64 bytes: the tensors of a file lie in several."""
+    monkeypatch.setattr(sealing, "_CHUNK", 64)
+    tensors = cut(TOKENS, blocks.Span(0, 4))
+    name = Name(blocks.root(identity().digest(), "a"), 0, blocks.pack(TOKENS[:4]))
+    encoded = snapshot_format.encode(name, identity(), tensors)
+    path = tmp_path / KEY.file_name(name.digest)
+    snapshot_format.write(encoded, path, KEY)
+    whole = path.read_bytes()
+    assert len(whole) == KEY.size_bytes(encoded.size_bytes)
+    assert snapshot_format.prove(path, KEY) == name
+    before, size = sealing._BEFORE, 64 + sealing._TAG
+    chunks = [whole[at : at + size] for at in range(before, len(whole), size)]
+    assert len(chunks) > 20
+    for wrong in (chunks[:-1], chunks[:-2], chunks[1:], [chunks[0], *chunks], [*chunks, chunks[-1]]):
+        path.write_bytes(whole[:before] + b"".join(wrong))
+        with pytest.raises(DoubtfulSnapshotError):
+            snapshot_format.prove(path, KEY)
+    path.write_bytes(whole[:before] + b"".join([chunks[1], chunks[0], *chunks[2:]]))
+    with pytest.raises(DoubtfulSnapshotError):
+        snapshot_format.prove(path, KEY)
+
+
+def test_a_file_is_written_twice_under_keys_that_differ(tmp_path) -> None:
+    name = Name(blocks.root(identity().digest(), "a"), 0, blocks.pack(TOKENS[:4]))
+    encoded = snapshot_format.encode(name, identity(), cut(TOKENS, blocks.Span(0, 4)))
+    path, written = tmp_path / KEY.file_name(name.digest), set()
+    for _ in range(20):
+        snapshot_format.write(encoded, path, KEY)
+        written.add(path.read_bytes()[sealing._BEFORE :][:16])
+    assert len(written) == 20
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "told"),
+    [
+        (KEY, OTHER_KEY, "is encrypted with another key; name its file by cache_key_file"),
+        (KEY, accesses.PLAIN, "is encrypted; name its key's file by cache_key_file"),
+        (accesses.PLAIN, KEY, "was written without a key; leave out cache_key_file"),
+    ],
+    ids=["another key", "no key", "a first key"],
+)
+async def test_a_directory_is_opened_with_its_own_key_alone(open_store, tmp_path, before, then, told) -> None:
+    directory = tmp_path / "cache"
+    await (await filled(open_store, TOKENS, access=before)).close()
+    files = {
+        path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"
+    }
+    with pytest.raises(SealedError) as refused:
+        await open_store(access=then)
+    assert f"cache directory {directory} {told}, or remove what is there:" in str(refused.value)
+    for command in (
+        lambda: survey.inspect(directory, then),
+        lambda: survey.verify(directory, lambda *_: None, then),
+        lambda: pruning.unpin(directory, ["00"], then),
+        lambda: archive.export(directory, None, tmp_path / "all.tar", then),
+    ):
+        with pytest.raises(SealedError):
+            command()
+    assert {path: path.read_bytes() for path in files} == files
+    store = await open_store(access=before)
+    assert await num_restored(store, TOKENS) == 10
+    await store.close()
+    assert pruning.prune_all(directory).num_files == 3
+    store = await filled(open_store, TOKENS, access=then)
+    assert await num_restored(store, TOKENS) == 10
+
+
+async def test_an_archive_has_no_key_and_goes_from_one_to_another(open_store, tmp_path) -> None:
+    await (await filled(open_store, TOKENS, access=KEY)).close()
+    archive.export(tmp_path / "cache", None, tmp_path / "plain.tar", KEY)
+    for access, into in ((accesses.PLAIN, tmp_path / "without"), (OTHER_KEY, tmp_path / "other")):
+        await (await open_store(into, access=access)).close()
+        taken = archive.import_files(
+            into, tmp_path / "plain.tar", access, max_bytes=1 << 30, min_free_bytes=0
+        )
+        assert (taken.num_files, taken.skipped) == (3, [])
+        found = survey.verify(into, lambda *_: None, access)
+        assert (found.num_files, found.doubtful) == (3, [])
+        assert [chain.num_tokens for chain in survey.inspect(into, access).chains] == [10]
+        store = await open_store(into, access=access)
+        assert await num_restored(store, TOKENS) == 10
+        assert (traces(into, TOKENS) == []) == (access is OTHER_KEY)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        bytes(range(32)),
+        base64.b64encode(bytes(range(32))),
+        base64.encodebytes(bytes(range(32))),
+        b"\r\n" + base64.b64encode(bytes(range(32))) + b"\r\n",
+    ],
+)
+def test_a_key_is_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    assert sealing.read_key(file) == bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        bytes(31),
+        bytes(33),
+        bytes(64),
+        base64.b64encode(bytes(16)),
+        base64.b64encode(bytes(48)),
+        b"%" * 44,
+    ],
+)
+def test_another_length_is_no_key(tmp_path, content: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    with pytest.raises(KeyFileError, match="holds no key; it must be 32 bytes, raw or in base64, as openssl"):
+        access_by(file)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602])
+def test_a_key_that_others_can_read_is_refused(tmp_path, mode: int) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(os.urandom(32))
+    file.chmod(mode)
+    with pytest.raises(KeyFileError) as refused:
+        access_by(file)
+    assert str(refused.value) == f"{file} can be read by others; chmod 600 {file}"
+    with pytest.raises(KeyFileError, match="cannot be read: No such file or directory; name a file of yours"):
+        access_by(tmp_path / "none")
+
+
+def test_a_key_needs_the_extra_and_nothing_is_loaded_without_one(tmp_path, monkeypatch) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, cache.store as s; s.access_by(None); print('cryptography' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    monkeypatch.delitem(sys.modules, "cache.disk.sealing")
+    with pytest.raises(KeyFileError, match=r"cryptography is missing; pip install 'turnkeep\[encryption\]'"):
+        access_by(tmp_path / "key")
+
+
+async def test_a_directory_that_no_process_could_note_the_key_of_is_still_empty(open_store, tmp_path) -> None:
+    """Killed before the note was in its place."""
+    (tmp_path / "cache" / "tmp").mkdir(parents=True)
+    (tmp_path / "cache" / "tmp" / accesses.SEAL).write_text("AES")
+    store = await filled(open_store, TOKENS, access=KEY)
+    assert await num_restored(store, TOKENS) == 10

@@ -1,0 +1,157 @@
+"""A worker with a key: its snapshots show nothing of what was said, and a restart finds them again."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from cache.names import blocks
+from cache.store import access_by
+from tests.commands.command_runs import command, turnkeep
+
+pytest.importorskip("cryptography")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.parts import WorkerProcess
+
+pytestmark = pytest.mark.process
+
+TEXT = "xylophone-7431 is said in the prompt, again and again; " * 4
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
+
+
+def key_file(folder: Path, name: str) -> Path:
+    made = folder / name
+    made.write_bytes(base64.b64encode(os.urandom(32)) + b"\n")
+    made.chmod(0o600)
+    return made
+
+
+async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
+    """Ask the same of a fresh session, and wait for the disk; returns the answer, and how much was cached."""
+    client = await worker.client()
+    session = client.session(os.urandom(4).hex())
+    try:
+        result = await session.generate(text=TEXT, max_tokens=8)
+        async with asyncio.timeout(20):
+            while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return result.tokens, result.usage.cached_tokens
+    finally:
+        await client.close()
+
+
+def traces(data_dir: Path, tokens: list[int]) -> set[str]:
+    """Name the folders that show the text or its tokens. NATS keeps the log: that is not the cache's."""
+    packed = blocks.pack(tokens[20:28])
+    told = (b"xylophone-7431", packed, packed.hex().encode())
+    files = [path for path in data_dir.rglob("*") if path.is_file()]
+    found = {path for path in files if any(one in path.read_bytes() for one in told)}
+    return {path.relative_to(data_dir).parts[0] for path in found} - {"nats"}
+
+
+def lines(worker: WorkerProcess, event: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in worker.log.splitlines() if line.startswith("{")]
+    return [line for line in found if line["event"] == event]
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_killed_worker_s_snapshots_are_found_again_and_readable_without_a_key_only(
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path, has_key: bool
+) -> None:
+    tokens = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXT).ids
+    options = ("--cache-key-file", str(key_file(tmp_path, "key"))) if has_key else ()
+    worker = worker_process(*options)
+    worker.start()
+    answer, _ = await said(worker)
+    assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
+    worker.kill()
+    worker.start()
+    again, cached = await said(worker)
+    assert (again, cached >= len(tokens) // 32 * 32) == (answer, True)
+    assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
+
+
+async def test_a_worker_with_another_key_or_none_serves_without_snapshots_and_says_what_helps(
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    key, other = (str(key_file(tmp_path, name)) for name in ("key", "other"))
+    worker = worker_process("--cache-key-file", key)
+    snapshots = worker.data_dir / "snapshots"
+    plain = list(worker.command)
+    worker.start()
+    answer, _ = await said(worker)
+    worker.stop()
+    files = {path: path.read_bytes() for path in (snapshots / "snapshots").iterdir()}
+    assert files
+    for given, why in (
+        (other, "is encrypted with another key; name its file by cache_key_file"),
+        ("none", "is encrypted; name its key's file by cache_key_file"),
+    ):
+        worker.command = [*plain, "--cache-key-file", given]
+        worker.start()
+        assert (await said(worker))[0] == answer
+        told = lines(worker, "serving without snapshots: they cannot be opened")[-1]["reason"]
+        assert told == (
+            f"cache directory {snapshots} {why}, or remove what is there: turnkeep cache prune --all"
+        )
+        worker.stop()
+    assert {path: path.read_bytes() for path in (snapshots / "snapshots").iterdir()} == files
+    worker.command = plain
+    worker.start()
+    again, cached = await said(worker)
+    assert (again, cached > 0) == (answer, True)
+    worker.stop()
+
+    listed = await command("cache", "ls", "--data-dir", str(worker.data_dir), "--cache-key-file", key)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    refused = await command("cache", "ls", "--data-dir", str(worker.data_dir))
+    assert refused.returncode == 1
+    assert f"{snapshots} is encrypted; name its key's file" in refused.stderr
+    done = await command("cache", "prune", "--all", "--data-dir", str(worker.data_dir))
+    assert done.returncode == 0, done.stderr
+    worker.command = [*plain, "--cache-key-file", other]
+    worker.start()
+    assert await said(worker) == (answer, 0)
+    worker.kill()
+    worker.start()
+    assert (await said(worker))[1] > 0
+
+
+def test_the_page_s_command_makes_a_key(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    (line,) = re.findall(r"^.*openssl rand.*$", PAGE.read_text(), re.MULTILINE)
+    subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True)
+    assert access_by(tmp_path / "cache.key").mark
+
+
+@pytest.mark.parametrize("arguments", [("serve",), ("serve", "--check"), ("cache", "ls")])
+def test_a_key_that_is_none_ends_a_start_at_once_with_one_line(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"a password")
+    file.chmod(0o600)
+    data_dir = tmp_path / "data"
+    (data_dir / "snapshots" / "snapshots").mkdir(parents=True)
+    done = turnkeep(*arguments, "--data-dir", data_dir, "--cache-key-file", file)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"turnkeep: cache_key_file: {file} holds no key; it must be 32 bytes, raw or in base64, as"
+        " openssl rand -base64 32 prints them\n"
+    )
