@@ -8,6 +8,9 @@ APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
 COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
 
+# Tests start hundreds of Python processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo test soak lint type check bench tools site lock clean

@@ -17,6 +17,9 @@ import pytest
 
 from worker.models.blas import preload
 
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # waiting threads spin, and the processors have tests to run
 preload()  # as a worker does, before anything imports MLX
 
 from parts import (  # noqa: E402

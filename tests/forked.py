@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,11 @@ _FORKS.set_forkserver_preload(["tests.imported"])
 
 
 class Forked:
-    """`python -m worker ARGUMENTS` in a child; the part of `subprocess.Popen` that tests use."""
+    """`python -m worker ARGUMENTS` or `python FILE ARGUMENTS`; what tests use of `subprocess.Popen`."""
 
-    def __init__(self, arguments: list[str], output: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], output: Path, environment: dict[str, str]) -> None:
         self._process: ForkServerProcess = _FORKS.Process(
-            target=_run, args=(arguments, str(output), environment)
+            target=_run, args=(command, str(output), environment)
         )
         output.touch()
         self._process.start()
@@ -52,14 +53,18 @@ class Forked:
         return code
 
 
-def _run(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def _run(command: list[str], output: str, environment: dict[str, str]) -> None:
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["turnkeep", *arguments]
-    from worker.__main__ import main
+    program, *sys.argv[1:] = command
+    if program == "-m":
+        sys.argv = ["turnkeep", *sys.argv[2:]]
+        from worker.__main__ import main
 
-    main()
+        main()
+    else:
+        runpy.run_path(program, run_name="__main__")

@@ -128,8 +128,8 @@ class WorkerProcess:
             self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
-        if self.forks and self.command[1:3] == ["-m", "worker"]:
-            self._process = Forked(self.command[3:], self.log_path, environment)
+        if self.forks:
+            self._process = Forked(self.command[1:], self.log_path, environment)
             return
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(

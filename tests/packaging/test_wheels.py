@@ -45,8 +45,6 @@ class Environment:
         self._variables = kept | {
             "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
             "HF_HOME": str(self.home / "hub"),
-            # Most of what is installed is never imported; compiling it would take longer than all the rest.
-            "PIP_NO_COMPILE": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
 
@@ -60,6 +58,12 @@ class Environment:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == code, output + errors
         return output, errors
+
+    def install(self, *arguments: object) -> None:
+        """Install packages as pip would; uv takes a sixth of the time."""
+        command = [str(Path(sys.executable).with_name("uv")), "pip", "install", "-q", "--no-cache"]
+        command += ["--python", str(self._bin / "python"), *map(str, arguments)]
+        subprocess.run(command, check=True, cwd=self.home, env=self._variables, timeout=300)
 
     def packages(self) -> set[str]:
         listed, _ = self.run("python", "-m", "pip", "list", "--format", "freeze")
@@ -99,7 +103,7 @@ def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_an
     # for here nkeys alone has no wheel: it is pure Python.
     built = wheel(ROOT, tmp_path)
     only_wheels = ("--only-binary", ":all:", "--no-binary", "nkeys")
-    environment.run("python", "-m", "pip", "install", "-q", *only_wheels, built)
+    environment.install(*only_wheels, built)
     environment.run("python", "-m", "pip", "check")
     assert not {"llm", "llama-cpp-python", "torch"} & environment.packages()
 
@@ -119,14 +123,12 @@ def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_an
     assert "Paris" in answer
 
     # The client beside it has the same files: nothing changes; if it is removed, one line says so.
-    environment.run(
-        "python", "-m", "pip", "install", "-q", "--no-deps", wheel(ROOT / "protocol", tmp_path / "client")
-    )
+    environment.install("--no-deps", wheel(ROOT / "protocol", tmp_path / "client"))
     environment.run("turnkeep", "--version")
     environment.run("python", "-m", "pip", "uninstall", "-q", "-y", "turnkeep-client")
     _, errors = environment.run("turnkeep", "--version", code=1)
     assert errors.startswith("turnkeep: its package turnkeep_client is missing and must be ")
-    environment.run("python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", built)
+    environment.install("--reinstall", "--no-deps", built)
     environment.run("turnkeep", "--version")
 
 
@@ -154,7 +156,7 @@ async def test_the_client_installs_by_itself_without_mlx_and_talks_to_a_worker(
     def talk() -> str:
         environment = Environment(tmp_path / "fresh")
         built = wheel(ROOT / "protocol", tmp_path / "client")
-        environment.run("python", "-m", "pip", "install", "-q", "--only-binary", ":all:", built)
+        environment.install("--only-binary", ":all:", built)
         assert environment.packages() - {"pip", "setuptools"} == {"turnkeep-client", "nats-py", "msgspec"}
         url, prefix = worker.settings.nats, worker.settings.prefix
         return environment.run("python", "-c", TALK, url, prefix)[0]
