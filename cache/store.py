@@ -55,6 +55,8 @@ _IO_THREADS: Final = 2
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
+#: How often `settle` looks.
+_SETTLE_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,7 @@ class Store:
             on_end=self._write_ended,
             monotonic=monotonic,
         )
+        self._monotonic = monotonic
         self._removal = Removal(self._index, self._writer)
         self._room = Room(
             self._index,
@@ -242,6 +245,16 @@ class Store:
             self._index.hold(nodes[-1])
             self._use(nodes[-1])
         return Match(num_tokens, tuple(nodes), chain.policy)
+
+    async def settle(self, tenant: str | Chain, tokens: Sequence[int], least: int, timeout_s: float) -> None:
+        """Wait for what is on its way to the disk of these tokens, if that is more than `least` of them."""
+        chain = self._chain(tenant)
+        edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
+        until = self._monotonic() + timeout_s
+        while last is not None and edges[-1] > least and not last.durable and self._index.has(last):
+            if self._monotonic() > until:
+                return
+            await asyncio.sleep(_SETTLE_S)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Hold what is stored or on its way of these tokens, until it is released.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, append, loaded, prompt
 
+from cache.disk import format as snapshot_format
 from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span, as_tokens
@@ -21,7 +23,7 @@ from cache.names.policy import CHUNK, Policy
 from worker import sizing
 from worker.batch import choosing, matching
 from worker.batch.forward import Forward, OwnPart
-from worker.device import cutting
+from worker.device import cutting, finding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -384,6 +386,29 @@ async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
         process.store.release(match)
         assert refused > 3
         assert (match.num_tokens == 0) if is_hanging else (match.num_tokens > 19 * CHUNK)
+
+
+@pytest.mark.parametrize("is_hanging", [False, True])
+async def test_a_rewind_waits_for_its_blocks_on_their_way_to_a_slow_disk_and_not_to_one_that_hangs(
+    model, tmp_path, monkeypatch, is_hanging: bool
+) -> None:
+    monkeypatch.setattr(finding, "PATIENCE_S", 0.2 if is_hanging else 60.0)
+    tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
+
+    def slow(*args: Any) -> None:
+        may_end.wait()
+        write(*args)
+
+    monkeypatch.setattr(snapshot_format, "write", slow)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        assert process.store.stats().in_flight == 40
+        if not is_hanging:
+            threading.Timer(0.3, may_end.set).start()
+        outcome = await process.append(tokens[: 12 * 64 + 3], policy=POLICY)
+        assert outcome.complete
+        assert outcome.num_prefilled == (12 * 64 if is_hanging else 0) + 2
+        may_end.set()
 
 
 async def test_a_restore_waits_for_room_that_a_waiting_prompt_may_free(model, tmp_path, monkeypatch) -> None:

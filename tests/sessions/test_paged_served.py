@@ -8,7 +8,6 @@ import pytest
 
 from cache.names.policy import Policy
 from tests.parts import TINY_CONTEXT, make_tiny_model
-from tests.sessions.test_crash import snapshots_are_durable
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import SessionCache
 from worker.app import WorkerError
@@ -60,7 +59,6 @@ async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
     worker = await local_worker(model=str(wide_model))
     session = worker.client.session("s", cache=CACHE)
     await session.append(tokens=_words(1500))
-    await snapshots_are_durable(session)
     assert (await session.rewind(700)).position == 700
     back = await session.generate(max_tokens=4)
     assert back.usage.prefilled_tokens < 100

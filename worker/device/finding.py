@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 #: A prefix on SSD replaces one on the device only if it is longer by one part in so many: a restore reads
 #: the whole prefix, and reading a token is about this many times faster than computing it.
 _RESTORE_GAIN: Final = 16
+#: How long a turn waits for blocks on their way to the disk.
+PATIENCE_S: Final = 5.0
 #: After a doubtful file, the prefix before it may still be restored.
 _RESTORE_TRIES: Final = 2
 
@@ -88,6 +90,8 @@ class Finder:
         found = max(turn.num_kept, num_shared)
         least = found + found // _RESTORE_GAIN
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
+        if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
+            await self._store.settle(turn.chain, turn.context[:num_usable], least, PATIENCE_S)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break
