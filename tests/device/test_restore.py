@@ -390,7 +390,7 @@ async def test_a_doubtful_state_costs_what_was_run_after_the_one_before_it(open_
 def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
     """Put other tensors into a file under the same name, with the right checksums."""
     with header.opened(path) as (file, head, payload_bytes):
-        found, payload = header.parse(head, payload_bytes=payload_bytes), memoryview(file.read())
+        found, payload = header.parse(head, payload_bytes=payload_bytes), memoryview(file.read(payload_bytes))
     specs = [
         (name, dtype, (1, heads, found.name.num_tokens, dim)) for name, dtype, (heads, dim) in found.layout
     ]
