@@ -218,6 +218,7 @@ class App:
             self._subjects,
             worker=self._settings.worker,
             directory=directory.name,
+            replicas=self._settings.log_replicas,
             lost=self._fail,
         )
         stack.push_async_callback(shielded, lease.release)

@@ -460,6 +460,11 @@ class Settings:
     log_max_bytes: int = _setting(
         _size(16 * _MIB), 10 * _GIB, "maximum size of the log; a full log refuses new requests"
     )
+    log_replicas: int | None = _setting(
+        _or("keep", None, _count(1, 5)),
+        None,
+        "copies of the log that a cluster of NATS servers keeps; keep leaves what there is",
+    )
     sync_interval: str = _setting(
         _or("always", "always", _SYNC),
         "always",

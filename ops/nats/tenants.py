@@ -25,6 +25,8 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats, NatsError, refusal
 from turnkeep_client.subjects import CONSUMER, DEFAULT_PREFIX, Subjects, check_id
 
+from .routes import CLUSTER, ROUTES, write_routes
+
 WORKERS: Final = "_turnkeep"
 METRICS: Final = "_metrics"
 SYSTEM: Final = "_sys"
@@ -56,6 +58,7 @@ class Limits:
     max_connections: int = 100
     max_subscriptions: int = 1000
     max_payload_bytes: int | None = None  # None: the server's
+    copies: int = 1  # of what is stored; each counts
 
 
 def accounts(
@@ -129,7 +132,7 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
 
     payload = {"max_payload": limits.max_payload_bytes} if limits.max_payload_bytes else {}
     return {
-        "jetstream": {"max_file": limits.max_bytes, "max_mem": 0},
+        "jetstream": {"max_file": limits.max_bytes * limits.copies, "max_mem": 0},
         "limits": {
             "max_connections": limits.max_connections,
             "max_subscriptions": limits.max_subscriptions,
@@ -186,7 +189,7 @@ def write(
     The clients of those in `rotated` get another seed. Raises `TurnkeepError` if one of these is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / _CONF).exists():
+    if not ((folder / _CONF).exists() or (folder / CLUSTER).exists()):
         shutil.copy(Path(__file__).with_name(_CONF), folder / _CONF)
     known = {path.name.removesuffix(_CLIENT) for path in folder.glob(f"*{_CLIENT}")}
     if unknown := sorted(set(rotated) - known):
@@ -223,13 +226,14 @@ async def mirror(
     try:
         async with asyncio.timeout(_PATIENCE_S):
             await client.connect(
-                url,
+                url.split(","),
                 nkeys_seed_str=(folder / f"{tenant}.mirrors.nk").read_text(),
                 error_cb=note,
                 allow_reconnect=False,
             )
             for stream in (subjects.log_stream, subjects.token_stream):
-                await _make(client, stream, f"{subjects.prefix}.{tenant}.>", tenant, keep_s, max_bytes // 4)
+                config = _mirror(stream, f"{subjects.prefix}.{tenant}.>", tenant, keep_s, max_bytes // 4)
+                await _make(client, config | {"num_replicas": _copies(folder)}, tenant)
     except (TimeoutError, OSError, NatsError) as error:
         why = said if isinstance(error, TimeoutError) else refusal(error) or str(error)
         raise TurnkeepError(
@@ -239,10 +243,13 @@ async def mirror(
         await client.abandon()
 
 
-async def _make(
-    client: Nats, stream: str, filter_subject: str, tenant: str, keep_s: float, max_bytes: int
-) -> None:
-    config = {
+def _copies(folder: Path) -> int:
+    """Return how many copies of what is stored the nodes keep: three, where there are so many."""
+    return 3 if (folder / ROUTES).exists() else 1
+
+
+def _mirror(stream: str, filter_subject: str, tenant: str, keep_s: float, max_bytes: int) -> dict[str, Any]:
+    return {
         "name": stream,
         "storage": "file",
         "allow_direct": True,
@@ -255,6 +262,10 @@ async def _make(
             "external": {"api": _API, "deliver": f"deliver.{tenant}"},
         },
     }
+
+
+async def _make(client: Nats, config: dict[str, Any], tenant: str) -> None:
+    stream = config["name"]
     for deed in ("CREATE", "UPDATE"):
         reply = await client.request(
             f"$JS.API.STREAM.{deed}.{stream}", json.dumps(config).encode(), timeout=5
@@ -269,7 +280,7 @@ async def _make(
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("tenants", nargs=-1, metavar="TENANT...")
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The workers' subject prefix.")
-@click.option("--nats", "url", help="Make the tenants' mirrors on the server at this URL.")
+@click.option("--nats", "url", help="Make the tenants' mirrors on the servers at these URLs.")
 @click.option(
     "--keep-s", default=86400.0, show_default=True, help="Time for which clients can read back, in seconds."
 )
@@ -281,6 +292,7 @@ async def _make(
 @click.option(
     "--max-payload-kib", type=click.IntRange(1), help="Size of its messages. [default: the server's]"
 )
+@click.option("--cluster", metavar="HOST,HOST,HOST", help="Write a configuration for these three nodes.")
 @click.option(
     "--rotate", "rotated", multiple=True, metavar="TENANT", help="Make another seed for its clients."
 )
@@ -294,6 +306,7 @@ def main(
     max_connections: int,
     max_subscriptions: int,
     max_payload_kib: int | None,
+    cluster: str | None,
     rotated: tuple[str, ...],
 ) -> None:
     """Add each TENANT to the NATS configuration in FOLDER, which is made if need be; print the seed files.
@@ -301,11 +314,18 @@ def main(
     Then (re)start the server, and run this again with --nats: it makes the mirrors for reading back. All
     tenants get the limits that are given, or the defaults, each time.
     """
+    hosts = cluster.split(",") if cluster is not None else []
+    if cluster is not None and (len(hosts) != 3 or not all(hosts)):
+        raise click.UsageError(f"--cluster is {cluster}; it must be three hosts, joined by commas")
+    folder.mkdir(parents=True, exist_ok=True)
+    if hosts:
+        write_routes(folder, hosts)
     limits = Limits(
         max_bytes=max_mib * _MIB,
         max_connections=max_connections,
         max_subscriptions=max_subscriptions,
         max_payload_bytes=max_payload_kib and max_payload_kib * 2**10,
+        copies=_copies(folder),
     )
     try:
         for tenant in write(folder, tenants, prefix, limits, rotated):
@@ -317,7 +337,8 @@ def main(
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
     click.echo(f"exporter, top, dashboard: --nats-nkey {folder / 'metrics.nk'}")
     if not url:
-        click.echo(f"start nats-server -c {_CONF} in {folder}, and run this again with --nats", err=True)
+        start = f"-c {CLUSTER} --name NAME on each node" if limits.copies > 1 else f"-c {_CONF}"
+        click.echo(f"start nats-server {start} in {folder}, and run this again with --nats", err=True)
 
 
 if __name__ == "__main__":

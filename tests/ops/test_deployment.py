@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import plistlib
@@ -18,23 +17,22 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nats
 import pytest
 import yaml
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from ops.nats.tenants import Limits, write
+from ops.nats.tenants import main as tenants
 from tests.commands.command_runs import environment
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from tests.conftest import LocalWorker
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "ops" / "deploy"
+MANIFEST = (DEPLOY / "kubernetes.yaml").read_text()
 TOOLS = ROOT / ".venv" / "tools" / "bin"
 
 
@@ -260,45 +258,39 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
     assert await asyncio.to_thread(here.stop) == [143, 0, 0]
 
 
-@pytest.mark.process
-async def test_three_nodes_of_the_manifest_take_a_worker_and_keep_the_copies_that_it_is_given(
-    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
-) -> None:
-    (config,) = (one["data"]["cluster.conf"] for one in documents("kubernetes.yaml") if "data" in one)
-    await asyncio.to_thread(write, tmp_path, ("default",), "turnkeep", Limits())
-    routes = {f"nats-{n}.nats:6222": f"127.0.0.1:{free_port()}" for n in range(3)}
-    for name, place in routes.items():
-        config = config.replace(name, place)
-    clients = [free_port() for _ in routes]
-    nodes = []
-    try:
-        for client, route in zip(clients, routes.values(), strict=True):
-            text = config.replace("0.0.0.0:4222", f"127.0.0.1:{client}").replace("0.0.0.0:6222", route)
-            text = text.replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}")
-            file = tmp_path / f"{client}.conf"
-            file.write_text(text.replace("/var/lib/nats", str(tmp_path / str(client))))
-            command = [nats_server_program(), "-c", str(file)]
-            env = environment() | {"POD_NAME": f"nats-{client}"}
-            nodes.append(subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL))  # noqa: ASYNC220
-        url = ",".join(f"nats://127.0.0.1:{client}" for client in clients)
-        seed = tmp_path / "worker.nk"
-        operator = await nats.connect(url.split(","), nkeys_seed=str(seed), max_reconnect_attempts=100)
-        js = operator.jetstream()
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(Exception):  # no leader yet
-                    await js.account_info()
-                    break
-                await asyncio.sleep(0.2)
-        for copies in (1, 3):
-            worker = await local_worker(nats=url, nats_nkey=seed, prefix="turnkeep")
-            await worker.client.session("s").append(text="hello")
-            found = (await js.stream_info("turnkeep_log")).config
-            assert found.num_replicas == copies
-            await worker.stop()
-            await js.update_stream(found.evolve(num_replicas=3))
-        await operator.close()
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
+def test_the_manifest_s_nodes_run_what_its_first_command_makes(tmp_path: Path) -> None:
+    """What three such nodes do with a worker says tests/ops/test_cluster.py."""
+    (line,) = re.findall(
+        r"^#   python -m ops\.nats\.tenants (nats default --cluster \S+)", MANIFEST, re.MULTILINE
+    )
+    folder, *arguments = line.split()
+    done = CliRunner().invoke(tenants, [str(tmp_path / folder), *arguments])
+    assert done.exit_code == 0, done.output
+    (nodes,) = (
+        one["spec"]
+        for one in documents("kubernetes.yaml")
+        if one["kind"] == "StatefulSet" and one["metadata"]["name"] == "nats"
+    )
+    hosts = [f"nats-{n}.{nodes['serviceName']}" for n in range(nodes["replicas"])]
+    routes = (tmp_path / folder / "routes.conf").read_text()
+    assert re.findall(r"@([\w.-]+):6222", routes) == hosts
+    pod = nodes["template"]["spec"]
+    (settings,) = (one["secret"] for one in pod["volumes"] if one["name"] == "settings")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for item in settings["items"]:
+        shutil.copy(tmp_path / folder / item["key"], mounted / item["path"])
+    (container,) = pod["containers"]
+    program, *options = container["command"]
+    store = re.findall(r"store_dir: (\w+)", (mounted / "cluster.conf").read_text())
+    assert {one["mountPath"] for one in container["volumeMounts"]} >= {
+        f"{container['workingDir']}/{store[0]}"
+    }
+    assert program == "nats-server"
+    values = {"/etc/nats": str(mounted), "$(POD_NAME)": "nats-0"}
+    for name, value in values.items():
+        options = [option.replace(name, value) for option in options]
+    checked = subprocess.run(
+        [nats_server_program(), "-t", *options], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr

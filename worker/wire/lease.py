@@ -68,14 +68,19 @@ class Lease:
         *,
         worker: str,
         directory: str,
+        replicas: int | None = None,
         lost: Callable[[str], None],
     ) -> None:
-        """`lost(why)` is called once if another worker takes the lease while this one does not renew it."""
+        """`lost(why)` is called once if another worker takes the lease while this one does not renew it.
+
+        `replicas` of the stream are kept, by default as many as of the log.
+        """
         self._js = js
         self._subjects = subjects
         self._stream = f"KV_{subjects.lease_bucket}"
         self._subject = f"$KV.{subjects.lease_bucket}.worker"
         self._me = Holder(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex)
+        self._replicas = replicas
         self._lost = lost
         self._seq = 0
         self._is_acquired = False
@@ -186,10 +191,10 @@ class Lease:
             return None, last.seq or 0
 
     async def _make_stream(self) -> None:
-        """Make the stream, with as many replicas as the log. Raises `BrokerError`."""
-        replicas = None
+        """Make the stream. Raises `BrokerError`."""
+        replicas = self._replicas
         with suppress(APIError, nats.errors.Error):
-            replicas = (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
+            replicas = replicas or (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
         await ensure_stream(
             self._js,
             api.StreamConfig(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import nats.errors
 import structlog
+from anyio import move_on_after, sleep
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
@@ -20,6 +22,8 @@ from worker.formatting import size
 from .connection import BrokerError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from nats.js.client import JetStreamContext
 
     from turnkeep_client.subjects import SessionKind, Subjects
@@ -42,9 +46,13 @@ _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attemp
 #: The fields that the settings decide; all others are the operator's.
 _OWNED: Final = frozenset(
     {"subjects", "discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
-    | {"subject_transform", "republish"}
+    | {"subject_transform", "republish", "num_replicas"}
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
+
+#: The longest wait for copies of a stream, and the time between two looks.
+_COPY_S: Final = 60.0
+_LOOK_S: Final = 0.1
 
 log = structlog.get_logger(__name__)
 
@@ -61,12 +69,14 @@ class Streams:
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
     """Create the log stream, the token stream and the consumer, or bring them to these settings.
 
-    Workers may do this at the same time. An operator's other changes (replicas, placement) are kept. Raises
-    `BrokerError`, also if an existing stream cannot be changed to fit.
+    Workers may do this at the same time. An operator's other changes (placement, replicas without a setting)
+    are kept. Raises `BrokerError`, also if an existing stream cannot be changed to fit.
     """
-    await ensure_stream(js, _log_stream(subjects, settings))
+    is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
     await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
+    if is_copied:  # and the consumer with it: a node that dies before would take it along
+        await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
@@ -83,6 +93,7 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         discard=api.DiscardPolicy.NEW,  # a full log refuses requests, and never drops entries
         max_bytes=settings.log_max_bytes,
         max_msg_size=settings.max_message_bytes,
+        num_replicas=settings.log_replicas,
         allow_direct=True,
         duplicate_window=DEDUPE_S,
     )
@@ -103,6 +114,7 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         max_bytes=settings.token_max_bytes,
         max_age=settings.token_ttl_s,
         max_msg_size=settings.max_message_bytes,
+        num_replicas=settings.log_replicas,
         allow_direct=True,
         duplicate_window=DEDUPE_S,
     )
@@ -120,8 +132,11 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
     )
 
 
-async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
-    """Create a stream, or bring it to these settings. Raises `BrokerError`."""
+async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
+    """Create a stream, or bring it to these settings; says whether its copies are others now.
+
+    Raises `BrokerError`.
+    """
     name = str(wanted.name)
     try:
         try:
@@ -135,11 +150,13 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
                 info = await js.stream_info(name)  # another worker made it, with other settings
             else:
                 log.info("created stream", stream=name)
-                return
+                return False
         _check_identity(wanted, info.config)
         if changes := _differences(wanted, info.config):
             await js.update_stream(info.config.evolve(**changes))
             log.info("updated stream", stream=name, **changes)
+            if "num_replicas" in changes:
+                await _copied(partial(js.stream_info, name), wanted.num_replicas)
         if (
             wanted.max_bytes
             and wanted.discard == api.DiscardPolicy.NEW
@@ -150,6 +167,18 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> None:
             )
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(await _explain(js, wanted, error)) from None
+    return "num_replicas" in changes
+
+
+async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) -> None:
+    """Wait until all copies are current, for `_COPY_S` at most: until then the leader may answer nothing."""
+    with move_on_after(_COPY_S):
+        while True:
+            cluster = (await look()).cluster
+            others = [one.current for one in cluster.replicas or ()] if cluster else []
+            if others == [True] * ((num_replicas or 1) - 1):
+                return
+            await sleep(_LOOK_S)
 
 
 def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
