@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
 from anyio import Event, current_time, sleep, to_thread
+from msgspec import structs
 
 from cache.names.errors import CacheError
 from cache.names.identity import folder_identity
@@ -122,7 +123,7 @@ class App:
         self._progress = progress
         self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(settings.metrics_tenants)
         self._stop = Event()
         self._starting: TaskGroup
         self._store: Store | None = None
@@ -546,7 +547,9 @@ class App:
 
     async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
-            await outbox.metrics(self._metrics(intake))
+            tenants = self._telemetry.tenants.figures(intake.sessions_by_tenant)
+            # Only here: what `info` says of the worker is for its tenants, who are not to hear of each other.
+            await outbox.metrics(structs.replace(self._metrics(intake), by_tenant=tenants))
             await sleep(self._settings.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:

@@ -394,6 +394,9 @@ class Settings:
         "memory for snapshots that wait to be written; snapshots beyond it are dropped",
     )
     metrics_interval_s: float = _setting(_duration(0.1, 3600), 5.0, "time between two metrics messages")
+    metrics_tenants: int = _setting(
+        _count(0, 1000), 0, "tenants that the metrics name with figures of their own; 0 names none"
+    )
     otlp_endpoint: str | None = _setting(
         _or("none", None, _URL),
         None,

@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
 
 from anyio import current_time, sleep
 
-from turnkeep_client.messages import Histogram
+from turnkeep_client.messages import OTHER_TENANTS, Histogram, TenantFigures
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from turnkeep_client.messages import TokenKind
 
 #: Upper bounds in seconds, from OpenTelemetry's advice for gen_ai.server.* metrics.
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -56,10 +62,47 @@ class Calls:
             self.last_error = error
 
 
+class Tenants:
+    """Counts by tenant: of the first `most` that are seen by name, of the others together; of none at 0."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._named: set[str] = set()
+        self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._tokens: defaultdict[TokenKind, Counter[str]] = defaultdict(Counter)
+
+    def count_request(self, tenant: str, outcome: str) -> None:
+        """Count a committed result; `outcome` is `ok` or an error's code."""
+        if self._most:
+            self._requests[self._name(tenant)][outcome] += 1
+
+    def count_tokens(self, kind: TokenKind, tenant: str, num_tokens: int = 1) -> None:
+        """Count tokens of a tenant."""
+        if self._most and num_tokens:
+            self._tokens[kind][self._name(tenant)] += num_tokens
+
+    def figures(self, sessions: Mapping[str, int]) -> TenantFigures:
+        """Return the counts; `sessions` are those with requests that wait or run, by tenant."""
+        if not self._most:
+            return TenantFigures()
+        open_sessions: Counter[str] = Counter(dict.fromkeys(self._named, 0))
+        for tenant, number in sessions.items():
+            open_sessions[self._name(tenant)] += number
+        tokens = {f"{kind}_tokens": dict(counts) for kind, counts in self._tokens.items()}
+        requests = {name: dict(outcomes) for name, outcomes in self._requests.items()}
+        return TenantFigures(requests=requests, sessions=dict(open_sessions), **tokens)
+
+    def _name(self, tenant: str) -> str:
+        if len(self._named) < self._most:
+            self._named.add(tenant)
+        return tenant if tenant in self._named else OTHER_TENANTS
+
+
 class Telemetry:
     """A worker's counters; `requests` counts committed results by request type and outcome."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tenants: int = 0) -> None:
+        self.tenants = Tenants(most_tenants)
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
         #: What was answered on `ctl` and `ask`.

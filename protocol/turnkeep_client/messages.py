@@ -484,6 +484,28 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
 
 
+#: The name of tenants that have no figures of their own; no tenant can have it.
+OTHER_TENANTS: Final = "_other"
+
+TokenKind = Literal["prefilled", "cached", "restored", "generated"]
+
+
+class TenantFigures(Struct, frozen=True, kw_only=True):
+    """A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
+
+    The first tenants that a worker sees have their own, the others share the name `_other`. `requests` counts
+    results by outcome, which is `ok` or an error's code; `sessions` are those with requests that wait or run.
+    `cached_tokens` are those whose KV was found, `restored_tokens` those of them that were read from disk.
+    """
+
+    requests: dict[str, dict[str, int]] = {}
+    sessions: dict[str, int] = {}
+    prefilled_tokens: dict[str, int] = {}
+    cached_tokens: dict[str, int] = {}
+    restored_tokens: dict[str, int] = {}
+    generated_tokens: dict[str, int] = {}
+
+
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
@@ -494,7 +516,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
 
     `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
     generates from the moment when the log stored them, by the server's clock: until they began to run, and of
-    the successful ones until their results were stored. Workers of earlier versions send neither.
+    the successful ones until their results were stored. Workers of earlier versions send neither. `by_tenant`
+    is on the metrics subject alone, never in an answer to `info`.
     """
 
     worker: str
@@ -537,6 +560,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     measured_scratch_bytes: int = 0
     process_bytes: int
     snapshots: SnapshotCounters
+    by_tenant: TenantFigures = TenantFigures()
 
 
 class Progress(Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from tests.commands.command_runs import environment, turnkeep
 from tests.parts import free_port
 from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.client import Backlog
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.parts import WorkerProcess
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {"worker", "model", "device", "version", "kv_layers", "snapshots"}
+LABELS = {"worker", "model", "device", "version", "kv_layers", "snapshots", "by_tenant"}
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -79,7 +79,22 @@ def test_every_figure_of_the_message_has_a_name() -> None:
     exported = {field for _, field, *_ in (*COUNTERS, *GAUGES, *HISTOGRAMS)}
     fields = {*Metrics.__struct_fields__} - LABELS
     fields |= {f"snapshots.{name}" for name in SnapshotCounters.__struct_fields__}
+    fields |= {f"by_tenant.{name}" for name in TenantFigures.__struct_fields__}
     assert exported == fields
+
+
+def test_figures_by_tenant_are_there_where_a_worker_sends_them() -> None:
+    assert not [name for name, _ in shown(metrics("w1")) if name.startswith("turnkeep_tenant")]
+    figures = TenantFigures(
+        requests={"acme": {"ok": 3, "overloaded": 1}, "_other": {"ok": 7}},
+        sessions={"acme": 2},
+        restored_tokens={"acme": 5},
+    )
+    found = shown(structs.replace(metrics("w1"), by_tenant=figures))
+    assert found[key("tenant_requests_total", tenant="acme", outcome="overloaded")] == 1
+    assert found[key("tenant_requests_total", tenant="_other", outcome="ok")] == 7
+    assert found[key("tenant_sessions", tenant="acme")] == 2
+    assert found[key("tenant_restored_tokens_total", tenant="acme")] == 5
 
 
 def test_figures_have_the_labels_of_their_worker_and_of_their_kind() -> None:
@@ -141,7 +156,9 @@ def test_promtool_has_nothing_to_say_about_names_types_and_help() -> None:
     fleet = Fleet(60)
     histogram = metrics("w1").batch_size
     for worker in ("w1", "w2"):
-        fleet.hear(structs.replace(metrics(worker), queue_time=histogram, request_duration=histogram))
+        tenants = TenantFigures(requests={"acme": {"ok": 1}}, sessions={"_other": 2})
+        more = {"queue_time": histogram, "request_duration": histogram, "by_tenant": tenants}
+        fleet.hear(structs.replace(metrics(worker), **more))
     text = page(fleet, Backlog(1, 2, 3))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, text=True, capture_output=True, check=False

@@ -24,7 +24,7 @@ from tests.ops.test_exporter import Exporter
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import Backlog
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, encode
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def busy(seconds: float) -> Metrics:
         requests={"generate": {"ok": events, "internal": events}},
         snapshots=SnapshotCounters(dropped={"queue_full": events}, failed=events, rejected=events),
         accepted_draft_tokens=events,
+        by_tenant=TenantFigures(generated_tokens={"acme": events}, prefilled_tokens={"acme": events}),
         log_bytes=1,
         log_max_bytes=10,
         **dict.fromkeys(counters, events),

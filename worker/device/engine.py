@@ -260,7 +260,7 @@ class Engine:
             if not run.is_abandoned:
                 self._release(run)
                 del self._runs[run.claim]
-        return self._result(run) if run.started_s is not None else None
+        return self._result(run, key.tenant) if run.started_s is not None else None
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.
@@ -329,6 +329,7 @@ class Engine:
                 return
             case Sampled(_, index):
                 self._telemetry.generated_tokens += 1
+                self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
                     run.progress.num_generated = index + 1
                     self._grow(run, turn.num_prompt + index + 1)
@@ -386,6 +387,8 @@ class Engine:
             run.progress.num_cached = num_found = max(turn.num_kept, turn.num_restored)
             found_s = turn.restores[0].start_s if turn.restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
+            num_restored = sum(phase.num_tokens for phase in turn.restores)
+            self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
             if self._stopping:
                 raise StoppingError
             if (is_stopped := run.is_stopped) or run.is_paused:
@@ -402,11 +405,14 @@ class Engine:
             elif turn in self._turns:
                 self._end_turn(run, turn, resumes=False)
 
-    def _result(self, run: _Run) -> TurnResult:
+    def _result(self, run: _Run, tenant: str) -> TurnResult:
         num_cached = run.num_reused or 0
         num_prefilled = run.num_covered - num_cached
         self._telemetry.cached_tokens += num_cached
         self._telemetry.prefilled_tokens += num_prefilled
+        tenants = self._telemetry.tenants
+        tenants.count_tokens("cached", tenant, num_cached)
+        tenants.count_tokens("prefilled", tenant, num_prefilled)
         started_s = run.started_s or monotonic()
         return TurnResult(
             complete=run.is_complete,

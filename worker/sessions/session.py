@@ -616,6 +616,7 @@ class Session:
                 self._trail.add(delta)
         outcome = result.code if isinstance(result, Failed) else "ok"
         services.telemetry.requests[pending.type][outcome] += 1
+        services.telemetry.tenants.count_request(self.key.tenant, outcome)
         if isinstance(result, Appended | Generated) and result.repeat_of is None:
             services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
         if services.traces is not None and isinstance(pending.request, Append | Generate):

@@ -26,7 +26,7 @@ from turnkeep_client.subjects import ID_RULE, SessionKey
 from worker.concurrency import shielded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
     from datetime import datetime
 
     from nats.aio.client import Client
@@ -137,6 +137,11 @@ class Intake:
     def num_sessions(self) -> int:
         """Number of sessions with requests that wait or run here."""
         return len(self._anchors)
+
+    @property
+    def sessions_by_tenant(self) -> Mapping[str, int]:
+        """Number of sessions with requests that wait or run here, by tenant."""
+        return self._tenants
 
     @property
     def num_returned(self) -> int:

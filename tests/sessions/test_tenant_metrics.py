@@ -1,0 +1,79 @@
+"""Figures by tenant: only where a setting asks, of as many as it says, on the metrics subject alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import TenantFigures
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.conftest import LocalWorker
+    from turnkeep_client.client import Client
+
+
+async def figures(client: Client) -> TenantFigures:
+    """Return what the second message from now on says: the first may be older than the last result."""
+    heard = client.metrics()
+    async with asyncio.timeout(10):
+        await anext(heard)
+        return (await anext(heard)).by_tenant
+
+
+async def talk(worker: LocalWorker, tenant: str) -> Any:
+    """Have one answer, and one request refused; returns the answer."""
+    assert worker.settings.nats is not None
+    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant=tenant) as client:
+        session = client.session("s")
+        answer = await session.generate(text="x" * 40, max_tokens=4)
+        with pytest.raises(RequestFailedError):
+            await session.append(text="y", expect_position=999)
+        told = (await session.info()).worker
+        assert told.by_tenant == TenantFigures(), "a tenant hears nothing of others"
+        return answer
+
+
+async def test_the_first_tenants_have_figures_and_the_others_share_a_name(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+) -> None:
+    worker = await local_worker(metrics_tenants=2)
+    answers = {tenant: await talk(worker, tenant) for tenant in ("acme", "beta", "gamma", "delta")}
+    found = await figures(worker.client)
+    once = {"ok": 1, "position_conflict": 1}
+    assert found.requests == {"acme": once, "beta": once, "_other": {"ok": 2, "position_conflict": 2}}
+    for kind in ("prefilled", "cached"):
+        numbers = {tenant: getattr(answer.usage, f"{kind}_tokens") for tenant, answer in answers.items()}
+        numbers["_other"] = numbers.pop("gamma") + numbers.pop("delta")
+        expected = {name: number for name, number in numbers.items() if number}
+        assert getattr(found, f"{kind}_tokens") == expected
+    assert found.generated_tokens["_other"] == sum(len(answers[name].tokens) for name in ("gamma", "delta"))
+    assert found.sessions == {"acme": 0, "beta": 0}
+
+
+async def test_what_is_read_from_disk_and_what_waits_is_counted(
+    local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Any
+) -> None:
+    worker = await local_worker(metrics_tenants=2, model=str(endless_model))
+    await worker.client.session("s").generate(text="x" * 100, max_tokens=4)
+    await worker.stop()
+    worker = await local_worker(metrics_tenants=2, model=str(endless_model))
+    answer = worker.client.session("s").generate(text="y", max_tokens=1000)
+    await anext(aiter(answer))
+    found = await figures(worker.client)
+    assert found.sessions == {"default": 1}
+    assert found.restored_tokens["default"] >= 96
+    await answer.cancel()
+
+
+async def test_without_the_setting_no_tenant_is_named(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+) -> None:
+    worker = await local_worker()
+    await talk(worker, "acme")
+    assert await figures(worker.client) == TenantFigures()
