@@ -192,10 +192,10 @@ async def test_a_close_that_forgets_is_answered_in_time_though_the_disk_hangs(
     loop, busy, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     write = snapshot_format.write
 
-    def stuck(draft: Any, path: Any) -> None:
+    def stuck(*arguments: Any) -> None:
         loop.call_soon_threadsafe(busy.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
-        write(draft, path)
+        write(*arguments)
 
     monkeypatch.setattr(snapshot_format, "write", stuck)
     await w.send("s", append("a", text("x")))
