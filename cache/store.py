@@ -32,7 +32,7 @@ from .names import blocks
 from .names.blocks import Chain, Span, as_tokens
 from .names.errors import KeyFileError
 from .names.policy import FULL
-from .names.snapshot import Name, carried
+from .names.snapshot import CARRIER, Name, carried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +108,8 @@ class _Form:
 
     def carriers(self, match: Match) -> dict[Node, Span]:
         """Return the nodes of a match that have the sketches of others, and of which tokens."""
-        found = {node: self.carried(Span(node.start, node.end)) for node in match.nodes}
+        every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
+        found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
 
 

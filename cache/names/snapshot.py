@@ -22,7 +22,7 @@ STATE: Final = "state."
 #: Prefix of the names of a carrier's tensors, which are of more tokens than the carrier's own: see `carried`.
 CARRIED: Final = "carried."
 #: One block in so many is a carrier.
-_CARRIER: Final = 16
+CARRIER: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def carried(span: Span, block: int) -> Span | None:
 
     So a restore of a session that keeps sketches of all tokens opens a file in sixteen for them.
     """
-    size = _CARRIER * block
+    size = CARRIER * block
     return Span(span.end - size, span.end) if span.num_tokens == block and not span.end % size else None
 
 
@@ -134,7 +134,7 @@ class ModelLayout:
     def name(self, policy: Policy) -> str:
         """Return a policy as a part of an identity, with the layers that have sketches under it."""
         paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
-        return f"{policy} by {','.join(paths)} in {_CARRIER}" if policy.recall else str(policy)
+        return f"{policy} by {','.join(paths)} in {CARRIER}" if policy.recall else str(policy)
 
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List what the layers of a session of `num_tokens` tokens see; spans may overlap.

@@ -70,6 +70,7 @@ async def test_every_way_restores_the_same(open_store) -> None:
 async def test_two_threads_read_on_processors_of_their_own_and_get_theirs_back(
     open_store, monkeypatch
 ) -> None:
+    monkeypatch.setattr(restore, "LEAST_HELPED_BYTES", 0)
     seen: dict[int, set[int]] = {}
     both = threading.Barrier(2)
     read = restore._Reading._read
@@ -98,6 +99,7 @@ async def test_where_processors_cannot_be_chosen_all_is_read_nevertheless(open_s
     def forbidden(thread: int, mask: object) -> None:
         raise PermissionError
 
+    monkeypatch.setattr(restore, "LEAST_HELPED_BYTES", 0)
     monkeypatch.setattr(restore.os, "sched_setaffinity", forbidden)
     store = await open_store()
     save_all(store, "a", TOKENS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import TINY_CONTEXT, make_tiny_model
+from tests.parts import TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import SessionCache
 from worker.app import WorkerError
@@ -109,3 +111,39 @@ async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_mod
     await diskless.stop()
     with pytest.raises(WorkerError, match="cache_policy cannot be the default here: paged sessions keep"):
         await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_thirty_two_long_sessions_share_a_device_that_holds_two_of_them(
+    local_worker: Callable, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each comes back twice for what it said, while others do; MLX stays within the limit."""
+    num_tokens = 50_000
+    folder = tmp_path_factory.mktemp("models") / "long"
+    limit = 2 * num_tokens * 2 * TINY_KV_BYTES  # heads of twice as many dimensions
+    worker = await local_worker(
+        model=str(make_tiny_model(folder, hidden_size=128, max_position_embeddings=1 << 16)),
+        device_memory=limit,
+        block_tokens=128,
+        max_message_bytes=1 << 20,
+        log_max_bytes=1 << 28,
+    )
+
+    def words(number: int, num: int) -> list[int]:
+        return random.Random(number).choices(range(3, 93), k=num)
+
+    sessions = [
+        worker.client.session(f"s{i}", cache={"policy": "paged", "resident": 1024}) for i in range(32)
+    ]
+    said = await asyncio.gather(*(one.append(tokens=words(i, num_tokens)) for i, one in enumerate(sessions)))
+    assert {one.prefilled_tokens for one in said} == {num_tokens - 1}
+    for turn in range(2):
+        answers = await asyncio.gather(
+            *(one.generate(tokens=words(100 + turn, 20), max_tokens=8) for one in sessions)
+        )
+        assert all(1 <= one.usage.completion_tokens <= 8 for one in answers)
+        assert all(one.usage.prefilled_tokens <= 20 + 1 for one in answers)
+    metrics = (await sessions[0].info()).worker
+    assert metrics.mlx_peak_bytes <= limit
+    assert metrics.recalled_tokens > 0

@@ -130,19 +130,23 @@ def _compared(
     """Return the largest log of a share of each page for one head's queries, (queries, head_dim)."""
     (num, size), groups = asked.shape, scales.shape[1]
     # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
-    columns = np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T])
-    keys = np.empty((_RUN, size + groups), np.float32)
+    columns = mx.array(np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T]))
+    keys = mx.zeros((_RUN, size + groups))
+    mx.eval(columns, keys)
+    written = _view(keys)
     pages = np.empty((len(codes) // page, num), np.float32)
     largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
     four = _CHANNELS.view(np.complex128)[:, 0]  # as one item, which `take` copies fastest
     for at in range(0, len(codes), _RUN):
         run = slice(at, min(at + _RUN, len(codes)))
-        held = keys[: run.stop - at]
+        held = written[: run.stop - at]
         channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(len(held), groups, -1)
         channels *= scales[run, :, None]
         held[:, :size] = channels.reshape(len(held), size)
         held[:, size:] = biases[run]
-        scores = held @ columns
+        product = keys @ columns  # numpy's own BLAS would have its threads beside MLX's, and each pool spins
+        mx.eval(product)
+        scores = _view(product)[: len(held)]
         within = pages[at // page : run.stop // page]
         np.max(scores.reshape(-1, page, num), axis=1, out=within)
         top = np.maximum(largest, within.max(axis=0))
