@@ -40,15 +40,18 @@ LONG = {
     "quality": "--window 16 --answer 1000 --answers 100",
     "pressure": "--duration 20",
 }
-each_bench = pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
-two_benches = pytest.mark.parametrize(
-    "suite",
-    [
-        pytest.param(one, marks=() if one.bench.name in {"session", "peers"} else pytest.mark.soak)
+
+
+def _benches(*always: str) -> pytest.MarkDecorator:
+    """Run a test with these benches, and with all in `make soak`."""
+    suites = [
+        pytest.param(one, marks=() if one.bench.name in always else pytest.mark.soak, id=one.bench.name)
         for one in SUITES
-    ],
-    ids=lambda suite: suite.bench.name,
-)
+    ]
+    return pytest.mark.parametrize("suite", suites)
+
+
+two_benches = _benches("session", "peers")
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
     raise AssertionError("no checkpoint had three turns or samples")
 
 
-@each_bench
+@_benches("session", "load", "peers", "quality", "restart")  # the others start five workers, or run long
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
