@@ -229,3 +229,24 @@ def test_a_cluster_has_three_nodes(tmp_path: Path, hosts: str) -> None:
     assert done.exit_code == 2
     assert "it must be three hosts, joined by commas" in done.output
     assert not (tmp_path / "nats").exists()
+
+
+async def test_a_node_with_another_password_is_not_let_in(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    nodes = Nodes(tmp_path / "nats")
+    routes = tmp_path / "n2" / "routes.conf"
+    text = routes.read_text()
+    (password,) = set(re.findall(r'password: "([\w-]+)"', text))
+    routes.write_text(text.replace(password, "x" * len(password)))
+    log = tmp_path / "n1.log"
+    try:
+        nodes.start("n1")
+        nodes.start("n2")
+        async with asyncio.timeout(30):
+            while "uthentication error" not in (said := log.read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert "JetStream cluster new metadata leader" not in said
+        assert password not in said
+    finally:
+        nodes.end()
