@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import tarfile
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +114,19 @@ async def chatter(worker: LocalWorker) -> None:
         await worker.client.session("busy").append(tokens=[5])
 
 
-async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path) -> None:
-    worker, file = await exported(local_worker, tmp_path, "--kv")
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path, has_keys: bool) -> None:
+    """Also from a cache with a key into one with another key."""
+    first_key, second_key = (tmp_path / name if has_keys else None for name in ("first.key", "second.key"))
+    for path in filter(None, (first_key, second_key)):
+        pytest.importorskip("cryptography")
+        path.touch(mode=0o600)
+        path.write_bytes(os.urandom(32))
+    given = ("--cache-key-file", str(first_key)) if has_keys else ()
+    worker, file = await exported(local_worker, tmp_path, "--kv", *given, cache_key_file=first_key)
     await worker.stop()
-    second = await other(local_worker, tmp_path)
-    data = ("--data-dir", second.settings.data_dir)
+    second = await other(local_worker, tmp_path, cache_key_file=second_key)
+    data = ("--data-dir", second.settings.data_dir, *(("--cache-key-file", second_key) if has_keys else ()))
     refused = await command("import", file, "--kv", *data, *where(second))
     assert refused.returncode == 1
     assert refused.stderr.startswith("turnkeep: the cache ")
@@ -126,7 +135,7 @@ async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path) 
     await second.stop()
     done = await command("import", file, "--kv", *data, *where(second))
     assert done.returncode == 0, done.stderr
-    third = await other(local_worker, tmp_path)
+    third = await other(local_worker, tmp_path, cache_key_file=second_key)
     answer = await third.client.session("garden").generate(text="y", max_tokens=1)
     assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
 
