@@ -319,6 +319,19 @@ def _sketches(process: Process, num_tokens: int) -> list[np.ndarray]:
     return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
 
 
+async def test_a_prompt_s_end_asks_once(model, tmp_path, monkeypatch) -> None:
+    """Not again where it is run again with what came: sketches of all tokens take their time."""
+    tokens, asked, note = prompt(16 * CHUNK + 42), [], Pages.note
+    monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        await process.store.barrier(10)
+        asked.clear()
+        outcome, _ = await _answered(process, [*tokens, *range(5, 25)], 1)
+    assert outcome.num_prefilled == 21
+    assert len(asked) == 2, "once in each layer"
+
+
 async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))

@@ -399,7 +399,8 @@ class Runner:
                 most_held=turn.policy.num_held(sys.maxsize),
             )
         if turn.policy.recall and (pages := layers.pages(turn.caches or [])) is not None:
-            pages.is_end = end >= turn.target - 1 - self._block
+            # An end that is run again, with what it asked for in sight, does not ask again.
+            pages.is_end = end >= turn.target - 1 - self._block and (turn.asks or not turn.draws)
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
