@@ -17,9 +17,8 @@ import pytest
 
 from worker.models.blas import preload
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # waiting threads spin, and the processors have tests to run
+# Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
 
 from parts import (  # noqa: E402
