@@ -18,6 +18,7 @@ from .disk import format as snapshot_format
 from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
+from .disk.past import PART_TOKENS, StoredPast
 from .disk.readers import Readers
 from .disk.restore import ChainFile, ReadOutcome, Restored, release_thread, restore
 from .disk.rows import Pin
@@ -32,7 +33,7 @@ from .names import blocks
 from .names.blocks import Chain, Span, as_tokens
 from .names.errors import KeyFileError
 from .names.policy import FULL
-from .names.snapshot import CARRIER, Name, carried
+from .names.snapshot import CARRIER, Name, Only, carried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,18 @@ if TYPE_CHECKING:
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
 
-__all__ = ["Access", "Forgotten", "HeldPrefix", "Match", "Store", "access_by", "file_bytes", "may_hold"]
+__all__ = [
+    "PART_TOKENS",
+    "Access",
+    "Forgotten",
+    "HeldPrefix",
+    "Match",
+    "Store",
+    "StoredPast",
+    "access_by",
+    "file_bytes",
+    "may_hold",
+]
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -313,6 +325,41 @@ class Store:
             return (), {}
         return found, {name: array for name, array in restored.tensors.items() if array.size}
 
+    async def past(
+        self, chain: Chain, tokens: Sequence[int], end: int, timeout_s: float
+    ) -> StoredPast | None:
+        """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
+
+        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or if it is not
+        on its way. The caller holds the prefix while it reads.
+        """
+        form = self._form(chain.policy)
+        until = self._monotonic() + timeout_s
+        whole = as_tokens(tokens)[: -(-end // chain.block) * chain.block]
+        while True:
+            match = self.match(chain, whole)
+            self.release(match)
+            if match.num_tokens >= end:
+                break
+            if self._monotonic() > until or self._closing:
+                return None
+            await asyncio.sleep(_SETTLE_S)
+        files, at = [], 0
+        for node in match.nodes:
+            span = Span(at, at + node.num_tokens)
+            files.append(ChainFile(node.digest, at, carried=form.carried(span)))
+            at = span.end
+        return StoredPast(self._folder, files, end, form.digest, form.layout, chain.policy, self._readers)
+
+    def end_past(self, past: StoredPast) -> None:
+        """Count what was read of a past; if a file was doubtful, remove what continues it."""
+        self._restored_bytes += past.size_bytes
+        if past.doubt is not None:
+            file, why = past.doubt
+            node = self._index.get(file.digest)
+            if node is not None:
+                self._rejected += self._removal.reject(node, why)
+
     async def _load(
         self,
         match: Match,
@@ -354,7 +401,7 @@ class Store:
                 room_tokens,
                 limit_s,
                 help_out,
-                (match.policy, tuple(seen)) if only else None,
+                Only(match.policy, tuple(seen)) if only else None,
                 sum(span.num_tokens for span in carriers.values()),
             )
 

@@ -150,7 +150,7 @@ def read(
         if found.header.layout != layout:
             raise DoubtfulSnapshotError("layers unlike the model's")
         span = found.header.name.span
-        together = [(span, list(run)) for _, run in groupby(places, key=attrgetter("reach"))]
+        together = [(span, list(run)) for _, run in groupby(places, key=attrgetter("section"))]
         if carried is not None:
             together.append((carried[0], list(carried[1])))
         wanted = [

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from cache.kv.arrays import Arrays, Blank
     from cache.names.blocks import Span
-    from cache.names.policy import Policy
-    from cache.names.snapshot import ModelLayout, States
+    from cache.names.snapshot import ModelLayout, Only, States
 
     from .folder import Folder
 
@@ -89,12 +88,12 @@ def restore(
     room_tokens: int,
     limit_s: float,
     help_out: Help,
-    only: tuple[Policy, tuple[Span, ...]] | None = None,
+    only: Only | None = None,
     num_carried: int = 0,
 ) -> ReadOutcome:
     """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
 
-    `only` asks for certain spans of the layers of one reach, and for nothing else. The sketches of the first
+    `only` asks for a part of the layers, and for nothing else. The sketches of the first
     `num_carried` tokens are read from carriers.
 
     If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited

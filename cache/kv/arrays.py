@@ -18,14 +18,13 @@ import mlx.core as mx
 import numpy as np
 
 from cache.names.policy import FULL
-from cache.names.snapshot import Place, seen
+from cache.names.snapshot import Place, layer_path, section, seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cache.names.blocks import Span
     from cache.names.policy import Policy
-    from cache.names.snapshot import Layout, States
+    from cache.names.snapshot import Layout, Only, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"
@@ -57,8 +56,7 @@ class Blank:
     layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
     (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
     `carried` are the buffers of the last `num_carriable` tensors of the layout for their first `num_carried`
-    tokens, which `places` do without. `only` asks for certain spans of the tensors of one reach, and for
-    nothing else.
+    tokens, which `places` do without. `only` asks for a part of the layers, and for nothing else.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Blank:
         *,
         room_tokens: int = 0,
         reaches: Sequence[Policy] = (),
-        only: tuple[Policy, tuple[Span, ...]] | None = None,
+        only: Only | None = None,
         num_carriable: int = 0,
         num_carried: int = 0,
     ) -> None:
@@ -77,7 +75,10 @@ class Blank:
         capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
         spans = [seen(reach, num_tokens) for reach in reaches]
         if only is not None:
-            spans = [only[1] if reach == only[0] else () for reach in reaches]
+            spans = [
+                only.spans if reach == only.reach and only.layer in {None, layer_path(name)} else ()
+                for (name, _, _), reach in zip(layout, reaches, strict=True)
+            ]
         sizes = [
             capacity if reach == FULL and only is None else sum(span.num_tokens for span in held)
             for reach, held in zip(reaches, spans, strict=True)
@@ -95,7 +96,7 @@ class Blank:
             Place(
                 _rows(_memory(self._owners[name]), heads),
                 dim * np.dtype(_TYPES[dtype][1]).itemsize,
-                reach,
+                section(name, reach),
                 held,
             )
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from cache.names.policy import CHUNK, FULL
+from cache.names.policy import CHUNK, FULL, SLACK
 from cache.names.snapshot import CARRIED, GROWING, STATE, ModelLayout, Tensor
 
 from . import states
@@ -268,6 +268,17 @@ def holds(caches: Sequence[Any], start: int, end: int) -> bool:
 def pages(caches: Sequence[Any]) -> Pages | None:
     """Return what decides which chunks are on the device; None if the session is not paged."""
     return next((cache.pages for _, cache in leaves(caches) if isinstance(cache, PagedCache)), None)
+
+
+def num_passed(caches: Sequence[Any]) -> int:
+    """Count the first tokens of a paged session that are not all on the device."""
+    return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
+
+
+def most_run(caches: Sequence[Any], block: int) -> int:
+    """Return how many tokens can be run at once so that rings hold them all, and a block begun before."""
+    held = (cache.window + SLACK for _, cache in leaves(caches) if isinstance(cache, RingCache))
+    return max(min(held, default=block) - block, block)
 
 
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:

@@ -11,7 +11,7 @@ over pages of keys as in "Quest" (arXiv 2406.10774), of as many bytes: see `docs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ from cache.names.policy import CHUNK, SLACK, Policy
 from .ring import RingCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import TypeAlias
 
     #: As `compared`.
@@ -46,6 +46,8 @@ _MEMORY: Final = 0.5
 #: How much of what a chunk usually matters is taken off, and how slowly that changes.
 _EXPECTED: Final = 0.5
 _INERTIA: Final = 0.8
+#: Tokens whose keys and values `PagedCache.before` copies at a time.
+_TOGETHER: Final = 1024
 #: A chunk on SSD must matter so many times as much as the one whose slot it takes.
 _GAIN: Final = 1.05
 
@@ -70,11 +72,28 @@ def sketch_group(head_dim: int) -> int | None:
     return next((size for size in (64, 32) if head_dim % size == 0), None)
 
 
+class Past(Protocol):
+    """The KV of a session's first `end` tokens, on SSD."""
+
+    @property
+    def end(self) -> int:
+        """Count the tokens."""
+
+    def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
+        """Yield a layer's keys and values, as the cache holds them; `then` is the layer that comes next."""
+
+
 class Pages:
-    """Which chunks are in the slots of a session's layers, and how much each chunk matters."""
+    """Which chunks are in the slots of a session's layers, and how much each chunk matters.
+
+    While it `sees_all`, tokens that are run see all tokens before them: those of the `past`, where some have
+    left the device, and those that the layers hold.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.sees_all = False
+        self.past: Past | None = None
         #: By slot: the chunk's number, -1 for none. Pinned chunks have the first slots, for ever.
         self.slots: list[int] = [-1] * (policy.recall // CHUNK)
         self._pinned = policy.pinned
@@ -293,6 +312,27 @@ class PagedCache(RingCache):
         self.offset, self.first_held = first, max(first, self.sink)
         for begin in range(first, end, CHUNK):
             self.write(*part(num_held - (end - begin), min(CHUNK, end - begin)))
+
+    @property
+    def num_passed(self) -> int:
+        """Count the first tokens that are not all held."""
+        return self.first_held if self.first_held > self.sink else 0
+
+    def before(self, layer: str, then: str | None) -> Iterator[tuple[mx.array, mx.array]]:
+        """Yield the keys and values of all tokens so far, in order, dequantised, some at a time.
+
+        Those of `pages.past`, then what is held. Raises `ValueError` if there are tokens between them.
+        """
+        past, start = self.pages.past, self.num_passed
+        if start and (past is None or past.end != start):
+            raise ValueError(f"not the past of a layer that holds the tokens from {start} on")
+        for part in past.parts(layer, then) if past is not None and start else ():
+            keys, values = (self._unpacked(tuple(side), side[0].shape[2]) for side in part)
+            yield keys, values
+        for at in range(start, self.offset, _TOGETHER):
+            end = min(at + _TOGETHER, self.offset)
+            keys, values = (self._unpacked(side, end - at) for side in self.tokens(at, end))
+            yield keys, values
 
     def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
         """Note how much pages of whole chunks matter to the last of `queries`, (tokens, heads, 1, head_dim).

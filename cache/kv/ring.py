@@ -124,6 +124,10 @@ class RingCache:
         )
         return keys, values
 
+    def rounded(self, array: mx.array) -> mx.array:
+        """Return keys or values as they are read again once they are held."""
+        return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
+
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:
         """Return keys or values in the form that the cache holds, quantised if it is."""
         return mx.quantize(array, self.group_size, self.bits) if self.bits else (array,)

@@ -46,5 +46,9 @@ class NotACacheError(CacheError):
     """The directory does not exist, or is not a cache."""
 
 
+class LostPastError(CacheError):
+    """KV that a pass must read from disk is not there, or cannot be read; the message says why."""
+
+
 class PinRefusedError(CacheError):
     """The prefix is too large to pin; the message gives the sizes."""

@@ -29,16 +29,20 @@ class Policy:
     That part is the first `sink` and the last `window`, itself included: as in "Efficient Streaming Language
     Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they are, and up to
     `recall` other tokens are visible too, in whole chunks: those with tokens of `pins`, (start, end), and
-    those that matter most. All tokens are on SSD, and these on the device.
+    those that matter most. All tokens are on SSD, and these on the device. If it is `exact`, a prompt's
+    tokens see all tokens, read from SSD layer by layer, and only an answer's see a part.
     """
 
     sink: int = 0
     window: int | None = None
     recall: int = 0
     pins: tuple[tuple[int, int], ...] = ()
+    exact: bool = False
 
     @classmethod
-    def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
+    def paged(
+        cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int, exact: bool = False
+    ) -> Policy:
         """Divide `resident` tokens: sinks, pinned chunks, half of the rest for others, half for the window.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
@@ -54,7 +58,7 @@ class Policy:
                 f" {max(left, 0)} of {resident} resident tokens; {4 * CHUNK} or more must be left"
             )
         chosen = left // 2 // CHUNK * CHUNK
-        return cls(sink, left - chosen, num_pinned + chosen, spans)
+        return cls(sink, left - chosen, num_pinned + chosen, spans, exact)
 
     @property
     def pinned(self) -> list[int]:
@@ -87,7 +91,8 @@ class Policy:
         if self.window is None:
             return "full"
         numbers = [str(self.sink), str(self.window), *([str(self.recall)] if self.recall else [])]
-        return f"{self.name}({','.join([*numbers, *(f'{start}-{end}' for start, end in self.pins)])})"
+        pins = [f"{start}-{end}" for start, end in self.pins]
+        return f"{self.name}({','.join([*numbers, *pins, *(['exact'] if self.exact else [])])})"
 
     def num_visible(self, position: int) -> int:
         """Return how many of the `position` tokens of a session are visible, at the most."""

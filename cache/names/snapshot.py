@@ -59,9 +59,21 @@ def carried(span: Span, block: int) -> Span | None:
     return Span(span.end - size, span.end) if span.num_tokens == block and not span.end % size else None
 
 
+def section(name: str, reach: Policy) -> tuple[Policy, str]:
+    """Say which tensors are in one section: those of one reach, and of one layer if that is read alone."""
+    return reach, layer_path(name) if reach.exact else ""
+
+
+def layer_path(name: str) -> str:
+    """Return the path of the layer that keys or values are of: `3` of `3.keys.codes`."""
+    return name.partition(".keys")[0].partition(".values")[0]
+
+
 def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Group tensors into the sections of a file: runs of one reach, what is carried, then the state."""
-    for _, run in groupby(tensors, key=lambda one: (one.of_state, one.is_carried, one.reach)):
+    """Group tensors into the sections of a file, what is carried after others, the state last."""
+    for _, run in groupby(
+        tensors, key=lambda one: (one.of_state, one.is_carried, section(one.name, one.reach))
+    ):
         yield tuple(run)
 
 
@@ -76,6 +88,14 @@ States = tuple[tuple[str, str, tuple[int, ...]], ...]
 def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
     """List what a layer of this reach sees of a session's `num_tokens` tokens."""
     return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
+
+
+class Only(NamedTuple):
+    """A part of some KV: certain tokens of the layers of one reach, or of the one at `layer`."""
+
+    reach: Policy
+    spans: tuple[Span, ...]
+    layer: str | None = None
 
 
 #: The axis along which a window's or a chunk's keys and values grow, up to the tokens that were run.
@@ -203,12 +223,12 @@ class Name(NamedTuple):
 class Place:
     """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each.
 
-    A buffer holds the tokens of `spans`, in order; `reach` is the tensor's.
+    A buffer holds the tokens of `spans`, in order; `section` is that of the tensor: see `section`.
     """
 
     rows: tuple[memoryview, ...]
     token_bytes: int
-    reach: Policy
+    section: tuple[Policy, str]
     spans: tuple[Span, ...]
 
     def split(self, at: int) -> tuple[Place, Place]:

@@ -94,8 +94,9 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
     (1024): so many does each token see, the session may go on without end, and its KV stays as large.
     `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
-    the spans `pin` (start, end), and of the others those that matter most to what is said. With `kv_bits`, a
-    worker whose KV has another precision refuses the session.
+    the spans `pin` (start, end), and of the others those that matter most to what is said. A prompt sees what
+    is on the device, or with a `prefill` of `exact` all tokens, read from SSD for it, as under `full`. With
+    `kv_bits`, a worker whose KV has another precision refuses the session.
     """
 
     policy: Literal["full", "sink_window", "paged"] | None = None
@@ -103,10 +104,11 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     window: _Span | None = None
     resident: _Span | None = None
     pin: tuple[tuple[int, int], ...] | None = None
+    prefill: Literal["exact", "resident"] | None = None
     kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
+        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin", "prefill"))):
             given = [name for name in names if getattr(self, name) is not None]
             if given and self.policy != policy:
                 raise ValueError(f"takes {' and '.join(given)} with the policy {policy} only")
@@ -218,7 +220,8 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cache policy of a session.
 
     Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged` `resident`
-    tokens are on the device, among them always those of the spans `pin`.
+    tokens are on the device, among them always those of the spans `pin`; with a `prefill` of `exact` prompts
+    see all tokens.
     """
 
     policy: str
@@ -226,12 +229,14 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
+    prefill: str | None = None
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
         if self.resident is not None:
             pins = "".join(f", always {start}-{end}" for start, end in self.pin)
-            return f"{self.policy} ({self.resident} tokens on the device{pins})"
+            prefill = f", {self.prefill} prefill" if self.prefill else ""
+            return f"{self.policy} ({self.resident} tokens on the device{pins}{prefill})"
         if self.sink is None or self.window is None:
             return self.policy
         return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"

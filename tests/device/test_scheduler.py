@@ -19,6 +19,7 @@ class Turn:
     tenant: str = "a"
     draws: bool = True
     asks: bool = False
+    scale: int = 1
     num_cached: int = 0
     priority: int = 0
     ran: list[int] = field(default_factory=list)
@@ -64,6 +65,15 @@ def test_a_piece_ends_at_a_block_boundary() -> None:
     for _ in range(4):
         carry_out(scheduler, 100)
     assert turn.ran == [3, 8, 8, 6]
+
+
+def test_a_prompt_of_long_pieces_runs_without_others_pieces() -> None:
+    long, others = Turn(75, scale=4, num_cached=5), [Turn(3, draws=False), Turn(20, draws=False)]
+    scheduler = scheduler_of(long, *others)
+    for _ in range(9):
+        carry_out(scheduler, 6)
+    assert long.ran == [24, 3, 24, 8, 11], "24 tokens for a budget of 6, up to a multiple of four blocks"
+    assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
 
 
 def test_a_tenant_with_many_prompts_does_not_hold_up_another() -> None:

@@ -70,6 +70,32 @@ async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
     assert plain.usage.prefilled_tokens == 900, "an exact session never uses what was computed approximately"
 
 
+async def test_an_exact_prefill_answers_as_a_full_session_before_and_after_a_restart(
+    local_worker: Callable, wide_model: Path
+) -> None:
+    """The first token, which follows from the prompt alone; the answer's others see a part."""
+    exact = {**CACHE, "prefill": "exact"}
+    told = SessionCache(policy="paged", resident=516, pin=((70, 90),), prefill="exact")
+    worker = await local_worker(model=str(wide_model))
+    full, paged = worker.client.session("f"), worker.client.session("p", cache=exact)
+    for session in (full, paged):
+        await session.append(tokens=_words(1500))
+    assert (await paged.info()).cache == told
+    one = [await session.generate(tokens=_words(40), max_tokens=1) for session in (full, paged)]
+    assert one[0].tokens == one[1].tokens
+    assert one[1].usage.prefilled_tokens == 41, "nothing is run twice"
+    await worker.stop()
+    worker = await local_worker(model=str(wide_model))
+    full, paged = worker.client.session("f"), worker.client.session("p", cache=exact)
+    two = [await session.generate(tokens=_words(50), max_tokens=1) for session in (full, paged)]
+    assert two[0].tokens == two[1].tokens
+    assert two[1].usage.prefilled_tokens == 51
+    with pytest.raises(RequestFailedError, match=r"is open under paged .*exact prefill"):
+        await worker.client.session("p", cache=CACHE).append(tokens=[5])
+    other = await worker.client.session("q", cache=CACHE).generate(tokens=_words(900), max_tokens=1)
+    assert other.usage.prefilled_tokens >= 900, "neither uses what the other has computed"
+
+
 @pytest.mark.parametrize(
     ("cache", "refusal"),
     [

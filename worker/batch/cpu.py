@@ -89,9 +89,19 @@ def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
         _hide_later(held)
     elif seen is not None:
         _apply(held, _view(seen))
-    sums = _exponentiate(held)
+    _, sums = _exponentiate(held)
     grouped = scores.reshape(rows, values.shape[1], -1, length)
     return (grouped @ values).reshape(rows, heads, num_tokens, -1) / mx.array(sums)
+
+
+def exponentiated(scores: mx.array) -> tuple[mx.array, mx.array]:
+    """Replace scores by exp(score - largest of its row), evaluated; return the largest ones, and the sums.
+
+    Writes into the memory of `scores`, which nobody else may have.
+    """
+    mx.eval(scores)
+    largest, sums = _exponentiate(_view(scores))
+    return mx.array(largest), mx.array(sums)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -190,20 +200,18 @@ def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
         scores += mask
 
 
-def _exponentiate(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Replace scores by exp(score - largest of its row); return the rows' sums, (rows, heads, tokens, 1).
+def _exponentiate(scores: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Replace scores by exp(score - largest of its row); return the largest ones and the rows' sums.
 
-    Many scores are computed head by head, so that each head stays in the processor's cache.
+    Both are (rows, heads, tokens, 1). Many scores are computed head by head, so that each head stays in the
+    processor's cache.
     """
-    if scores.size < _CACHED:
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        at_once: np.ndarray[Any, Any] = scores.sum(axis=-1, keepdims=True)
-        return at_once
-    sums = np.empty((*scores.shape[:3], 1), np.float32)
-    for at in np.ndindex(scores.shape[:2]):
+    largest, sums = np.empty((2, *scores.shape[:3], 1), np.float32)
+    heads = [()] if scores.size < _CACHED else np.ndindex(scores.shape[:2])
+    for at in heads:
         head = scores[at]
-        head -= head.max(axis=-1, keepdims=True)
+        np.max(head, axis=-1, keepdims=True, out=largest[at])
+        head -= largest[at]
         np.exp(head, out=head)
         np.sum(head, axis=-1, keepdims=True, out=sums[at])
-    return sums
+    return largest, sums

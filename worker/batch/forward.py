@@ -28,9 +28,10 @@ from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
 from . import cpu, ring_attention
+from .running import RunningAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .batch import PrefillPiece
     from .ring_attention import Rotate, Sight
@@ -100,24 +101,48 @@ class OwnPart:
 
     def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
         """Write and attend run by run: what a run overwrites, none of its tokens sees."""
-        ring, (keys, values), outputs = self._caches[layer], self._fetched, []
-        start, end = ring.offset, ring.offset + self._num_tokens
-        while ring.offset < end:
-            at, most = ring.offset, min(SLACK, ring.grid or SLACK)
-            num = min(most - at % most, end - at)  # never across a base
-            run = slice(at - start, at - start + num)
-            ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
-            kind = (ring.grid, ring.sink, ring.window, at)
-            if kind not in self._sights:
-                self._sights[kind] = ring_attention.sight(ring, [at + num], num)
-            seen = self._sights[kind]
-            places = ring.unpacked(seen.num_places)
-            outputs.append(attention.to_ring(queries[run], places, seen, _of_one_session))
-            if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, num):
-                asked = queries[run]
+        ring, outputs = self._caches[layer], []
+        sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
+        if sees_all:
+            outputs.append(self._attend_all(layer, queries, attention))
+        for at, run in self._written(ring):
+            asked = queries[run]
+            if not sees_all:
+                seen = self._sight(ring, at, asked.shape[0])
+                places = ring.unpacked(seen.num_places)
+                outputs.append(attention.to_ring(asked, places, seen, _of_one_session))
+            if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, asked.shape[0]):
                 ring.weigh(asked, attention.scale, cpu.compared if cpu.faster_compared(asked) else compared)
         together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return together.transpose(2, 1, 0, 3)
+
+    def _written(self, ring: RingCache) -> Iterator[tuple[int, slice]]:
+        """Write the tokens run by run, none across a base; yield the position and the indices of each run."""
+        (keys, values), start, end = self._fetched, ring.offset, ring.offset + self._num_tokens
+        while ring.offset < end:
+            at, most = ring.offset, min(SLACK, ring.grid or SLACK)
+            run = slice(at - start, min(at + most - at % most, end) - start)
+            ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
+            yield at, run
+
+    def _sight(self, ring: RingCache, at: int, num: int) -> Sight:
+        kind = (ring.grid, ring.sink, ring.window, at)
+        if kind not in self._sights:
+            self._sights[kind] = ring_attention.sight(ring, [at + num], num)
+        return self._sights[kind]
+
+    def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
+        """Attend to all tokens of the session, before these are written: (1, heads, tokens, head_dim)."""
+        cache = self._caches[layer]
+        later = (i for i in range(layer + 1, len(self._caches)) if isinstance(self._caches[i], PagedCache))
+        then = next(later, None)
+        running = attention.running(_of_one_session(queries))
+        for keys, values in cache.before(str(layer), None if then is None else str(then)):
+            running.add(keys, values)
+        keys, values = (cache.rounded(part) for part in self._fetched)
+        at = mx.arange(self._num_tokens)
+        running.add(keys, values, at[None] <= at[:, None])
+        return running.result()
 
 
 def _of_one_session(array: mx.array) -> mx.array:
@@ -307,6 +332,10 @@ class Attention:
             queries, keys, values, cache=cache, scale=self.scale, mask=mask, **self.more
         )
         return theirs
+
+    def running(self, queries: mx.array) -> RunningAttention:
+        """Begin to attend to keys that come in parts."""
+        return RunningAttention(queries, self.scale, self.more.get("sinks"))
 
     def to_ring(
         self,

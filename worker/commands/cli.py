@@ -251,6 +251,11 @@ def ask(
     multiple=True,
     help="Tokens that paged always has there; may be given several times.",
 )
+@click.option(
+    "--prefill",
+    type=click.Choice(["exact", "resident"]),
+    help="What prompts see under paged: all tokens, or those on the device. [default: resident]",
+)
 @with_settings(*CLIENT_SETTINGS)
 def open_session(
     config: Path | None,
@@ -261,6 +266,7 @@ def open_session(
     window: int | None,
     resident: int | None,
     pin: tuple[tuple[int, int], ...],
+    prefill: str | None,
     **flags: Any,
 ) -> None:
     """Start SESSION under a cache policy, which it keeps until it is closed.
@@ -271,7 +277,14 @@ def open_session(
     """
     from .control import open_session as run
 
-    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
+    asked = {
+        "policy": policy,
+        "sink": sink,
+        "window": window,
+        "resident": resident,
+        "pin": pin or None,
+        "prefill": prefill,
+    }
     cache = {name: value for name, value in asked.items() if value is not None}
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long a paged prompt waits for a disk that takes nothing.
+#: How long a paged prompt waits for a disk that takes nothing, and one that needs all of it there.
 PATIENCE_S: Final = 2.0
+EXACT_PATIENCE_S: Final = 30.0
 
 
 class Cutting:
@@ -72,7 +73,7 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Whether a paged prompt's next piece should wait for the disk, for `PATIENCE_S` at the most.
+        """Whether a paged prompt's next piece should wait for the disk, as long as it has patience.
 
         What leaves the device before it is on its way to the disk can only be prefilled again.
         """
@@ -83,7 +84,8 @@ class Cutting:
             turn.behind_since_s = None
             return False
         turn.behind_since_s = turn.behind_since_s or time.monotonic()
-        return time.monotonic() < turn.behind_since_s + PATIENCE_S
+        patience_s = EXACT_PATIENCE_S if turn.policy.exact else PATIENCE_S
+        return time.monotonic() < turn.behind_since_s + patience_s
 
     def note_prompt(self, turn: Turn) -> None:
         """Note the spans of the prompt that lack a snapshot and that KV covers by now."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cache.kv.paged import Past
     from cache.kv.size import KvSize
     from cache.names.blocks import Span
     from cache.names.policy import Policy
@@ -156,6 +157,10 @@ class Device:
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
         """Answer a `Recall`: the chunks that were read, in order, and the arrays of their tokens."""
         self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
+
+    def give_past(self, turn: Turn, past: Past | None) -> None:
+        """Answer a `WantsPast`; None fails the turn."""
+        self._commands.put(lambda runner: runner.give_past(turn, past))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the running step; False if it did not end in time."""

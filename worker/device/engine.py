@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
@@ -36,6 +37,7 @@ from .turn import (
     Starved,
     StepReport,
     Turn,
+    WantsPast,
 )
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class _Run:
     is_cancelled: bool = False
     is_abandoned: bool = False  # no task waits for its end
     is_complete: bool = False  # the whole context has its KV
+    has_lost: bool = False  # KV that was to be read from disk, and was not there
     num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
     num_covered: int = 0
     live_bytes: int = 0
@@ -343,9 +346,17 @@ class Engine:
         if run is None:
             return
         self._flights.deliver(event)
-        if not isinstance(event, Sampled | Recall):
+        if isinstance(event, Finished | Faulted):
+            resumes = isinstance(event, Finished) or self._finds_past_anew(run, event)
             # Its memory is free now, not only when the task that waits for the turn runs.
-            self._end_turn(run, turn, resumes=isinstance(event, Finished) and not self._is_over(run, turn))
+            self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
+
+    def _finds_past_anew(self, run: _Run, event: Faulted) -> bool:
+        """Say whether a turn is to begin again since it lost its past: once, with what is stored then."""
+        if run.has_lost or not isinstance(event.error, LostPastError):
+            return False
+        run.has_lost = True
+        return True
 
     def _make_room(self, short: Short) -> None:
         """Drop sessions until the device has the room that it is short of, least recently used first.
@@ -439,11 +450,15 @@ class Engine:
             for event in events:
                 if isinstance(event, Recall):
                     self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)
+                elif isinstance(event, WantsPast):
+                    await self._finder.find_past(turn, run.holding, event.end)
             if isinstance(events[-1], Faulted | Finished):
                 run.phases += _on_device(turn, submitted_s, drawn_s)
             match events[-1]:
                 case Faulted(_, NoRoomError() as error):
                     raise NoMemoryError(str(error)) from error
+                case Faulted(_, LostPastError()) if run.admitted is not None:
+                    return False
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(_, num_cached, live_bytes):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.policy import Policy
-    from cache.store import HeldPrefix, Store
+    from cache.store import HeldPrefix, Store, StoredPast
     from turnkeep_client.subjects import SessionKey
 
     from .admission import Ledger
@@ -46,6 +46,7 @@ class Holding:
 
     key: SessionKey
     prefix: HeldPrefix | None = None
+    past: StoredPast | None = None
     room: asyncio.Future[bool] | None = None
 
     def stop_waiting(self) -> None:
@@ -73,9 +74,11 @@ class Finder:
         """Release what a turn holds."""
         if self._store is not None and holding.prefix is not None:
             self._store.release(holding.prefix)
+        if self._store is not None and holding.past is not None:
+            self._store.end_past(holding.past)
         if holding.room is not None:
             self._device.release_room(holding.key)
-        holding.prefix = holding.room = None
+        holding.prefix = holding.past = holding.room = None
 
     async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
         """Find the longest KV for a turn. `busy` are the sessions whose turns have their memory."""
@@ -117,6 +120,18 @@ class Finder:
         # What is held is stored; with layers that have states, an append's end is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
+
+    async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
+        """Find the KV of a turn's first `end` tokens on SSD, for the device to read; hold it instead."""
+        past = None
+        try:
+            if self._store is not None and turn.chain is not None:
+                past = await self._store.past(turn.chain, turn.context, end, PATIENCE_S)
+                held = self._store.hold(turn.chain, turn.context)
+                self.release(holding)
+                holding.prefix, holding.past = held, past
+        finally:
+            self._device.give_past(turn, past)  # the turn waits for it
 
     async def recall(self, turn: Turn, spans: tuple[Span, ...]) -> int:
         """Read chunks of a turn's session from SSD for the device; return how many tokens were there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeAlias
 
-from .turn import Faulted, Finished, Recall, Sampled
+from .turn import Faulted, Finished, Recall, Sampled, WantsPast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .turn import StepReport, Turn
 
 #: What the follower of a turn receives; the last event is `Finished` or `Faulted`.
-TurnEvent: TypeAlias = Sampled | Recall | Finished | Faulted
+TurnEvent: TypeAlias = Sampled | Recall | WantsPast | Finished | Faulted
 
 
 class Flights:
@@ -58,7 +58,7 @@ class Flights:
 
     def deliver(self, event: TurnEvent) -> None:
         """Pass an event on to the turn's follower."""
-        if isinstance(event, Sampled | Recall):
+        if isinstance(event, Sampled | Recall | WantsPast):
             self._flights[event.turn].events.put_nowait(event)
         else:
             self._flights.pop(event.turn).events.put_nowait(event)

@@ -25,6 +25,7 @@ from cache.kv.paged import ASKED
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 from cache.names.blocks import Span
+from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, RECALLED, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
@@ -53,12 +54,14 @@ from .turn import (
     Sampled,
     StepReport,
     Turn,
+    WantsPast,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
+    from cache.kv.paged import Past
     from cache.names.blocks import Tokens
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
@@ -69,6 +72,8 @@ log = structlog.get_logger()
 
 #: The last tokens of a prompt are run again once what matters to them is on the device.
 ASKED_TOKENS: Final = 32
+#: How many blocks a prompt runs at a time whose tokens see all before them: each piece reads all of these.
+EXACT_SCALE: Final = 8
 #: An answer's session asks for chunks once in so many tokens.
 RECALL_EVERY: Final = 16
 
@@ -180,7 +185,7 @@ class Runner:
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
-        self._asking: set[Turn] = set()  # whose prompts wait for chunks from SSD
+        self._asking: set[Turn] = set()  # whose prompts wait for KV from SSD
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
@@ -255,6 +260,29 @@ class Runner:
         if turn in self._asking or turn in self._scheduler:
             self._guarded(turn, lambda turn: self._recalled(turn, spans, tensors))
 
+    def give_past(self, turn: Turn, past: Past | None) -> None:
+        """Let a prompt go on that waited for all KV before it; None says that some of it is gone."""
+        if turn in self._asking:
+            self._guarded(turn, lambda turn: self._given_past(turn, past))
+
+    def _given_past(self, turn: Turn, past: Past | None) -> None:
+        if past is None:
+            raise LostPastError(
+                "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
+            )
+        turn.past = past
+        self._asking.discard(turn)
+        self._scheduler.add(turn)
+        self._recall(turn)
+
+    def _want_past(self, turn: Turn) -> None:
+        """Ask for the KV of the tokens that have left the device, if the next piece is to see them."""
+        end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
+        if end and turn in self._scheduler and turn.row is None:
+            self._scheduler.remove(turn)
+            self._asking.add(turn)
+            self._emit(WantsPast(turn, end))
+
     def _recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
         if spans:
             self._num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
@@ -263,7 +291,9 @@ class Runner:
             self._scheduler.add(turn)
             if turn.asks:
                 self._recall(turn)
-            elif spans and turn.caches is not None:  # with what matters in sight, the end is run again
+            elif (
+                spans and turn.caches is not None and not turn.policy.exact
+            ):  # with what matters in sight, the end is run again
                 turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
                 layers.trim(turn.caches, turn.num_cached)
 
@@ -276,6 +306,8 @@ class Runner:
         is_end = turn.asks and turn.num_cached >= turn.target - 1
         if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
             return
+        if turn.policy.exact and turn.row is None and not is_end:
+            return  # no token of the prompt would see what came
         if not turn.is_recalling:
             turn.asks = turn.asks and not is_end
             pages = layers.pages(self._caches(turn))
@@ -327,7 +359,9 @@ class Runner:
             self._fault(turn, error)
 
     def _fault(self, turn: Turn, error: Exception) -> None:
-        if not isinstance(error, NoRoomError):
+        if isinstance(error, LostPastError):
+            log.warning("a turn lacks KV on disk", session=str(turn.key), error=str(error))
+        elif not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._asking.discard(turn)
@@ -356,9 +390,12 @@ class Runner:
         self._scheduler.add(turn)
         self.cutting.note_prompt(turn)
         self.cutting.cut_noted(turn)
+        if turn.policy.exact and turn.caches is not None:
+            turn.scale = min(layers.most_run(turn.caches, self._block) // self._block, EXACT_SCALE)
         if turn.num_cached == turn.target:
             self._end(turn)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
+        self._want_past(turn)
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
         """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
@@ -401,6 +438,7 @@ class Runner:
         if turn.policy.recall and (pages := layers.pages(turn.caches or [])) is not None:
             # An end that is run again, with what it asked for in sight, does not ask again.
             pages.is_end = end >= turn.target - 1 - self._block and (turn.asks or not turn.draws)
+            pages.sees_all, pages.past = turn.policy.exact, turn.past
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
@@ -410,12 +448,16 @@ class Runner:
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
         self.cutting.note_prompt(turn)
+        if (pages := layers.pages(turn.caches or [])) is not None:
+            pages.sees_all, pages.past = False, None
         if turn.row is not None:
             turn.caches = None
             self._scheduler.start_decoding(turn)
             self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
+        else:
+            self._want_past(turn)
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""

@@ -40,6 +40,10 @@ class Work(Protocol):
     def asks(self) -> bool:
         """Whether the prompt's last token waits, whether there is a row or not."""
 
+    @property
+    def scale(self) -> int:
+        """How many times longer than others the prompt's pieces are; those run without others' pieces."""
+
 
 T = TypeVar("T", bound=Work)
 
@@ -115,10 +119,10 @@ class Scheduler(Generic[T]):
         rows = Counter(turn.tenant for turn in self._decoding)
         pieces: list[tuple[T, int]] = []
         for turn in self._rotation() if only is None else [only]:
-            if budget == 0:
-                break
-            start = turn.num_cached
-            end = min((start // self._block + 1) * self._block, turn.target, start + budget)
+            if budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
+                continue
+            start, size = turn.num_cached, self._block * turn.scale
+            end = min((start // size + 1) * size, turn.target, start + budget * turn.scale)
             if end == turn.target and turn.draws:
                 is_full = rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows
                 if turn.asks or is_full:
@@ -127,7 +131,7 @@ class Scheduler(Generic[T]):
                     rows[turn.tenant] += 1
             if end > start:
                 pieces.append((turn, end - start))
-                budget -= end - start
+                budget -= (end - start) // turn.scale
         return Step(tuple(self._decoding), tuple(pieces))
 
     def advance(self, step: Step[T]) -> None:

@@ -17,6 +17,7 @@ from worker.batch.sampling import Sampling
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from cache.kv.paged import Past
     from cache.names.blocks import Chain, Span, Tokens
     from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
@@ -78,6 +79,8 @@ class Turn:
     prefill_s: float = field(init=False, default=0.0)
     resident: ResidentKv | None = field(init=False, default=None)
     asks: bool = field(init=False, default=False)
+    scale: int = field(init=False, default=1)
+    past: Past | None = field(init=False, default=None)
     is_recalling: bool = field(init=False, default=False)
     behind_since_s: float | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
@@ -146,6 +149,14 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
+class WantsPast:
+    """A turn's prompt waits for the KV of its first `end` tokens; the answer is `Device.give_past`."""
+
+    turn: Turn
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes.
 
@@ -182,7 +193,7 @@ class Starved:
     """No step fits, and no idle session is left: snapshots that wait for the disk take the room."""
 
 
-Event = Prefilled | Sampled | SnapshotCut | Recall | Finished | Faulted | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Recall | WantsPast | Finished | Faulted | Short | Starved
 
 
 class NoRoomError(Exception):

@@ -1,0 +1,104 @@
+"""The KV of a session's first tokens, read from disk one layer at a time, some blocks at a time.
+
+For a pass over a prompt whose tokens attend to all tokens before them, of which the device holds a part.
+Each block is verified whenever it is read. While one part is used, the next one is read on an I/O thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from cache.names.blocks import Span
+from cache.names.errors import LostPastError
+from cache.names.snapshot import Only, layer_path
+
+from .restore import restore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+    from typing import TypeAlias
+
+    import mlx.core as mx
+
+    from cache.kv.arrays import Arrays
+    from cache.names.policy import Policy
+    from cache.names.snapshot import ModelLayout
+
+    from .folder import Folder
+    from .readers import Readers
+    from .restore import ChainFile, ReadOutcome
+
+    _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
+
+#: Tokens of a part: attention's scores for as many are in memory at a time.
+PART_TOKENS: Final = 1024
+#: The time limit of a part.
+_READ_S: Final = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class StoredPast:
+    """The KV of the first `end` tokens, in `files`; made by `Store.past`, then used by one thread.
+
+    `ahead` is the part that is read already, or is being read. `doubt` is the file that was not what it
+    should be, and why.
+    """
+
+    folder: Folder
+    files: Sequence[ChainFile]
+    end: int
+    identity: bytes
+    layout: ModelLayout
+    policy: Policy
+    readers: Readers
+    size_bytes: int = 0
+    doubt: tuple[ChainFile, str] | None = None
+    ahead: tuple[tuple[str, int], _Part] | None = None
+
+    def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
+        """Yield keys and values of all tokens in order: (1, KV heads, tokens, size), or codes and scales.
+
+        `layer` is its path in snapshots; that of `then` is read next. Raises `LostPastError` if a file is
+        gone or damaged, or the disk does not answer.
+        """
+        todo = [(layer, at) for at in range(0, self.end, PART_TOKENS)]
+        for this, following in zip(todo, [*todo[1:], (then, 0)], strict=True):
+            part = self.ahead[1] if self.ahead and self.ahead[0] == this else self._begin(*this)
+            after, num = following
+            self.ahead = ((after, num), self._begin(after, num)) if after is not None else None
+            arrays = self._taken(*part)
+            held = [arrays[name] for name, _, _ in self.layout.kv if layer_path(name) == layer]
+            yield held[: len(held) // 2], held[len(held) // 2 :]
+
+    def _begin(self, layer: str, start: int) -> _Part:
+        span = Span(start, min(start + PART_TOKENS, self.end))
+        files = [
+            file
+            for file, end in zip(self.files, [*(one.start for one in self.files[1:]), self.end], strict=True)
+            if file.start < span.end and span.start < end
+        ]
+        help_out = partial(self.readers.submit, limit_s=_READ_S)
+        only = Only(self.policy, (span,), layer)
+
+        def read() -> ReadOutcome:
+            layout = self.layout
+            return restore(self.folder, files, self.end, self.identity, layout, 0, _READ_S, help_out, only)
+
+        return files, self.readers.submit(read, _READ_S)
+
+    def _taken(self, files: Sequence[ChainFile], future: Future[ReadOutcome]) -> Arrays:
+        try:
+            outcome = future.result(2 * _READ_S)
+        except (TimeoutError, RuntimeError, MemoryError, OSError) as error:
+            future.cancel()
+            raise LostPastError(
+                f"the KV of earlier tokens could not be read: {error or 'no answer'}"
+            ) from error
+        if outcome.restored is None or outcome.doubt is not None:
+            self.doubt = files[outcome.num_read], outcome.doubt or ""
+            raise LostPastError(f"the KV of earlier tokens is damaged or gone: {outcome.doubt}")
+        self.size_bytes += outcome.restored.size_bytes
+        return outcome.restored.tensors

@@ -1,0 +1,197 @@
+"""Paged sessions whose prompts see all tokens before them, read from SSD layer by layer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import engine_process
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import WIDE, prompt
+
+from cache.kv import layers
+from cache.names.blocks import Span, as_tokens
+from cache.names.policy import CHUNK, FULL, SLACK, Policy
+from worker.batch.forward import Forward, OwnPart
+from worker.device import cutting, finding
+from worker.device.engine import DeviceFaultError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine_process import Process
+
+POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4, exact=True)
+HELD = (POLICY.window or 0) + SLACK
+
+
+@pytest.fixture(scope="module")
+def model(build_model) -> Any:
+    return build_model("llama", **WIDE)
+
+
+class Kept:
+    """A past of which all parts are in memory."""
+
+    def __init__(self, end: int, held: dict[str, mx.array], part: int) -> None:
+        self.end = end
+        self._held = held
+        self._part = part
+
+    def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
+        for at in range(0, self.end, self._part):
+            span = slice(at, min(at + self._part, self.end))
+            cut = [part[..., span, :] for name, part in self._held.items() if name.startswith(f"{layer}.")]
+            yield cut[: len(cut) // 2], cut[len(cut) // 2 :]
+
+
+def keep(held: dict[str, mx.array], caches: list[Any], start: int, end: int) -> None:
+    types = {"F32": np.float32, "U32": np.uint32}
+    for one in layers.cut(caches, start, end) or ():
+        if "sketch" not in one.name:
+            array = mx.array(np.frombuffer(one.data, types[one.dtype]).reshape(one.shape))
+            held[one.name] = mx.concatenate([held[one.name], array], axis=2) if one.name in held else array
+
+
+def exactly(forward: Forward, caches: list[Any], tokens: list[int], pieces: list[int], part: int) -> mx.array:
+    held: dict[str, mx.array] = {}
+    found, at = [], 0
+    pages = layers.pages(caches)
+    assert pages is not None
+    for num in pieces:
+        pages.sees_all, pages.past = True, Kept(layers.num_passed(caches), held, part)
+        found.append(forward([OwnPart(caches, at, num)], tokens[at : at + num]))
+        mx.eval(found[-1], [cache.state for cache in caches])
+        pages.sees_all, pages.past = False, None
+        keep(held, caches, at, at + num)
+        at += num
+    return mx.concatenate(found)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_sees_all_tokens_before_it_however_it_is_cut(build_model, kind: str, seed: int) -> None:
+    model, rng = build_model(kind, **WIDE), random.Random(seed)
+    tokens, pieces, caches = prompt(5 * HELD + 7, seed), list[int](), layers.make(model, POLICY, rings=True)
+    most = layers.most_run(caches, 16)
+    while (left := len(tokens) - sum(pieces)) > 0:
+        pieces.append(min(rng.choice([1, 17, CHUNK, 200, most]), left))
+    found = exactly(Forward(model), caches, tokens, pieces, rng.choice([50, 128, 1024]))
+    expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
+    assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+    assert layers.num_passed(caches) > 3 * HELD, "most of it has left the device"
+
+
+def test_an_answer_s_tokens_see_a_part_again(build_model) -> None:
+    model = build_model("llama", **WIDE)
+    forward, tokens = Forward(model), prompt(3 * HELD)
+    caches = layers.make(model, POLICY)
+    exactly(forward, caches, tokens, [HELD] * 3, 128)
+    found = forward([OwnPart(caches, 3 * HELD, 1)], [5])
+    expected = model(mx.array([[*tokens, 5]]), cache=make_prompt_cache(model))[0, -1:]
+    assert mx.abs(found - expected).max().item() > 1e-3 * mx.abs(expected).max().item()
+
+
+def test_a_past_that_ends_before_what_is_held_is_refused(build_model) -> None:
+    model = build_model("llama", **WIDE)
+    forward, tokens, caches = Forward(model), prompt(3 * HELD), layers.make(model, POLICY)
+    exactly(forward, caches, tokens, [HELD, HELD], 128)
+    caches[0].pages.sees_all = True
+    caches[0].pages.past = Kept(layers.num_passed(caches) - 1, {}, 128)
+    with pytest.raises(ValueError, match="not the past"):
+        forward([OwnPart(caches, 2 * HELD, 1)], [5])
+
+
+async def test_what_a_prompt_stores_is_what_a_full_session_has(model, tmp_path) -> None:
+    """And the answer's first token has the same logits; a paged session without it differs."""
+    tokens, per_policy = prompt(40 * CHUNK + 9), {}
+    for policy in (FULL, POLICY, replace(POLICY, exact=False)):
+        async with engine_process.open_process(model, tmp_path / str(policy), num_blocks=8) as process:
+            await process.append(tokens[: 30 * CHUNK + 5], policy=policy)
+            outcome, _, bits = await process.generate(tokens, 1, policy=policy)
+            assert outcome.num_prefilled == len(tokens) - 30 * CHUNK - 4
+            await process.store.barrier(10)
+            per_policy[policy] = (np.frombuffer(bits[0], np.float32), await stored(process, tokens, policy))
+    full, exact, partly = per_policy.values()
+    for one, other in zip(full, exact, strict=True):
+        assert np.abs(one - other).max() < 1e-4 * np.abs(one).max()
+    assert np.abs(full[1] - partly[1]).max() > 1e-2 * np.abs(full[1]).max()
+
+
+async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndarray:
+    """The last layer's values of all whole blocks, as they are on disk."""
+    chain = process.store.chain(engine_process.key("s").tenant, policy)
+    spans = [Span(0, len(tokens) // CHUNK * CHUNK)]
+    if policy == FULL:
+        restored = await process.store.load(process.store.match(chain, tokens[: spans[0].end]))
+        assert restored is not None
+        return np.array(restored.tensors["1.values"][..., : spans[0].end, :])
+    read, arrays = await process.store.recall(chain, tokens, spans)
+    assert list(read) == spans
+    return np.array(arrays["1.values"])
+
+
+async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_path) -> None:
+    tokens = prompt(50 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens[: 45 * CHUNK], policy=POLICY)
+        await process.store.barrier(10)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        outcome, _, bits = await process.generate(tokens, 1, policy=POLICY)
+        assert outcome.num_prefilled == 5 * CHUNK + 1
+    expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+    assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_from_a_damaged_block_on_it_is_prefilled_again(model, tmp_path, is_gone: bool) -> None:
+    tokens = prompt(50 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens[: 45 * CHUNK], policy=POLICY)
+        await process.store.barrier(10)
+        match = process.store.match(process.store.chain(engine_process.key("s").tenant, POLICY), tokens)
+        process.store.release(match)
+        path = process.store._folder.path(match.nodes[12].digest)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.unlink()
+        if not is_gone:
+            path.write_bytes(content)
+        outcome, _, bits = await process.generate(tokens, 1, policy=POLICY)
+        assert outcome.num_prefilled == 38 * CHUNK
+        assert process.store.stats().rejected == 1
+    expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+    assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
+
+
+async def test_a_disk_that_takes_nothing_fails_the_turn_and_says_why(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cutting, "EXACT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        monkeypatch.setattr(process.store, "save", lambda *_: False)
+        with pytest.raises(DeviceFaultError, match="the disk lacks some of it"):
+            await process.append(prompt(50 * CHUNK), policy=POLICY)
+        monkeypatch.undo()
+        outcome = await process.append(prompt(50 * CHUNK), policy=POLICY)
+        assert outcome.num_prefilled == 50 * CHUNK - 1
+
+
+async def test_a_layer_is_read_alone(model, tmp_path) -> None:
+    tokens = prompt(20 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        await process.store.barrier(10)
+        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
+        past = await process.store.past(chain, as_tokens(tokens), 19 * CHUNK, 1.0)
+        assert past is not None
+        parts = list(past.parts("1", None))
+        whole = await process.store.recall(chain, tokens, [Span(0, 19 * CHUNK)])
+        for i, name in enumerate(("1.keys", "1.values")):
+            found = mx.concatenate([part[i][0] for part in parts], axis=2)
+            assert mx.array_equal(found, whole[1][name])
+        assert past.size_bytes < 0.7 * sum(array.nbytes for array in whole[1].values())
