@@ -259,13 +259,23 @@ class Store:
             self._use(nodes[-1])
         return Match(num_tokens, tuple(nodes), chain.policy)
 
-    async def settle(self, tenant: str | Chain, tokens: Sequence[int], least: int, timeout_s: float) -> None:
-        """Wait for what is on its way to the disk of these tokens, if that is more than `least` of them."""
+    async def settle(
+        self,
+        tenant: str | Chain,
+        tokens: Sequence[int],
+        least: int,
+        timeout_s: float,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for what is on its way to the disk of these tokens, if that is more than `least` of them.
+
+        Ends after `timeout_s`, or once it `is_stopped`.
+        """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
         until = self._monotonic() + timeout_s
         while last is not None and edges[-1] > least and not last.durable and self._index.has(last):
-            if self._monotonic() > until:
+            if self._monotonic() > until or is_stopped():
                 return
             await asyncio.sleep(_SETTLE_S)
 
@@ -326,12 +336,17 @@ class Store:
         return found, {name: array for name, array in restored.tensors.items() if array.size}
 
     async def past(
-        self, chain: Chain, tokens: Sequence[int], end: int, timeout_s: float
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        end: int,
+        timeout_s: float,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> StoredPast | None:
         """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
 
-        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or if it is not
-        on its way. The caller holds the prefix while it reads.
+        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or once it
+        `is_stopped`. The caller holds the prefix while it reads.
         """
         form = self._form(chain.policy)
         until = self._monotonic() + timeout_s
@@ -341,7 +356,7 @@ class Store:
             self.release(match)
             if match.num_tokens >= end:
                 break
-            if self._monotonic() > until or self._closing:
+            if self._monotonic() > until or self._closing or is_stopped():
                 return None
             await asyncio.sleep(_SETTLE_S)
         files, at = [], 0

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import engine_process
@@ -399,6 +400,32 @@ async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
         process.store.release(match)
         assert refused > 3
         assert (match.num_tokens == 0) if is_hanging else (match.num_tokens > 19 * CHUNK)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_a_turn_that_is_cancelled_while_it_waits_for_blocks_on_their_way_ends_at_once(
+    model, tmp_path, monkeypatch, exact: bool
+) -> None:
+    """A rewind needs blocks that have left the window, an exact prefill all that has left the device."""
+    policy = replace(POLICY, exact=exact)
+    monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
+    tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
+    monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        engine, cancelled = process.engine, False
+        if not exact:
+            await process.append(tokens, policy=POLICY)
+            tokens = tokens[:900]
+        running = asyncio.create_task(
+            engine.run(engine_process.key("s"), as_tokens(tokens), lambda: cancelled, policy=policy)
+        )
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        cancelled = True
+        engine.cancel(engine_process.key("s"))
+        async with asyncio.timeout(20):
+            await running
+        may_end.set()
 
 
 @pytest.mark.parametrize("is_hanging", [False, True])

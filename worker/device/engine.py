@@ -239,7 +239,8 @@ class Engine:
         claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
         most = len(context) + max_new
         phases = [] if phases is None else phases
-        run = _Run(claim, policy, most, cancelled, progress, Holding(key), phases)
+        holding = Holding(key, lambda: self._stopping or run.is_stopped or run.is_paused)
+        run = _Run(claim, policy, most, cancelled, progress, holding, phases)
         self._runs[run.claim] = run
         is_over = False
         try:

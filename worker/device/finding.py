@@ -17,7 +17,7 @@ from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import mlx.core as mx
 
@@ -42,9 +42,13 @@ _RESTORE_TRIES: Final = 2
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What a session's turn holds until it is over; `room` is requested, or granted once it is True."""
+    """What a session's turn holds until it is over; `room` is requested, or granted once it is True.
+
+    Once the turn `is_stopped`, nothing is waited for.
+    """
 
     key: SessionKey
+    is_stopped: Callable[[], bool]
     prefix: HeldPrefix | None = None
     past: StoredPast | None = None
     room: asyncio.Future[bool] | None = None
@@ -94,7 +98,8 @@ class Finder:
         least = found + found // _RESTORE_GAIN
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
-            await self._store.settle(turn.chain, turn.context[:num_usable], least, PATIENCE_S)
+            usable = turn.context[:num_usable]
+            await self._store.settle(turn.chain, usable, least, PATIENCE_S, holding.is_stopped)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break
@@ -126,7 +131,7 @@ class Finder:
         past = None
         try:
             if self._store is not None and turn.chain is not None:
-                past = await self._store.past(turn.chain, turn.context, end, PATIENCE_S)
+                past = await self._store.past(turn.chain, turn.context, end, PATIENCE_S, holding.is_stopped)
                 held = self._store.hold(turn.chain, turn.context)
                 self.release(holding)
                 holding.prefix, holding.past = held, past
