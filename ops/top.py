@@ -142,7 +142,8 @@ def _typing(press: Callable[[str], None]) -> Iterator[None]:
             loop.remove_reader(terminal)
         press(typed.decode(errors="ignore") if typed else "q")
 
-    tty.setcbreak(terminal)
+    # Without `TCSADRAIN` what was typed before would be dropped.
+    tty.setcbreak(terminal, termios.TCSADRAIN)
     mode = termios.tcgetattr(terminal)
     # Ctrl-Z is no key: the shell would get a terminal without echo that shows the other screen.
     mode[6][termios.VSUSP] = os.fpathconf(terminal, "PC_VDISABLE").to_bytes(1, "big")

@@ -453,8 +453,8 @@ class _NatsWire:
         subscription = await self._subscribe(subject)
         try:
             with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription
-                await self._nats.flush()
-                await self._nats.flush()
+                await _cancellable(self._nats.flush())
+                await _cancellable(self._nats.flush())
             self._check_permission(subject, "subscribe to")
             async for message in subscription.messages:
                 yield message.data
@@ -548,14 +548,15 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
     """Await a call of nats-py without losing a cancellation.
 
     nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
-    the reply: the caller would wait forever.
+    the reply or an error: the caller would wait forever.
     """
     task = asyncio.current_task()
     num_before = task.cancelling() if task else 0
-    result = await call
-    if task and task.cancelling() > num_before:
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await call
+    finally:
+        if task and task.cancelling() > num_before:
+            raise asyncio.CancelledError
 
 
 def _refusal(error: APIError) -> TurnkeepError:

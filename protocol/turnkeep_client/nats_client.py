@@ -104,6 +104,12 @@ class Nats(Client):
         finally:
             transport.readline = readline
 
+    async def _process_pong(self) -> None:
+        # nats-py stops reading at the PONG of a flush that was cancelled or timed out.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)

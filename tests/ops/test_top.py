@@ -226,6 +226,12 @@ async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_i
     assert await asyncio.to_thread(watch) == expected
 
 
+def test_a_key_typed_before_the_screen_is_there_is_not_lost(nats_url: str) -> None:
+    with Terminal("top", "--nats", nats_url) as terminal:
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
 def test_top_without_a_terminal_is_one_line(nats_url: str) -> None:
     done = turnkeep("top", "--nats", nats_url)
     expected = "turnkeep: top needs a terminal; turnkeep info --json prints one metrics message\n"

@@ -49,6 +49,7 @@ from turnkeep_client.messages import (
     decode_control,
     encode,
 )
+from turnkeep_client.nats_client import Nats
 from turnkeep_client.session import Sampling, Session
 
 if TYPE_CHECKING:
@@ -298,6 +299,51 @@ async def test_closing_the_client_ends_its_metrics(client: Client) -> None:
     await asyncio.sleep(0.05)
     await client.close()
     await asyncio.wait_for(watching, 5)
+
+
+@pytest.mark.parametrize("num_pongs", [1, 2])
+async def test_a_cancel_that_comes_with_a_pong_ends_the_metrics(
+    client: Client, monkeypatch: pytest.MonkeyPatch, num_pongs: int
+) -> None:
+    """`wait_for` of Python 3.11 returns what it waited for, if that is there at the moment of a cancel."""
+    came = 0
+
+    async def watch() -> None:
+        async for _ in client.metrics():
+            pass
+
+    async def process_pong(nats: Nats) -> None:
+        nonlocal came
+        await real(nats)
+        came += 1
+        if came == num_pongs:
+            watching.cancel()
+
+    real = Nats._process_pong
+    monkeypatch.setattr(Nats, "_process_pong", process_pong)
+    watching = asyncio.create_task(watch())
+    await asyncio.wait([watching], timeout=5)
+    ended = watching.cancelled()
+    watching.cancel()
+    assert (came, ended) == (num_pongs, True)
+
+
+async def test_a_pong_that_nobody_waits_for_any_more_ends_no_connection(server: NatsServer) -> None:
+    errors: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(error)
+
+    nc = Nats()
+    await nc.connect(server.url, error_cb=note)
+    flushing = asyncio.create_task(nc.flush())
+    while not nc._pongs:
+        await asyncio.sleep(0)
+    nc._pongs[0].cancel()
+    await asyncio.wait([flushing])
+    await nc.flush()
+    assert (errors, nc.stats["reconnects"]) == ([], 0)
+    await nc.close()
 
 
 async def test_no_server_is_said_in_one_line_that_keeps_the_password() -> None:
