@@ -195,3 +195,27 @@ async def test_a_layer_is_read_alone(model, tmp_path) -> None:
             found = mx.concatenate([part[i][0] for part in parts], axis=2)
             assert mx.array_equal(found, whole[1][name])
         assert past.size_bytes < 0.7 * sum(array.nbytes for array in whole[1].values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_sessions_of_prompts_are_as_full_ones_through_rewinds_forks_and_restarts(
+    model, tmp_path, seed: int
+) -> None:
+    """As long as answers have one token: it is drawn from the prompt, and run with the next one."""
+    rng, sessions = random.Random(seed), {"a": prompt(8 * CHUNK, seed)}
+    for _ in range(3):
+        async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+            for _ in range(4):
+                name = rng.choice(sorted(sessions))
+                tokens = sessions[name]
+                match rng.choice(["append", "append", "rewind", "fork"]):
+                    case "append":
+                        tokens = [*tokens, *prompt(rng.choice([1, 30, 5 * CHUNK, 700]), rng.randrange(99))]
+                    case "rewind":
+                        tokens = tokens[: rng.randrange(CHUNK, len(tokens))]
+                    case "fork":
+                        name, tokens = f"{name}{seed}", tokens[: rng.randrange(CHUNK, len(tokens))]
+                _, drawn, bits = await process.generate(tokens, 1, name=name, policy=POLICY)
+                expected = np.array(model(mx.array([tokens]))[0, -1])
+                assert np.abs(np.frombuffer(bits[0], np.float32) - expected).max() < 1e-3
+                sessions[name] = [*tokens, *drawn]
