@@ -18,7 +18,7 @@ from .disk import format as snapshot_format
 from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
-from .disk.past import PART_TOKENS, StoredPast
+from .disk.past import StoredPast
 from .disk.readers import Readers
 from .disk.restore import ChainFile, ReadOutcome, Restored, release_thread, restore
 from .disk.rows import Pin
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .names.snapshot import ModelLayout, Tensor
 
 __all__ = [
-    "PART_TOKENS",
     "Access",
     "Forgotten",
     "HeldPrefix",

@@ -483,7 +483,8 @@ class App:
     def _kv_limit(self, context_tokens: int) -> int:
         """Return the limit of KV in bytes. Raises `WorkerError` if the device has no room for a block."""
         settings, estimator = self._settings, self._device.estimator
-        room = estimator.kv_limit(settings.max_batch, settings.block_tokens, context_tokens)
+        sizes = (settings.max_batch, settings.block_tokens, context_tokens)
+        room = estimator.kv_limit(*sizes, settings.cache_policy)
         if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
             raise WorkerError(
                 f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"

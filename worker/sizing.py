@@ -51,6 +51,7 @@ class Load:
 class Sized:
     """A model on this device, under one policy. `layout` is None if its KV cannot be kept on disk."""
 
+    policy: Policy
     estimator: Estimator
     kv: KvSize
     layout: ModelLayout | None
@@ -134,7 +135,7 @@ def measure(
         policy=layout.name(policy) if layout else str(policy),
     )
     whole = estimator(loaded, caches, limit, sketched)
-    return Sized(whole, whole.kv.under(policy), layout and layout.under(policy), identity)
+    return Sized(policy, whole, whole.kv.under(policy), layout and layout.under(policy), identity)
 
 
 def plan(
@@ -149,7 +150,7 @@ def plan(
 ) -> Plan:
     """Compute what a load takes. A `max_disk` of 0 means no snapshots."""
     estimated = sized.estimator
-    room = estimated.kv_limit(max_batch, block, max_context)
+    room = estimated.kv_limit(max_batch, block, max_context, sized.policy)
     room = min(max_memory or room, room)
     session_bytes = sized.kv.held(load.context_tokens)
     on_device = min(load.sessions, room // max(session_bytes, 1))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
+from cache.names.policy import PART
 from cache.names.snapshot import Only, layer_path
 
 from .restore import restore
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
-#: Tokens of a part: attention's scores for as many are in memory at a time.
-PART_TOKENS: Final = 1024
 #: The time limit of a part.
 _READ_S: Final = 5.0
 
@@ -64,7 +63,7 @@ class StoredPast:
         `layer` is its path in snapshots; that of `then` is read next. Raises `LostPastError` if a file is
         gone or damaged, or the disk does not answer.
         """
-        todo = [(layer, at) for at in range(0, self.end, PART_TOKENS)]
+        todo = [(layer, at) for at in range(0, self.end, PART)]
         for this, following in zip(todo, [*todo[1:], (then, 0)], strict=True):
             part = self.ahead[1] if self.ahead and self.ahead[0] == this else self._begin(*this)
             after, num = following
@@ -74,7 +73,7 @@ class StoredPast:
             yield held[: len(held) // 2], held[len(held) // 2 :]
 
     def _begin(self, layer: str, start: int) -> _Part:
-        span = Span(start, min(start + PART_TOKENS, self.end))
+        span = Span(start, min(start + PART, self.end))
         files = [
             file
             for file, end in zip(self.files, [*(one.start for one in self.files[1:]), self.end], strict=True)

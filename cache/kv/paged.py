@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import mlx.core as mx
 import numpy as np
 
-from cache.names.policy import CHUNK, SLACK, Policy
+from cache.names.policy import CHUNK, PART, SLACK, Policy
 
 from .ring import RingCache
 
@@ -46,8 +46,6 @@ _MEMORY: Final = 0.5
 #: How much of what a chunk usually matters is taken off, and how slowly that changes.
 _EXPECTED: Final = 0.5
 _INERTIA: Final = 0.8
-#: Tokens whose keys and values `PagedCache.before` copies at a time.
-_TOGETHER: Final = 1024
 #: A chunk on SSD must matter so many times as much as the one whose slot it takes.
 _GAIN: Final = 1.05
 
@@ -329,8 +327,8 @@ class PagedCache(RingCache):
         for part in past.parts(layer, then) if past is not None and start else ():
             keys, values = (self._unpacked(tuple(side), side[0].shape[2]) for side in part)
             yield keys, values
-        for at in range(start, self.offset, _TOGETHER):
-            end = min(at + _TOGETHER, self.offset)
+        for at in range(start, self.offset, PART):
+            end = min(at + PART, self.offset)
             keys, values = (self._unpacked(side, end - at) for side in self.tokens(at, end))
             yield keys, values
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SLACK: Final = 256
 #: Tokens that are recalled together; a chunk begins at a multiple of it.
 CHUNK: Final = 64
+#: Tokens that an exact prefill attends to at a time.
+PART: Final = 1024
 #: The most tokens that are recalled at a time.
 RECALLED: Final = 512
 

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, prompt
 
 from cache.kv.size import KvSize
+from cache.names.policy import Policy
 from worker.batch.batch import PrefillPiece
 from worker.batch.choosing import batch_for
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
@@ -96,3 +97,24 @@ def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
     assert room > GIB // 2 - needed(0, 100_000)
     short = estimator.room_for_kv(4, 128, 1000)
     assert short == GIB // 2 - needed(0, 1000)
+
+
+@pytest.mark.parametrize("policy", [Policy(4, 1020), Policy.paged(1024, sink=4)])
+def test_under_a_policy_a_step_sees_what_the_device_holds(policy: Policy) -> None:
+    """So it leaves room for more sessions than a plan for long ones under `full` does."""
+    estimator = Estimator(
+        shape=Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000),
+        limit_bytes=GIB,
+        weight_bytes=GIB // 2,
+        kv=KvSize(2**12, sketch_bytes=2**6),
+        num_layers=8,
+        fused=False,
+        asked_bytes=100,
+    )
+    longest, held = 50_000, policy.num_held(50_000)
+    kv = estimator.under(policy)
+    scores = held * (1 if policy.recall else 2)
+    step = estimator.scratch_bytes(4, [(128, scores)]) + kv.growth_bytes([longest] * 4)
+    step += 100 * longest if policy.recall else 0
+    assert estimator.room_for_kv(4, 128, longest, policy) == GIB // 2 - step
+    assert estimator.kv_limit(4, 128, longest) < 0.8 * (GIB // 2 - step)

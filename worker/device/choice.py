@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
-from cache.store import PART_TOKENS
+from cache.names.policy import PART
 
+from .memory import num_scores
 from .pace import LEAST
 from .scheduler import Step
 from .turn import Starved
@@ -135,11 +136,11 @@ class StepChooser:
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
-        pieces = [(num, _num_scores(turn, num)) for turn, num in step.prefill]
+        pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         if any(turn.policy.exact for turn, _ in step.prefill):  # parts of a layer: two read, one dequantised
             kv = self._room.estimator.kv
-            scratch_bytes += 3 * PART_TOKENS * kv.bytes_per_token // self._room.estimator.num_layers
+            scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
         asking = (turn.num_cached + num for turn, num in step.prefill if turn.policy.recall)
         scratch_bytes += self._room.estimator.asked_bytes * max(asking, default=0)
         growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
@@ -166,19 +167,6 @@ class StepChooser:
 
 
 _NOTHING: Final[Step[Turn]] = Step((), ())
-
-
-def _num_scores(turn: Turn, num_tokens: int) -> int:
-    """Count the scores of a token of a prompt's next piece. A ring's are put together from runs: twice.
-
-    But not those of a paged session, whose keys all stand where they say.
-    """
-    num_cached = turn.num_cached + num_tokens
-    if turn.policy.window is None:
-        return num_cached
-    if turn.policy.exact:
-        return 2 * max(PART_TOKENS, num_tokens)
-    return turn.policy.num_held(num_cached) * (1 if turn.policy.recall else 2)
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from cache.names.policy import FULL, PART
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -83,6 +85,19 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
     return outputs + shape.num_heads * num_new * num_context * _FLOAT_BYTES
 
 
+def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
+    """Count the scores of a token of a prompt's piece of `num_tokens`, with `num_cached` tokens at its end.
+
+    A ring's are put together from runs: twice. But not those of a paged session, whose keys all stand where
+    they say; with an exact prefill its scores come in parts.
+    """
+    if policy.window is None:
+        return num_cached
+    if policy.exact:
+        return 2 * max(PART, num_tokens)
+    return policy.num_held(num_cached) * (1 if policy.recall else 2)
+
+
 def grown(num_tokens: int) -> int:
     """Round up to the tokens that a cache allocates to hold `num_tokens` more."""
     return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
@@ -138,24 +153,27 @@ class Estimator:
         """Estimate what a restore of `num_tokens` takes: their KV, one layer twice, the rest of a block."""
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
-    def kv_limit(self, max_rows: int, chunk: int, num_context: int) -> int:
-        """Return the limit of KV in bytes for sessions of up to `num_context` tokens."""
-        return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT))
+    def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
+        """Return the limit of KV in bytes for sessions of up to `num_context` tokens under a policy."""
+        return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
 
-    def room_for_kv(self, max_rows: int, chunk: int, num_context: int) -> int:
+    def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
         """Return the bytes of KV that fit beside weights, the largest step, and what is allocated ahead.
 
-        No session has more than `num_context` tokens, nor more than fit: less KV means smaller steps.
+        No session has more than `num_context` tokens, nor more than fit: less KV means smaller steps. Under
+        a policy a step sees what the device holds, however long the session is.
         """
-        left = self.limit_bytes - self.weight_bytes
+        left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
 
         def fits(size_bytes: int) -> bool:
-            longest = max(self.kv.most_tokens(size_bytes, num_context), chunk)
-            num_cached = max_rows * longest
-            if self.kv.bytes_per_token:
-                num_cached = min(num_cached, size_bytes // self.kv.bytes_per_token)
-            step = self.scratch_bytes(max_rows, [(chunk, longest)], num_cached)
-            return size_bytes + step + self.growth_bytes([longest] * max_rows) <= left
+            longest = max(kv.most_tokens(size_bytes, num_context), chunk)
+            num_held = policy.num_held(longest)
+            num_cached = min(max_rows * num_held, size_bytes * num_held // max(kv.held(longest), 1))
+            step = self.scratch_bytes(max_rows, [(chunk, num_scores(policy, longest, chunk))], num_cached)
+            if policy.recall:
+                step += self.asked_bytes * longest
+            growth = replace(self, kv=kv).growth_bytes([longest] * max_rows)
+            return size_bytes + step + growth <= left
 
         least, most = 0, max(left, 0)
         while least < most:
