@@ -111,7 +111,7 @@ def measure(
     layers.make(model, policy)
     if loaded.kv.windows:
         batch = batch_for(model)
-        caches = layers.make(model, rings=batch.windows_are_rings)
+        caches = layers.make(model, rings=batch.windows_are_rings, block_tokens=block)
         batch.step([PrefillPiece(caches, 0, [0])])
         sketched: Collection[int] = batch.sketched
     else:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
@@ -28,10 +29,11 @@ from cache.names.policy import CHUNK, FULL, SLACK
 from cache.names.snapshot import CARRIED, GROWING, STATE, ModelLayout, Tensor
 
 from . import states
+from .chunk import ChunkCache
 from .paged import PagedCache, Pages
 from .ring import RingCache
 from .size import KvSize, Window
-from .states import leaves
+from .states import PASSING, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,18 +54,30 @@ _DTYPES: Final = {
 
 
 def make(
-    model: Any, policy: Policy = FULL, *, rings: bool = False, sketched: Collection[int] | None = None
+    model: Any,
+    policy: Policy = FULL,
+    *,
+    rings: bool = False,
+    sketched: Collection[int] | None = None,
+    block_tokens: int | None = None,
 ) -> list[Any]:
     """Make a model's new caches under a policy: with a window, its plain layers are rings.
 
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
-    the layers whose keys a paged session keeps in sketches, by default all. Raises `ValueError` with the
-    class of a layer that does not support the policy.
+    the layers whose keys a paged session keeps in sketches, by default all. With `block_tokens` chunks of two
+    blocks or more are cut by tokens: a block waits for another piece of the prompt at the most. Raises
+    `ValueError` with the class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
+    own = (
+        ChunkCache(cache.chunk_size)  # type: ignore[no-untyped-call]
+        if type(cache) is ChunkedKVCache and block_tokens and cache.chunk_size >= 2 * block_tokens
+        else cache
+        for cache in make_prompt_cache(model)
+    )
     return [
         _under(policy, pages, cache, rings=rings, is_sketched=sketched is None or layer in sketched)
-        for layer, cache in enumerate(make_prompt_cache(model))
+        for layer, cache in enumerate(own)
     ]
 
 
@@ -259,7 +273,7 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
 def holds(caches: Sequence[Any], start: int, end: int) -> bool:
     """Whether all layers that are cut by tokens still hold all of `[start, end)`."""
     return all(
-        cache.holds(start, end) if isinstance(cache, RingCache) else end <= cache.offset
+        cache.holds(start, end) if isinstance(cache, PASSING) else end <= cache.offset
         for _, cache in leaves(caches)
         if states.is_cut(cache)
     )
@@ -313,12 +327,12 @@ def trimmable(caches: Sequence[Any]) -> bool:
 def earliest(caches: Sequence[Any]) -> int | None:
     """Return the smallest length that `trim` can shorten caches to; every longer one is possible too.
 
-    0 if every layer keeps all tokens. A ring may have overwritten tokens, or a restore not read them. None
-    if a layer has a state, which cannot be shortened.
+    0 if every layer keeps all tokens. A ring may have overwritten tokens, a chunk dropped them, or a
+    restore not read them. None if a layer has a state, which cannot be shortened.
     """
     if not trimmable(caches):
         return None
-    return max((cache.earliest for _, cache in leaves(caches) if isinstance(cache, RingCache)), default=0)
+    return max((cache.earliest for _, cache in leaves(caches) if isinstance(cache, PASSING)), default=0)
 
 
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
@@ -342,7 +356,7 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
     """
     copies: list[mx.array] = []
     for (_, cache), (_, copy) in zip(leaves(caches), leaves(new), strict=True):
-        if isinstance(cache, RingCache):
+        if isinstance(cache, PASSING):
             copy.copy_from(cache)
             copy.trim(copy.offset - num_tokens)
         else:
@@ -385,7 +399,7 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
     """Measure the sizes of a model's KV on caches that have run some tokens; `sketched` as for `make`."""
     per_token = fixed = sketch = 0
-    windows: Counter[tuple[int, bool]] = Counter()
+    windows: Counter[tuple[int, bool, bool]] = Counter()
     for path, cache in leaves(caches):
         if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
@@ -399,8 +413,11 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
                     dtype.size * heads * width for dtype, heads, width in states.sketch(cache).values()
                 )
         else:
-            windows[most, isinstance(cache, RingCache)] += size
-    found = (Window(most, size, is_ring) for (most, is_ring), size in sorted(windows.items()))
+            windows[most, isinstance(cache, RingCache), isinstance(cache, ChunkCache)] += size
+    found = (
+        Window(most, size, is_ring, is_chunk=is_chunk)
+        for (most, is_ring, is_chunk), size in sorted(windows.items())
+    )
     return KvSize(per_token, tuple(found), fixed, sketch)
 
 

@@ -20,13 +20,19 @@ class Window:
     """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together.
 
     A ring is cut by tokens, and its size includes `spare` tokens: the piece of a prompt that is being
-    prefilled, and what is being recalled.
+    prefilled, and what is being recalled. A chunk that `is_chunk` is cut by tokens, too.
     """
 
     num_tokens: int
     bytes_per_token: int
     is_ring: bool = False
     spare: int = SLACK
+    is_chunk: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the layers' tokens are stored by block, not as one state."""
+        return self.is_ring or self.is_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,8 @@ class KvSize:
 
     def snapshot(self, num_new: int, *, at: int) -> int:
         """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""
-        states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_ring))
-        per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_ring)
+        states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_cut))
+        per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_cut)
         return states.held(at) + num_new * per_token
 
     def most_tokens(self, size_bytes: int, most: int) -> int:

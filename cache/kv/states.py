@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 
 from cache.names.policy import FULL, Policy
 
+from .chunk import ChunkCache
 from .paged import PagedCache, sketch_group
 from .ring import RingCache
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 #: Plain classes that allocate many tokens at a time.
 _AHEAD: Final = (KVCache, QuantizedKVCache)
+#: Classes that are cut by tokens while they hold these: a part of a session, the last ones among them.
+PASSING: Final = (RingCache, ChunkCache)
 #: Classes whose state must be saved as a whole: it changes with every token.
 _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 
@@ -53,7 +56,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_cut(cache: Any) -> bool:
     """Whether the cache is cut by tokens: every token that it holds has its own place."""
-    return type(cache) in _PLAIN or isinstance(cache, RingCache)
+    return type(cache) in _PLAIN or isinstance(cache, PASSING)
 
 
 def is_known(cache: Any) -> bool:
@@ -87,6 +90,8 @@ def reach(cache: Any) -> Policy:
     """Return which tokens a cache that is cut by tokens sees."""
     if isinstance(cache, PagedCache):
         return cache.pages.policy
+    if isinstance(cache, ChunkCache):
+        return Policy(0, cache.chunk_size)
     return Policy(cache.sink, cache.window) if isinstance(cache, RingCache) else FULL
 
 
@@ -124,7 +129,7 @@ def most_tokens(cache: Any) -> int | None:
         return cache.capacity
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
-    return int(cache.chunk_size) if type(cache) is ChunkedKVCache else None
+    return int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
@@ -178,7 +183,7 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 
     Only for caches that are cut by tokens. Raises `ValueError` if the cache does not hold all the tokens.
     """
-    if isinstance(cache, RingCache):
+    if isinstance(cache, PASSING):
         keys, values = cache.tokens(start, end)
         held = _named("keys", keys) | _named("values", values)
         if isinstance(cache, PagedCache):
@@ -197,9 +202,10 @@ def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
     """Fill a new cache that is cut by tokens. Raises `ValueError` if the arrays do not fit.
 
-    The arrays of a plain cache may have unused room; those of a ring are its sinks, then its window.
+    The arrays of a plain cache may have unused room; those of a ring are its sinks, then its window,
+    and those of a chunk its last tokens.
     """
-    is_ring = isinstance(cache, RingCache)
+    is_passing = isinstance(cache, PASSING)
     names, more = ["keys", "values"], {}
     if getattr(cache, "bits", 0):
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
@@ -207,11 +213,11 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
         arrays = dict(arrays)
         more["sketch"] = [arrays.pop(name) for name in SKETCH if name in arrays]
     if set(arrays) != set(names) or (
-        not is_ring and any(array.shape[2] < num_tokens for array in arrays.values())
+        not is_passing and any(array.shape[2] < num_tokens for array in arrays.values())
     ):
         raise ValueError(f"not the keys and values of {num_tokens} tokens in a {type(cache).__name__}")
     filled = [arrays[name] for name in names]
-    if is_ring:
+    if is_passing:
         cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens, **more)
         return
     if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room

@@ -37,9 +37,9 @@ def build_model() -> Callable[..., Any]:
     """Build a new small model of an architecture, with changes to its configuration."""
 
     def build(kind: str, **changes: Any) -> Any:
-        architecture = importlib.import_module(f"mlx_lm.models.{kind}")
-        mx.random.seed(11)
         config = {"model_type": kind, **(CONFIGS | OTHERS)[kind], **changes}
+        architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+        mx.random.seed(11)
         model = architecture.Model(architecture.ModelArgs.from_dict(config))
         # Livelier than the initial weights, so that every token depends on those before it.
         model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))

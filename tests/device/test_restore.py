@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import engine_process
+import mlx.core as mx
 import pytest
 from engine_process import Process, Recorded
 from mlx_lm.models.cache import KVCache
@@ -92,7 +93,9 @@ async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, 
     assert capacities == [{256 if num_new == 4 else 512}]
 
 
-@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4)])
+@pytest.mark.parametrize(
+    ("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4), ("llama4_chunks", 8)]
+)
 async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_process, kind, kv_bits) -> None:
     """On, before and after boundaries; also with layers beside it that cannot be quantised."""
     added = prompt(5, salt=40)
@@ -284,9 +287,12 @@ STATEFUL = ["falcon_h1", "qwen3_next", "mamba2"]
 #: Windows, whose tokens are stored like any other's, with attention.
 WINDOWED = "exaone4"
 WINDOW = Policy(sink=3, window=20)
+#: Chunks, whose tokens are stored like that, too.
+CHUNKED = "llama4_chunks"
+CUT = (WINDOWED, CHUNKED)
 
 
-@pytest.mark.parametrize("kind", [*STATEFUL, WINDOWED])
+@pytest.mark.parametrize("kind", [*STATEFUL, *CUT])
 @pytest.mark.parametrize("position", [BLOCK, 3 * BLOCK - 1, 3 * BLOCK + 2])
 async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process, kind, position) -> None:
     """Such a session ends before its last token after an append: on, before and after a boundary."""
@@ -304,13 +310,13 @@ async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process,
         # What was written beyond the prompt meanwhile has replaced its tail: of states that is of no use.
         outcome, *got = await later.generate(tokens, 20, HOT)
         boundary = (position - 1) // BLOCK * BLOCK
-        assert outcome.num_cached == boundary or (kind == WINDOWED and outcome.num_cached > boundary)
+        assert outcome.num_cached == boundary or (kind in CUT and outcome.num_cached > boundary)
         assert got[0] == expected[1]
 
 
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [*((kind, FULL) for kind in (*STATEFUL, WINDOWED)), ("qwen3_next", WINDOW), ("falcon_h1", WINDOW)],
+    [*((kind, FULL) for kind in (*STATEFUL, *CUT)), ("qwen3_next", WINDOW), ("falcon_h1", WINDOW)],
 )
 async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_process, kind, policy) -> None:
     """A process of its own for each turn, against one process for all, and one that drops what it holds."""
@@ -337,7 +343,7 @@ async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_proces
             history = history + tokens
 
 
-@pytest.mark.parametrize("kind", [*STATEFUL, WINDOWED])
+@pytest.mark.parametrize("kind", [*STATEFUL, *CUT])
 async def test_a_rewound_session_with_states_goes_on_from_the_boundary_before(open_process, kind) -> None:
     """What the device holds cannot be trimmed; on disk there is every boundary that it came by."""
     tokens = prompt(5 * BLOCK)
@@ -347,7 +353,7 @@ async def test_a_rewound_session_with_states_goes_on_from_the_boundary_before(op
         for num_kept in (5 * BLOCK + 9, 3 * BLOCK + 3):
             context = [*tokens, *answered][:num_kept] + prompt(5, salt=9)
             outcome, got, _ = await process.generate(context, 6)
-            assert outcome.num_cached == (num_kept if kind == WINDOWED else num_kept // BLOCK * BLOCK)
+            assert outcome.num_cached == (num_kept if kind in CUT else num_kept // BLOCK * BLOCK)
             assert got == alone(process.model, context, 6)[0]
 
 
@@ -544,6 +550,17 @@ async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_
             assert stats.rejected == 0
 
 
+class Uncached:
+    """A model without caches, which masks chunks over the whole history."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def logits(self, tokens: list[int]) -> mx.array:
+        found: mx.array = self._model(mx.array([tokens]))[0]
+        return found
+
+
 async def _random_histories(
     open_process, build_model, kind: str, seed: int, num_steps: int, max_bytes: int = 1 << 30
 ) -> int:
@@ -552,10 +569,13 @@ async def _random_histories(
     Returns how many snapshots were evicted from the middle of a chain.
     """
     num_gaps = 0
-    dice, policies = random.Random(seed), {"a": WINDOW, "b": WINDOW, "c": FULL, "d": WINDOW}
+    dice, window = random.Random(seed), FULL if kind == CHUNKED else WINDOW
+    policies = {"a": window, "b": window, "c": FULL, "d": window}
     histories: dict[str, list[int]] = {name: [] for name in policies}
     fresh = build_model(kind)
-    naive = {policy: Naive(fresh, build_model(kind), kinds_of(fresh, policy)) for policy in (FULL, WINDOW)}
+    naive: dict[Policy, Any] = {FULL: Uncached(fresh)}
+    if kind != CHUNKED:
+        naive = {one: Naive(fresh, build_model(kind), kinds_of(fresh, one)) for one in (FULL, WINDOW)}
 
     async def turn(process: Process, name: str) -> None:
         history, policy = histories[name], policies[name]
@@ -593,7 +613,7 @@ async def _random_histories(
     return num_gaps
 
 
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next", "falcon_h1", CHUNKED])
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_histories_in_a_window_are_what_masks_say(open_process, build_model, kind, seed) -> None:
     await _random_histories(open_process, build_model, kind, seed, 25)
@@ -615,7 +635,9 @@ async def test_hundreds_of_sessions_that_outgrow_the_disk_are_what_masks_say(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", CHUNKED]
+)
 @pytest.mark.parametrize("seed", range(100, 150))
 async def test_hundreds_of_histories_of_histories_in_a_window_are_what_masks_say(
     open_process, build_model, kind, seed

@@ -39,7 +39,15 @@ KINDS = [
 ]
 PLAIN = {"llama", "deepseek_v3", "longcat_flash", "quantized", "concatenated"}
 #: MLX computes these in float32 alone on a CPU.
-MIXTURES = {"gpt_oss", "deepseek_v3", "llama4", "longcat_flash", "granitemoehybrid", "qwen3_next"}
+MIXTURES = {
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4",
+    "llama4_chunks",
+    "longcat_flash",
+    "granitemoehybrid",
+    "qwen3_next",
+}
 #: Windows and chunks of 8 and of 12 tokens have wrapped by the last ones.
 POSITIONS = [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
 

@@ -237,6 +237,17 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Chunks of two blocks and more, whose tokens are stored like any other's.
+OTHERS["llama4_chunks"] = {
+    "model_type": "llama4",
+    "text_config": {
+        **OTHERS["llama4"]["text_config"],
+        "attention_chunk_size": 4 * BLOCK,
+        "hidden_size": 128,
+        "head_dim": 32,
+    },
+}
+
 #: Changes a model so that its KV can be quantised.
 WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 

@@ -154,7 +154,11 @@ class Runner:
             trials=Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None,
         )
         make = partial(
-            layers.make, loaded.model, rings=self._batch.windows_are_rings, sketched=self._batch.sketched
+            layers.make,
+            loaded.model,
+            rings=self._batch.windows_are_rings,
+            sketched=self._batch.sketched,
+            block_tokens=block_tokens,
         )
         caches = make()
         self._batch.step([PrefillPiece(caches, 0, [0])])

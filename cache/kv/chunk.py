@@ -1,0 +1,65 @@
+"""KV of a layer that attends within chunks, cut by tokens.
+
+`ChunkCache` is mlx-lm's `ChunkedKVCache`, which the model's own code runs, with what snapshots, rewinds and
+forks need besides. Device thread only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import ChunkedKVCache
+
+
+class ChunkCache(ChunkedKVCache):
+    """The last tokens of one layer whose tokens see their own chunk, from a multiple of `chunk_size` on.
+
+    Holds the tokens from `start_position` on. Before a pass the model drops all but the last `chunk_size`, so
+    a session that is restored with those goes on with the bits of one that was never interrupted.
+    """
+
+    @property
+    def earliest(self) -> int:
+        """The smallest length that `trim` can restore; every longer one is possible too.
+
+        Behind it the next token's chunk is held as a whole.
+        """
+        size = int(self.chunk_size)
+        return -(-self.start_position // size) * size
+
+    def trim(self, num_tokens: int) -> None:
+        """Drop the last `num_tokens` tokens. Raises `ValueError` if what is left is not all that is seen."""
+        left = self.offset - num_tokens
+        if not self.earliest <= left <= self.offset:
+            raise ValueError(f"a chunk of {self.offset} tokens cannot go back to {left}")
+        self.offset = left
+
+    def copy_from(self, other: ChunkCache) -> None:
+        """Become a copy, unevaluated, of a cache with chunks of the same size; both stay usable."""
+        if other.keys is not None and other.values is not None:
+            self.keys, self.values = mx.array(other.keys), mx.array(other.values)
+        self.offset, self.start_position = other.offset, other.start_position
+
+    def holds(self, start: int, end: int) -> bool:
+        """Whether the cache has the keys and values of the tokens `[start, end)`."""
+        return bool(self.start_position <= start < end <= self.offset)
+
+    def tokens(self, start: int, end: int) -> tuple[tuple[mx.array], tuple[mx.array]]:
+        """Return views of the keys and values of the tokens `[start, end)`.
+
+        Raises `ValueError` if some of them are not held.
+        """
+        if self.keys is None or self.values is None or not self.holds(start, end):
+            raise ValueError(f"not held: the tokens [{start}, {end}) of {self.offset}")
+        place = slice(start - self.start_position, end - self.start_position)
+        return (self.keys[..., place, :],), (self.values[..., place, :],)
+
+    def fill(self, keys: list[mx.array], values: list[mx.array], num_tokens: int) -> None:
+        """Fill an empty cache with the last `chunk_size` of a session's `num_tokens` tokens, or with all.
+
+        Raises `ValueError` for any other number.
+        """
+        num_held = min(num_tokens, self.chunk_size)
+        if any(array.shape[2] != num_held for array in (*keys, *values)):
+            raise ValueError(f"not the keys and values of {num_held} tokens")
+        (self.keys,), (self.values,) = keys, values
+        self.offset, self.start_position = num_tokens, num_tokens - num_held

@@ -1,0 +1,96 @@
+"""Sessions of a model that attends within chunks: stored once, gone back, copied, and what masks say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import engine_process
+import mlx.core as mx
+import pytest
+from tiny_models import BLOCK, append, generate, key, prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+KIND = "llama4_chunks"
+CHUNK = 4 * BLOCK
+
+
+def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
+    """Answer greedily without caches: chunks are masks over the whole session, anew for each token."""
+    known = list(tokens)
+    for _ in range(num):
+        known.append(int(model(mx.array([known]))[0, -1].argmax().item()))
+    return known[len(tokens) :]
+
+
+async def test_chunks_are_stored_once_and_a_restore_reads_the_last_one(make_model, trials, tmp_path) -> None:
+    """Blocks of half a chunk; four layers, the fourth of which keeps all tokens."""
+    model, tokens, block = make_model(KIND), prompt(699), 2 * BLOCK
+
+    def open_process() -> Any:
+        return engine_process.open_process(model, tmp_path, num_blocks=2, trials=trials)
+
+    async with open_process() as process:
+        _, answered, _ = await process.generate(tokens, 3 * block)
+        await process.store.barrier(10)
+        num_tokens, per_token = 699 + 3 * block - 1, 4 * 2 * 2 * 32 * 4
+        assert _disk_bytes(tmp_path) <= 1.1 * num_tokens * per_token
+    session = [*tokens, *answered]
+    async with open_process() as process:
+        outcome, got, _ = await process.generate([*session, 7], 5)
+        assert (outcome.num_cached, outcome.num_prefilled) == (len(session) - 1, 2)
+        assert got == answer(model, [*session, 7], 5)
+        read = num_tokens + 3 * (CHUNK + 2 * block)
+        assert process.store.stats().restored_bytes <= 1.1 * read * per_token // 4
+        process.engine.forget(key())
+        for end in (CHUNK, 5 * CHUNK - 1, 10 * CHUNK + 13):
+            outcome, got, _ = await process.generate(session[:end], 3, name=f"s{end}")
+            assert outcome.num_prefilled == 1, "it begins anywhere in what is stored"
+            assert got == answer(model, session[:end], 3)
+
+
+def _disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+def test_rows_beside_each_other_are_what_masks_say(make_model, make_rig) -> None:
+    model = make_model(KIND)
+    rig, contexts = make_rig(model), [prompt(n, n) for n in (5, CHUNK - 3, CHUNK, 3 * CHUNK + 7)]
+    turns = [generate(context, 14, name=f"s{i}") for i, context in enumerate(contexts)]
+    rig.run(*turns)
+    assert [rig.tokens(turn) for turn in turns] == [answer(model, one, 14) for one in contexts]
+
+
+@pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
+def test_a_rewind_within_the_chunk_prefills_nothing_and_one_beyond_it_begins_anew(
+    make_model, make_rig, end
+) -> None:
+    model = make_model(KIND)
+    rig, context = make_rig(model), prompt(4 * CHUNK + 1)
+    first = append(context)
+    rig.run(first)
+    assert (first.num_cached, rig.end(first).earliest) == (4 * CHUNK, 3 * CHUNK)
+    turn = generate(context[:end], 4, num_kept=end - 1)
+    rig.run(turn)
+    assert turn.num_prefilled == 1
+    assert rig.tokens(turn) == answer(model, context[:end], 4)
+    beyond = generate(context[:CHUNK], 4, num_kept=CHUNK - 1)
+    rig.run(beyond)
+    assert beyond.num_prefilled == CHUNK
+    assert rig.tokens(beyond) == answer(model, context[:CHUNK], 4)
+
+
+def test_a_fork_takes_a_copy_of_the_chunk(make_model, make_rig) -> None:
+    model = make_model(KIND)
+    rig, context = make_rig(model), prompt(4 * CHUNK - 3)
+    first = append(context, name="a")
+    rig.run(first)
+    branch = context[: 3 * CHUNK + 9] + prompt(20, 9)
+    other = generate(branch, 5, name="b", source=first.key)
+    again = generate(context, 5, name="a", num_kept=first.num_cached)
+    rig.run(other, again)
+    assert (other.num_prefilled, again.num_prefilled) == (20, 1)
+    assert rig.tokens(other) == answer(model, branch, 5)
+    assert rig.tokens(again) == answer(model, context, 5)
