@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -219,3 +220,24 @@ async def test_sessions_of_prompts_are_as_full_ones_through_rewinds_forks_and_re
                 expected = np.array(model(mx.array([tokens]))[0, -1])
                 assert np.abs(np.frombuffer(bits[0], np.float32) - expected).max() < 1e-3
                 sessions[name] = [*tokens, *drawn]
+
+
+async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_as_it_is(
+    model, tmp_path, monkeypatch
+) -> None:
+    tokens = prompt(50 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        _, alone, _ = await process.generate([*range(40)], 60, name="alone")
+        await process.append(tokens[: 40 * CHUNK], policy=POLICY)
+        await process.store.barrier(10)
+        process.engine.forget(engine_process.key("s"))
+        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.match(chain, tokens)
+        process.store.release(match)
+        process.store._folder.path(match.nodes[20].digest).unlink()
+        process.engine.forget(engine_process.key("alone"))
+        answering = asyncio.create_task(process.generate([*range(40)], 60, name="beside"))
+        outcome = await process.append(tokens, policy=POLICY)
+        assert process.store.stats().rejected == 1
+        assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
+        assert (await answering)[1] == alone
