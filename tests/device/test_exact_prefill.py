@@ -11,6 +11,7 @@ import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
+import structlog
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
@@ -222,12 +223,9 @@ async def test_sessions_of_prompts_are_as_full_ones_through_rewinds_forks_and_re
                 sessions[name] = [*tokens, *drawn]
 
 
-async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_as_it_is(
-    model, tmp_path, monkeypatch
-) -> None:
+async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(model, tmp_path) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
-        _, alone, _ = await process.generate([*range(40)], 60, name="alone")
         await process.append(tokens[: 40 * CHUNK], policy=POLICY)
         await process.store.barrier(10)
         process.engine.forget(engine_process.key("s"))
@@ -235,9 +233,27 @@ async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_as_it_is(
         match = process.store.match(chain, tokens)
         process.store.release(match)
         process.store._folder.path(match.nodes[20].digest).unlink()
-        process.engine.forget(engine_process.key("alone"))
-        answering = asyncio.create_task(process.generate([*range(40)], 60, name="beside"))
-        outcome = await process.append(tokens, policy=POLICY)
+        begun = asyncio.Event()
+
+        async def publish(*_: object) -> None:
+            begun.set()
+
+        growing = engine_process.answer(400)
+        beside = process.engine.run(
+            engine_process.key("beside"),
+            as_tokens(range(40)),
+            lambda: False,
+            answer=growing,
+            max_new=400,
+            publish=publish,
+        )
+        answering = asyncio.create_task(beside)
+        await begun.wait()
+        with structlog.testing.capture_logs() as logged:
+            outcome = await process.append(tokens, policy=POLICY)
+        assert [one["event"] for one in logged].count("a turn lacks KV on disk") == 1
+        assert not answering.done()
         assert process.store.stats().rejected == 1
         assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
-        assert (await answering)[1] == alone
+        await answering
+        assert len(growing.tokens) == 400
