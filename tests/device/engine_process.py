@@ -93,6 +93,7 @@ async def open_process(
     queue_bytes: int = 1 << 28,
     max_bytes: int = 1 << 30,
     num_blocks: int = 1,
+    limit_bytes: int | None = None,
     trials: Path | None = None,
 ) -> AsyncIterator[Process]:
     """Be a worker process on a snapshot directory; `num_blocks` times `BLOCK` tokens are a block."""
@@ -104,6 +105,7 @@ async def open_process(
         block_tokens=block,
         max_batch=4,
         stall_s=0.25,
+        limit_bytes=limit_bytes,
         trials=trials,
     )
     await asyncio.to_thread(device.start)

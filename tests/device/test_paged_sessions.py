@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -199,6 +200,27 @@ def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_is(
     assert len(steps) > 3
     assert all(measured <= estimated for estimated, measured in steps)
     assert max(steps)[0] < 2 * max(measured for _, measured in steps)
+
+
+async def test_restored_sessions_beside_each_other_need_room_for_what_the_device_holds_of_them(
+    model, tmp_path
+) -> None:
+    """Not for a copy of all of their tokens: else prompts that have come less far would begin anew."""
+    policy, num_tokens = Policy.paged(1024, sink=4), 12_000
+    said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
+    async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
+        for i, tokens in enumerate(said):
+            await process.append(tokens, name=f"s{i}", policy=policy)
+        await process.store.barrier(10)
+        size = process.engine._device.kv(policy).held(num_tokens)
+    gc.collect()
+    limit = mx.get_active_memory() + 4 * size + 2**22
+    async with engine_process.open_process(model, tmp_path, num_blocks=16, limit_bytes=limit) as process:
+        asked = [
+            process.append([*tokens, *prompt(200)], name=f"s{i}", policy=policy)
+            for i, tokens in enumerate(said)
+        ]
+        assert [one.num_prefilled for one in await asyncio.gather(*asked)] == [200] * 4
 
 
 def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model, monkeypatch) -> None:

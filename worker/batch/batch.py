@@ -108,9 +108,10 @@ class Batch(ABC):
 
     @property
     def growing(self) -> list[int]:
-        """Lengths of the rows whose caches are full, so that the next step allocates for them."""
+        """How many tokens are held by the rows whose caches are full, so that the next step allocates."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
-        return [row.num_cached for row in self._rows if row.caches and layers.grows(row.caches, 2)]
+        full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
+        return [min(row.num_cached, row.most_held) for row in full]
 
     @property
     def removal_bytes(self) -> int:

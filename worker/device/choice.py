@@ -142,8 +142,14 @@ class StepChooser:
             kv = self._room.estimator.kv
             scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
         asking = (turn.num_cached + num for turn, num in step.prefill if turn.policy.recall)
-        scratch_bytes += self._room.estimator.asked_bytes * max(asking, default=0)
-        growing = [turn.num_cached + num for turn, num in step.prefill if _grows(turn.caches, num)]
+        # Compared with all sketches; and these grow by a copy of a layer's, of two at least.
+        asked_bytes = self._room.estimator.asked_bytes + self._room.estimator.kv.sketch_bytes
+        scratch_bytes += asked_bytes * max(asking, default=0)
+        growing = [
+            turn.policy.num_held(turn.num_cached + num)
+            for turn, num in step.prefill
+            if _grows(turn.caches, num)
+        ]
         growth_bytes = self._room.estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )

@@ -171,7 +171,7 @@ class Estimator:
             num_cached = min(max_rows * num_held, size_bytes * num_held // max(kv.held(longest), 1))
             step = self.scratch_bytes(max_rows, [(chunk, num_scores(policy, longest, chunk))], num_cached)
             if policy.recall:
-                step += self.asked_bytes * longest
+                step += (self.asked_bytes + self.kv.sketch_bytes) * longest
             growth = replace(self, kv=kv).growth_bytes([longest] * max_rows)
             return size_bytes + step + growth <= left
 
