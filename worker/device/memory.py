@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
 _PLANNED_CONTEXT: Final = 65_536
+#: How many blocks a prompt runs at a time whose tokens see all before them: each piece reads all of these.
+EXACT_SCALE: Final = 8
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
 #: Models in 16 bits compute the softmax in 32, too.
@@ -164,6 +166,7 @@ class Estimator:
         a policy a step sees what the device holds, however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
+        chunk *= EXACT_SCALE if policy.exact else 1
 
         def fits(size_bytes: int) -> bool:
             longest = max(kv.most_tokens(size_bytes, num_context), chunk)

@@ -39,7 +39,7 @@ from . import machine
 from .acquisition import Acquisition
 from .choice import StepChooser
 from .cutting import Cutting
-from .memory import Estimator, shape_of
+from .memory import EXACT_SCALE, Estimator, shape_of
 from .pace import Pace
 from .room import Room
 from .scheduler import Scheduler
@@ -72,8 +72,6 @@ log = structlog.get_logger()
 
 #: The last tokens of a prompt are run again once what matters to them is on the device.
 ASKED_TOKENS: Final = 32
-#: How many blocks a prompt runs at a time whose tokens see all before them: each piece reads all of these.
-EXACT_SCALE: Final = 8
 #: An answer's session asks for chunks once in so many tokens.
 RECALL_EVERY: Final = 16
 
