@@ -332,7 +332,7 @@ class Store:
         restored = await self._load(match, found, {}, only=True)
         if restored is None:
             return (), {}
-        return found, {name: array for name, array in restored.tensors.items() if array.size}
+        return found, restored.tensors
 
     async def past(
         self,

@@ -56,7 +56,7 @@ class Blank:
     layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
     (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
     `carried` are the buffers of the last `num_carriable` tensors of the layout for their first `num_carried`
-    tokens, which `places` do without. `only` asks for a part of the layers, and for nothing else.
+    tokens, which `places` do without. `only` asks for a part of the layers: no other tensor is made.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class Blank:
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
         capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
-        spans = [seen(reach, num_tokens) for reach in reaches]
-        if only is not None:
+        if only is None:
+            by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
+            spans = [by_reach[reach] for reach in reaches]
+        else:
             spans = [
                 only.spans if reach == only.reach and only.layer in {None, layer_path(name)} else ()
                 for (name, _, _), reach in zip(layout, reaches, strict=True)
@@ -86,6 +88,7 @@ class Blank:
         kv = [
             (name, dtype, (1, heads, size, dim))
             for (name, dtype, (heads, dim)), size in zip(layout, sizes, strict=True)
+            if size or only is None
         ]
         self._specs: list[Spec] = [*kv, *states]
         # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
@@ -94,7 +97,7 @@ class Blank:
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
             Place(
-                _rows(_memory(self._owners[name]), heads),
+                _rows(_memory(self._owners.get(name)), heads),
                 dim * np.dtype(_TYPES[dtype][1]).itemsize,
                 section(name, reach),
                 held,
@@ -159,7 +162,7 @@ def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
 
 def _memory(owner: Any) -> memoryview:
     # A view of an array without elements cannot be cast.
-    return memoryview(owner).cast("B") if owner.size else memoryview(bytearray())
+    return memoryview(owner).cast("B") if owner is not None and owner.size else memoryview(bytearray())
 
 
 def _rows(memory: memoryview, heads: int) -> tuple[memoryview, ...]:
