@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -393,15 +395,20 @@ class Store:
             self.release(match)
             return None
         form = self._form(match.policy)
-        nodes, files, at = [], [], 0
-        for node in match.nodes:
-            state = form.stateful and node is match.nodes[-1] and not only
-            # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
-            end = at + node.num_tokens
-            if state or node in carriers or any(span.start < end and at < span.end for span in seen):
-                nodes.append(node)
-                files.append(ChainFile(node.digest, at, state=state, carried=form.carried(Span(at, end))))
-            at = end
+        # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+        ends = list(accumulate(node.num_tokens for node in match.nodes))
+        last = len(ends) - 1
+        state = last if form.stateful and not only else None
+        wanted = {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
+        wanted.update(() if state is None else (state,))
+        for span in seen:
+            wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
+        nodes, files = [], []
+        for i in sorted(wanted):
+            node, span = match.nodes[i], Span(ends[i] - match.nodes[i].num_tokens, ends[i])
+            nodes.append(node)
+            more = form.carried(span)
+            files.append(ChainFile(node.digest, span.start, state=i == state, carried=more))
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
 
         def read() -> ReadOutcome:
