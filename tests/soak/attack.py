@@ -50,6 +50,13 @@ if TYPE_CHECKING:
 SETTLE_S = 30.0
 TENANTS = ("a", "b", "c")
 SESSIONS = 7
+#: What sessions are opened under, by chance; the texts are long enough to leave these windows.
+CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"policy": "sink_window", "sink": 2, "window": 32},
+    {"policy": "paged", "resident": 260},
+    {"policy": "paged", "resident": 260, "prefill": "exact"},
+)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
 
@@ -89,7 +96,7 @@ class Attack:
         text = TEXT[: rng.randint(1, 90)]
         kinds = {"append": 30, "generate": 30, "chat": 20, "rewind": 12, "close": 4, "open": 4}
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
-        if self._was_closed[key] and rng.random() < 0.7:
+        if (self._was_closed[key] or self._numbers[key] == 1) and rng.random() < 0.7:
             kind = "open"
         self._was_closed[key] = kind == "close"
         match kind:
@@ -106,7 +113,7 @@ class Attack:
             case "close":
                 made |= {"type": "close"} | rng.choice(({}, {"forget": True}))
             case "open":
-                made |= {"type": "open"}
+                made |= {"type": "open", "cache": rng.choice(CACHES)}
         if made["type"] in ("append", "generate"):
             made |= rng.choice(({}, {}, {}, {"priority": rng.randint(-3, 3)}, {"deadline_s": 20.0}))
         if rng.random() < 0.05:
@@ -189,7 +196,7 @@ async def attack(
     where: Path, *, requests: int, kills: int, server_kills: int, seed: int, max_attempts: int = 20
 ) -> tuple[Attack, Verdict]:
     """Run the attack; returns what it did and what the oracle says."""
-    model = tiny_model(where, endless=True)
+    model = tiny_model(where, endless=True, hidden_size=128)  # heads whose keys can be sketched
     options = ("--ack-wait-s", "0.5", "--min-free-disk", "0", "--max-attempts", str(max_attempts))
     victim = Target(where / "data", model, *options)
     run = Attack(victim, random.Random(seed), requests, kills, server_kills)

@@ -77,11 +77,11 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def tiny_model(where: Path, *, endless: bool = False) -> Path:
-    """Make the tiny model, once for a folder."""
+def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
+    """Make the tiny model, once for a folder, with changes to its configuration."""
     tiny, without_end = where / "tiny", where / "endless"
     if not tiny.exists():
-        make_tiny_model(tiny)
+        make_tiny_model(tiny, **changes)
     if endless and not without_end.exists():
         make_endless_model(tiny, without_end)
     return without_end if endless else tiny
@@ -246,6 +246,8 @@ class Verdict:
         )
     )
     outcomes: Counter[str] = field(default_factory=Counter)
+    #: Results of sessions whose model no longer saw all tokens, by cache policy.
+    beyond: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def blame(self, what: str, note: str) -> None:
@@ -344,6 +346,8 @@ def _judge_session(
         result = decode_result(mine[0].body)
         code = result.code if isinstance(result, Failed) else "ok"
         verdict.outcomes[code] += 1
+        if getattr(result, "visible_from", None):
+            verdict.beyond[str(result.cache)] += 1
         if code == "internal":
             verdict.blame("internal", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
         if code == "history_diverged":
@@ -406,6 +410,7 @@ def report(verdict: Verdict, *rows: tuple[str, Any]) -> bool:
             ("requests in the log", verdict.requests),
             ("answered", verdict.answered),
             ("outcomes", ", ".join(f"{code} {num}" for code, num in verdict.outcomes.most_common())),
+            ("with KV for a part", ", ".join(f"{name}: {num}" for name, num in verdict.beyond.most_common())),
             *verdict.faults.items(),
         ),
         flush=True,
