@@ -487,7 +487,7 @@ async def test_a_restore_waits_for_room_that_a_waiting_prompt_may_free(model, tm
             return (), {}
 
         def granting(*, is_busy: bool) -> None:
-            if device._runner._asking:
+            if device._runner._paging.is_waiting:
                 busy.append(is_busy)
                 asyncio.run_coroutine_threadsafe(_set(may_go_on), loop)
             grant(is_busy=is_busy)

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,9 +24,8 @@ from cache.kv import layers
 from cache.kv.paged import ASKED
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
-from cache.names.blocks import Span
 from cache.names.errors import LostPastError
-from cache.names.policy import CHUNK, RECALLED, Policy
+from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
 from worker.batch.choosing import batch_for
@@ -39,8 +38,9 @@ from . import machine
 from .acquisition import Acquisition
 from .choice import StepChooser
 from .cutting import Cutting
-from .memory import EXACT_SCALE, Estimator, shape_of
+from .memory import Estimator, shape_of
 from .pace import Pace
+from .paging import Paging
 from .room import Room
 from .scheduler import Scheduler
 from .turn import (
@@ -49,12 +49,10 @@ from .turn import (
     Finished,
     NoRoomError,
     Prefilled,
-    Recall,
     ResidentKv,
     Sampled,
     StepReport,
     Turn,
-    WantsPast,
 )
 
 if TYPE_CHECKING:
@@ -62,18 +60,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.kv.paged import Past
-    from cache.names.blocks import Tokens
+    from cache.names.blocks import Span, Tokens
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
 
 log = structlog.get_logger()
-
-#: The last tokens of a prompt are run again once what matters to them is on the device.
-ASKED_TOKENS: Final = 32
-#: An answer's session asks for chunks once in so many tokens.
-RECALL_EVERY: Final = 16
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -187,11 +180,10 @@ class Runner:
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
-        self._asking: set[Turn] = set()  # whose prompts wait for KV from SSD
+        self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
-        self._num_evicted = 0
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
@@ -229,7 +221,7 @@ class Runner:
     def serve_waiting(self) -> None:
         """Do what needs no step: start turns whose wait is over, grant room, report both."""
         self._start_ready()
-        is_busy = self.is_busy or self._acquisition.is_short or bool(self._asking)
+        is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
         self.room.grant_requests(is_busy=is_busy)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
@@ -243,8 +235,8 @@ class Runner:
         """End a turn where it stands; no effect on a turn that is over."""
         if turn in self._scheduler:
             self._end_or_fault_all(turn)
-        elif turn in self._asking:
-            self._asking.discard(turn)
+        elif turn in self._paging:
+            self._paging.discard(turn)
             self._end_or_fault_all(turn)
         elif self._acquisition.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that its session keeps its KV
@@ -259,68 +251,13 @@ class Runner:
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
         """Let a turn see chunks that were read from SSD; one whose prompt waited for them goes on."""
         turn.is_recalling = False
-        if turn in self._asking or turn in self._scheduler:
-            self._guarded(turn, lambda turn: self._recalled(turn, spans, tensors))
+        if turn in self._paging or turn in self._scheduler:
+            self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
         """Let a prompt go on that waited for all KV before it; None says that some of it is gone."""
-        if turn in self._asking:
-            self._guarded(turn, lambda turn: self._given_past(turn, past))
-
-    def _given_past(self, turn: Turn, past: Past | None) -> None:
-        if past is None:
-            raise LostPastError(
-                "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
-            )
-        turn.past = past
-        self._asking.discard(turn)
-        self._scheduler.add(turn)
-        self._recall(turn)
-
-    def _want_past(self, turn: Turn) -> None:
-        """Ask for the KV of the tokens that have left the device, if the next piece is to see them."""
-        end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
-        if end and turn in self._scheduler and turn.row is None:
-            self._scheduler.remove(turn)
-            self._asking.add(turn)
-            self._emit(WantsPast(turn, end))
-
-    def _recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        if spans:
-            self._num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
-        if turn in self._asking:
-            self._asking.discard(turn)
-            self._scheduler.add(turn)
-            if turn.asks:
-                self._recall(turn)
-            elif (
-                spans and turn.caches is not None and not turn.policy.exact
-            ):  # with what matters in sight, the end is run again
-                turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
-                layers.trim(turn.caches, turn.num_cached)
-
-    def _caches(self, turn: Turn) -> list[Any]:
-        """Return the KV of a turn under way."""
-        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []
-
-    def _recall(self, turn: Turn) -> None:
-        """Ask for the chunks that have come to matter to a paged session and are not on the device."""
-        is_end = turn.asks and turn.num_cached >= turn.target - 1
-        if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
-            return
-        if turn.policy.exact and turn.row is None and not is_end:
-            return  # no token of the prompt would see what came
-        if not turn.is_recalling:
-            turn.asks = turn.asks and not is_end
-            pages = layers.pages(self._caches(turn))
-            chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
-            if chunks:
-                turn.is_recalling = True
-                spans = (Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
-                self._emit(Recall(turn, tuple(spans)))
-        if is_end and turn.is_recalling:
-            self._scheduler.remove(turn)
-            self._asking.add(turn)
+        if turn in self._paging:
+            self._guarded(turn, lambda turn: self._paging.give_past(turn, past))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -349,7 +286,7 @@ class Runner:
                 measured,
                 self._batch.num_drafted,
                 self._batch.num_accepted,
-                self._num_evicted,
+                self._paging.num_evicted,
             )
         )
 
@@ -366,7 +303,7 @@ class Runner:
         elif not isinstance(error, NoRoomError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
-        self._asking.discard(turn)
+        self._paging.discard(turn)
         self._acquisition.remove(turn)
         turn.resident = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
@@ -392,12 +329,9 @@ class Runner:
         self._scheduler.add(turn)
         self.cutting.note_prompt(turn)
         self.cutting.cut_noted(turn)
-        if turn.policy.exact and turn.caches is not None:
-            turn.scale = min(layers.most_run(turn.caches, self._block) // self._block, EXACT_SCALE)
         if turn.num_cached == turn.target:
             self._end(turn)
-        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
-        self._want_past(turn)
+        self._paging.start(turn)
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
         """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
@@ -422,7 +356,7 @@ class Runner:
                 self._decoded(turn)
         for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
             if turn.policy.recall and turn in self._scheduler:
-                self._guarded(turn, self._recall)
+                self._guarded(turn, self._paging.recall)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
@@ -437,10 +371,7 @@ class Runner:
                 seen=_distinct(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
-        if turn.policy.recall and (pages := layers.pages(turn.caches or [])) is not None:
-            # An end that is run again, with what it asked for in sight, does not ask again.
-            pages.is_end = end >= turn.target - 1 - self._block and (turn.asks or not turn.draws)
-            pages.sees_all, pages.past = turn.policy.exact, turn.past
+        self._paging.begin_piece(turn, end)
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
@@ -450,8 +381,7 @@ class Runner:
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
         self.cutting.note_prompt(turn)
-        if (pages := layers.pages(turn.caches or [])) is not None:
-            pages.sees_all, pages.past = False, None
+        self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None
             self._scheduler.start_decoding(turn)
@@ -459,7 +389,7 @@ class Runner:
         elif turn.num_cached == turn.target:
             self._end(turn)
         else:
-            self._want_past(turn)
+            self._paging.want_past(turn)
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""

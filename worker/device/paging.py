@@ -1,0 +1,138 @@
+"""What turns of paged sessions need from SSD, and which of them wait for it. Device thread only.
+
+Asks the event loop for it (`Recall`, `WantsPast`), and takes its answers. Knows neither steps nor files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.kv import layers
+from cache.names.blocks import Span
+from cache.names.errors import LostPastError
+from cache.names.policy import CHUNK, RECALLED
+
+from .memory import EXACT_SCALE
+from .turn import Recall, WantsPast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import mlx.core as mx
+
+    from cache.kv.paged import Past
+    from worker.batch.batch import Batch
+
+    from .scheduler import Scheduler
+    from .turn import Event, Turn
+
+#: The last tokens of a prompt are run again once what matters to them is on the device.
+ASKED_TOKENS: Final = 32
+#: An answer's session asks for chunks once in so many tokens.
+RECALL_EVERY: Final = 16
+
+
+class Paging:
+    """Calls for turns of sessions that are not paged do nothing."""
+
+    def __init__(
+        self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
+    ) -> None:
+        """A turn that waits is taken out of the scheduler, and put back; `emit` reports an event."""
+        self._scheduler = scheduler
+        self._batch = batch
+        self._block = block
+        self._emit = emit
+        self._waiting: set[Turn] = set()
+        #: Tokens that gave way to recalled ones.
+        self.num_evicted = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any turn waits for KV from SSD."""
+        return bool(self._waiting)
+
+    def __contains__(self, turn: Turn) -> bool:
+        return turn in self._waiting
+
+    def discard(self, turn: Turn) -> None:
+        """End a turn's wait, if it waits."""
+        self._waiting.discard(turn)
+
+    def start(self, turn: Turn) -> None:
+        """Begin with a turn that has its caches, and is in the scheduler."""
+        if turn.policy.exact and turn.caches is not None:
+            turn.scale = min(layers.most_run(turn.caches, self._block) // self._block, EXACT_SCALE)
+        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
+        self.want_past(turn)
+
+    def begin_piece(self, turn: Turn, end: int) -> None:
+        """Say what the tokens of a prompt's next piece, up to `end`, see and ask for."""
+        if (pages := layers.pages(turn.caches or [])) is not None:
+            # An end that is run again, with what it asked for in sight, does not ask again.
+            pages.is_end = end >= turn.target - 1 - self._block and (turn.asks or not turn.draws)
+            pages.sees_all, pages.past = turn.policy.exact, turn.past
+
+    def end_piece(self, turn: Turn) -> None:
+        """Have the next tokens see what is on the device."""
+        if (pages := layers.pages(turn.caches or [])) is not None:
+            pages.sees_all, pages.past = False, None
+
+    def want_past(self, turn: Turn) -> None:
+        """Ask for the KV of the tokens that have left the device, if the next piece is to see them."""
+        end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
+        if end and turn in self._scheduler and turn.row is None:
+            self._wait(turn)
+            self._emit(WantsPast(turn, end))
+
+    def give_past(self, turn: Turn, past: Past | None) -> None:
+        """Let a prompt go on that waited for all KV before it. Raises `LostPastError` for None."""
+        if past is None:
+            why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
+            raise LostPastError(why)
+        turn.past = past
+        self._go_on(turn)
+        self.recall(turn)
+
+    def recall(self, turn: Turn) -> None:
+        """Ask for the chunks that have come to matter to a session and are not on the device."""
+        is_end = turn.asks and turn.num_cached >= turn.target - 1
+        if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
+            return
+        if turn.policy.exact and turn.row is None and not is_end:
+            return  # no token of the prompt would see what came
+        if not turn.is_recalling:
+            turn.asks = turn.asks and not is_end
+            pages = layers.pages(self._caches(turn))
+            chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
+            if chunks:
+                turn.is_recalling = True
+                spans = (Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
+                self._emit(Recall(turn, tuple(spans)))
+        if is_end and turn.is_recalling:
+            self._wait(turn)
+
+    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
+        """Let a turn see chunks that were read; one whose prompt waited for them goes on."""
+        if spans:
+            self.num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
+        if turn in self._waiting:
+            self._go_on(turn)
+            if turn.asks:
+                self.recall(turn)
+            elif spans and turn.caches is not None and not turn.policy.exact:
+                # With what matters in sight, the end is run again.
+                turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
+                layers.trim(turn.caches, turn.num_cached)
+
+    def _wait(self, turn: Turn) -> None:
+        self._scheduler.remove(turn)
+        self._waiting.add(turn)
+
+    def _go_on(self, turn: Turn) -> None:
+        self._waiting.discard(turn)
+        self._scheduler.add(turn)
+
+    def _caches(self, turn: Turn) -> list[Any]:
+        """Return the KV of a turn under way."""
+        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []
