@@ -24,11 +24,12 @@ from turnkeep_client.messages import CachePolicy
 from . import stats
 from .ask import FAULT_PAUSE_S, FULL
 from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
+from .faults import BenchError
 from .plan import Corpus, Option, TurnTimeout
 from .spec import Bench, Measure, Plot, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from turnkeep_client.session import Session
 
@@ -41,6 +42,8 @@ MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 2.0
+#: Tokens at the end of a paged session's prompt that run once more with what came back from SSD.
+RUN_AGAIN: Final = 32
 
 NOT_NEGATIVE: Final = click.FloatRange(min=0)
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
@@ -60,6 +63,8 @@ class Plan:
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
     window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
+    resident: Annotated[int | None, Option("Keep so many tokens on the device, all on SSD.")] = None
+    exact: Annotated[bool, Option("Have prompts see all of them, with --resident.")] = False
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
 
@@ -114,10 +119,9 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
     Blocks, since snapshots are written behind turns.
     """
     answered = [turn for turn in turns if turn.error is None]
-    per_token = bytes_per_token(answered) or 0.0
-    for turn in answered if per_token else ():
-        tokens = min(turn.position or 0, turn.fact("kept") or math.inf)
-        yield Sample(FORMULA.name, "", turn.at_s, turn.block, tokens * per_token)
+    if formula := kv_formula(answered):
+        for turn in answered:
+            yield Sample(FORMULA.name, "", turn.at_s, turn.block, formula(turn.position or 0, turn))
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
     # Fewer bytes than before are those of a worker that was restarted.
@@ -129,9 +133,9 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check the promised cost of a session."""
     several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
-    right = bytes_per_token(several)
+    formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, several, lambda turn: right not in _sizes(turn))
+    yield count(name, several, lambda turn: formula is None or not _follows(turn, formula))
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
     yield held_tokens_are_cheap({"": found.turns})
@@ -143,34 +147,79 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield keeps_its_size(found.of(BESIDE))
 
 
-def bytes_per_token(turns: Sequence[Turn]) -> float | None:
-    """Return what a token's KV takes by most turns; None where there is none."""
-    votes = Counter(size for turn in turns for size in _sizes(turn) if size)
-    return max(votes, key=votes.__getitem__, default=None)
+def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
+    """Return what KV of so many tokens takes in a turn's session, by most turns; None where there is none.
 
-
-def _sizes(turn: Turn) -> set[float]:
-    """Return what a token's KV takes, if all of a session's tokens have some, or all but the last.
-
-    The session keeps the KV of the turn's fact `kept` at the most.
+    Each of the session's first `kept` tokens takes as much, and each further one nothing; or, if it is paged,
+    what the device keeps of every token to know what matters.
     """
-    position, kept = turn.position or 0, turn.fact("kept") or math.inf
-    return {turn.kv_live_bytes / min(tokens, kept) for tokens in (position, position - 1) if tokens > 0}
+    is_paged = any(turn.fact("again") is not None for turn in turns)
+    held = _voted(
+        size / min(tokens, kept) for size, tokens, kept in _sizes(turns) if tokens <= kept or not is_paged
+    )
+    if not held:
+        return None
+    more = _voted(
+        (size - kept * held) / (tokens - kept)
+        for size, tokens, kept in _sizes(turns)
+        if tokens > kept and is_paged
+    )
+
+    def formula(tokens: int, turn: Turn) -> float:
+        kept = _kept(turn)
+        return min(tokens, kept) * held + max(tokens - kept, 0) * more
+
+    return formula
+
+
+def _sizes(turns: Sequence[Turn]) -> Iterator[tuple[float, int, float]]:
+    """Yield the bytes of KV after each turn, of all tokens or all but the last, and how many of them stay."""
+    for turn in turns:
+        for tokens in (turn.position or 0, (turn.position or 0) - 1):
+            if tokens > 0:
+                yield turn.kv_live_bytes, tokens, _kept(turn)
+
+
+def _voted(sizes: Iterable[float]) -> float:
+    votes = Counter(size for size in sizes if size > 0)
+    return max(votes, key=votes.__getitem__, default=0)
+
+
+def _kept(turn: Turn) -> float:
+    return turn.fact("kept") or math.inf
+
+
+def _follows(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
+    position = turn.position or 0
+    return turn.kv_live_bytes in {formula(tokens, turn) for tokens in (position, position - 1) if tokens > 0}
 
 
 def _own_tokens(turn: Turn) -> float:
-    """Return the most a turn may prefill: new and rewritten tokens, and the last one of the turn before."""
-    held = turn.fact("held")
+    """Return the most a turn may prefill: new and rewritten tokens, and the last one of the turn before.
+
+    A paged session's prompt may run its end `again`.
+    """
+    held, again = turn.fact("held"), turn.fact("again") or 0
     kept = held if turn.rewritten_from is None else turn.rewritten_from
-    return math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0)
+    return (
+        math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0) + again
+    )
+
+
+def _cache(plan: Plan) -> CachePolicy | None:
+    """Return the session's cache policy. Raises `BenchError` for options that do not go together."""
+    if (plan.window is not None and plan.resident is not None) or (plan.exact and plan.resident is None):
+        raise BenchError("take --window, or --resident, or --resident with --exact")
+    if plan.resident is not None:
+        return CachePolicy("paged", resident=plan.resident, prefill="exact" if plan.exact else None)
+    return None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
 
 
 async def measure(run: Run[Plan]) -> None:
     """Run the conversation."""
     plan, texts = run.plan, run.corpus.texts()
     async with run.target() as client:
-        cache = None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
-        session = client.session(f"bench-{uuid4().hex[:12]}", cache=cache)
+        session = client.session(f"bench-{uuid4().hex[:12]}", cache=_cache(plan))
         began_s, anew = run.elapsed_s, 0
         held: int | None = 0  # None after a fault
         try:
@@ -204,6 +253,8 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
     facts: dict[str, float | str | None] = {"held": held}
     if run.plan.window is not None:
         facts["kept"] = run.plan.sink + run.plan.window
+    elif run.plan.resident is not None:
+        facts |= {"kept": run.plan.resident, "again": 0 if run.plan.exact else RUN_AGAIN}
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics

@@ -282,6 +282,20 @@ def test_kv_that_grows_beyond_a_session_s_window_is_told(kept: int | None, held:
     assert formula.failed is fails
 
 
+@pytest.mark.parametrize(("wrong", "again", "fails"), [(0, 32, False), (0, None, True), (128, 32, True)])
+def test_kv_of_a_paged_session_grows_by_sketches_beyond_what_is_on_the_device(
+    wrong: int, again: int | None, fails: bool
+) -> None:
+    sizes = [(at, min(at - 1, 120) * 128 + max(at - 1 - 120, 0) * 8) for at in (50, 100, 150, 200, 250)]
+    sizes[3] = (200, sizes[3][1] + wrong)
+    facts = {"held": 0, "kept": 120, "again": again}
+    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in sizes]
+    formula = next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns))))
+    assert formula.failed is fails
+    drawn = [one.value for one in session.follows(turns) if one.measure == session.FORMULA.name]
+    assert fails or drawn == [size + (128 if at <= 121 else 8) for at, size in sizes]
+
+
 READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
 
 
