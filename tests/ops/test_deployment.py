@@ -141,10 +141,10 @@ class Here:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def text(self, value: str) -> str:
+        # All ports at once, before folders: what replaces one may spell another.
+        value = re.sub("|".join(map(str, self._ports)), lambda at: str(self._ports[int(at[0])]), value)
         for path, folder in self._folders.items():
             value = value.replace(path, str(folder))
-        for port, free in self._ports.items():
-            value = value.replace(str(port), str(free))
         return value.replace("//nats:", "//127.0.0.1:").replace("0.0.0.0", "127.0.0.1")
 
     def command(self, service: dict[str, Any], words: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -3,31 +3,25 @@
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 
 import pytest
 
+from tests import parts
 from worker.datadir import DataDir
 from worker.settings import Settings
 from worker.wire.broker import EmbeddedServer, find_server
 
 
-def find_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def free_port():
-    return find_port()
+    return parts.free_port()
 
 
 @pytest.fixture
 def unused_port():
     """A second port, beside the one that the settings name."""
-    return find_port()
+    return parts.free_port()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -14,6 +13,7 @@ from typing import Any
 import nats
 from nats.js.api import StreamConfig
 
+from tests.parts import free_port
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -48,12 +48,6 @@ async def heard(nc: nats.NATS) -> None:
     """Wait until the server knows of a subscription: nats-py sends the ping of the first flush before it."""
     await nc.flush()
     await nc.flush()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class NatsServer:
