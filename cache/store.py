@@ -119,6 +119,11 @@ class _Form:
         """Return the tokens whose sketches the file of a span has beside its own; None for most."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
+    def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
+        """Return a node's file; `end` is the position behind its tokens, summed up along its chain."""
+        span = Span(end - node.num_tokens, end)
+        return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
+
     def carriers(self, match: Match) -> dict[Node, Span]:
         """Return the nodes of a match that have the sketches of others, and of which tokens."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
@@ -360,21 +365,23 @@ class Store:
             if self._monotonic() > until or self._closing or is_stopped():
                 return None
             await asyncio.sleep(_SETTLE_S)
-        files, at = [], 0
-        for node in match.nodes:
-            span = Span(at, at + node.num_tokens)
-            files.append(ChainFile(node.digest, at, carried=form.carried(span)))
-            at = span.end
+        ends = accumulate(node.num_tokens for node in match.nodes)
+        files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
         return StoredPast(self._folder, files, end, form.digest, form.layout, chain.policy, self._readers)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count what was read of a past; if a file was doubtful, remove what continues it."""
+        """Count what was read of a past that is held; if a file was doubtful, remove what continues it."""
         self._restored_bytes += past.size_bytes
-        if past.doubt is not None:
-            file, why = past.doubt
-            node = self._index.get(file.digest)
-            if node is not None:
-                self._rejected += self._removal.reject(node, why)
+        file, why = past.doubt or (None, "")
+        node = self._index.get(file.digest) if file is not None else None
+        if node is not None:
+            self._keep_no_copy(node)
+            self._rejected += self._removal.reject(node, why)
+
+    def _keep_no_copy(self, doubtful: Node) -> None:
+        """Remove a file from quarantine if it was forgotten meanwhile."""
+        if doubtful.doomed:
+            self._writer.unlink([doubtful.row], quarantined=True)
 
     async def _load(
         self,
@@ -398,17 +405,14 @@ class Store:
         # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
-        state = last if form.stateful and not only else None
-        wanted = {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
-        wanted.update(() if state is None else (state,))
+        has_state = form.stateful and not only
+        wanted = {last} if has_state else set()
+        wanted |= {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
         for span in seen:
             wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
-        nodes, files = [], []
-        for i in sorted(wanted):
-            node, span = match.nodes[i], Span(ends[i] - match.nodes[i].num_tokens, ends[i])
-            nodes.append(node)
-            more = form.carried(span)
-            files.append(ChainFile(node.digest, span.start, state=i == state, carried=more))
+        found = sorted(wanted)
+        nodes = [match.nodes[i] for i in found]
+        files = [form.file(match.nodes[i], ends[i], state=has_state and i == last) for i in found]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
 
         def read() -> ReadOutcome:
@@ -428,8 +432,8 @@ class Store:
 
         try:
             outcome = await self._readers.run(read, limit_s)
-            if outcome.doubt is not None and (doubtful := nodes[outcome.num_read]).doomed:
-                self._writer.unlink([doubtful.row], quarantined=True)  # forgotten: keep no copy
+            if outcome.doubt is not None:
+                self._keep_no_copy(nodes[outcome.num_read])
         except TimeoutError:
             self._timed_out += 1
             if not self._hangs:

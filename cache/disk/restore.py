@@ -93,8 +93,8 @@ def restore(
 ) -> ReadOutcome:
     """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
 
-    `only` asks for a part of the layers, and for nothing else. The sketches of the first
-    `num_carried` tokens are read from carriers.
+    `only` asks for a part of the layers, and for nothing else. The sketches of the first `num_carried` tokens
+    are read from carriers.
 
     If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited
     reach: a shorter session would need another state and other files.

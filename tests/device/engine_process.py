@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
+from cache.disk.access import PLAIN, Access
 from cache.kv.size import KvSize
 from cache.names.blocks import as_tokens
 from cache.names.identity import Identity
@@ -94,6 +95,7 @@ async def open_process(
     max_bytes: int = 1 << 30,
     num_blocks: int = 1,
     limit_bytes: int | None = None,
+    access: Access = PLAIN,
     trials: Path | None = None,
 ) -> AsyncIterator[Process]:
     """Be a worker process on a snapshot directory; `num_blocks` times `BLOCK` tokens are a block."""
@@ -117,6 +119,7 @@ async def open_process(
         max_bytes=max_bytes,
         queue_bytes=queue_bytes,
         min_free_bytes=0,
+        access=access,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
     device.cut_snapshots(store.room)

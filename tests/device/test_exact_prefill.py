@@ -15,8 +15,11 @@ import structlog
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
+from cache.disk.access import PLAIN, Access
+from cache.disk.sealing import Sealed
 from cache.kv import layers
 from cache.names.blocks import Span, as_tokens
+from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, FULL, SLACK, Policy
 from worker.batch.forward import Forward, OwnPart
 from worker.device import cutting, finding
@@ -143,12 +146,13 @@ async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndar
     return np.array(arrays["1.values"])
 
 
-async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_path) -> None:
+@pytest.mark.parametrize("access", [PLAIN, Sealed(bytes(range(32)))])
+async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_path, access: Access) -> None:
     tokens = prompt(50 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with engine_process.open_process(model, tmp_path, num_blocks=8, access=access) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
         await process.store.barrier(10)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with engine_process.open_process(model, tmp_path, num_blocks=8, access=access) as process:
         outcome, _, bits = await process.generate(tokens, 1, policy=POLICY)
         assert outcome.num_prefilled == 5 * CHUNK + 1
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
@@ -175,6 +179,30 @@ async def test_from_a_damaged_block_on_it_is_prefilled_again(model, tmp_path, is
         assert process.store.stats().rejected == 1
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
+
+
+async def test_of_a_damaged_block_that_is_forgotten_meanwhile_no_copy_stays(model, tmp_path) -> None:
+    tokens = prompt(50 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens[: 45 * CHUNK], policy=POLICY)
+        await process.store.barrier(10)
+        tenant, asked = engine_process.key("s").tenant, as_tokens(tokens)
+        chain = process.store.chain(tenant, POLICY)
+        past = await process.store.past(chain, asked, 40 * CHUNK, 1.0)
+        assert past is not None
+        prefix = process.store.hold(chain, asked)
+        path = process.store._folder.path(past.files[12].digest)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        assert not (await process.store.erase(tenant, asked)).settled
+        with pytest.raises(LostPastError, match="damaged"):
+            list(past.parts("1"))
+        assert len(list((tmp_path / "quarantine").iterdir())) == 1
+        holding = finding.Holding(engine_process.key("s"), lambda: False, prefix, past)
+        process.engine._finder.release(holding)
+        assert await process.store.barrier(10)
+        assert list((tmp_path / "quarantine").iterdir()) == []
 
 
 async def test_a_disk_that_takes_nothing_fails_the_turn_and_says_why(model, tmp_path, monkeypatch) -> None:

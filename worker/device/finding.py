@@ -76,10 +76,10 @@ class Finder:
 
     def release(self, holding: Holding) -> None:
         """Release what a turn holds."""
-        if self._store is not None and holding.prefix is not None:
-            self._store.release(holding.prefix)
         if self._store is not None and holding.past is not None:
             self._store.end_past(holding.past)
+        if self._store is not None and holding.prefix is not None:
+            self._store.release(holding.prefix)
         if holding.room is not None:
             self._device.release_room(holding.key)
         holding.prefix = holding.past = holding.room = None
