@@ -30,6 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TINY_CONTEXT = 2048
+ENDLESS_CONTEXT = 1 << 16
 #: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
 TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
@@ -80,11 +81,16 @@ def make_tiny_model(folder: Path, **changes: int) -> Path:
 
 
 def make_endless_model(tiny: Path, folder: Path) -> Path:
-    """Copy the tiny model without its end-of-turn token: an answer lasts as long as it was asked to."""
+    """Copy the tiny model without its end-of-turn token: an answer lasts as long as it was asked to.
+
+    Its context is long enough for an answer that outlasts any test.
+    """
     shutil.copytree(tiny, folder)
     for name in ("config.json", "tokenizer_config.json"):
         config = json.loads((folder / name).read_text())
         config = {key: value for key, value in config.items() if not key.startswith("eos")}
+        if "max_position_embeddings" in config:
+            config["max_position_embeddings"] = ENDLESS_CONTEXT
         (folder / name).write_text(json.dumps(config))
     return folder
 

@@ -155,7 +155,9 @@ async def test_after_a_failure_the_queue_is_not_tried_one_by_one(open_store, mon
         save_all(store, "a", [session, 1])
     await store.barrier(5)
     failed = len(tried)
-    assert failed in (1, 2), "the one that failed, and the one that was under way when that became known, if any"
+    assert failed in (1, 2), (
+        "the one that failed, and the one that was under way when that became known, if any"
+    )
     assert (store.stats().failed, store.stats().dropped) == (failed, {"disk_error": 20 - failed})
     assert_sum_rule(store)
 

@@ -112,7 +112,7 @@ async def test_where_nobody_reads_on_the_answer_is_cancelled(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
-    command = [sys.executable, "-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "1900"]
+    command = [sys.executable, "-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
     process = await asyncio.create_subprocess_exec(
         *command,
         *where(worker),
@@ -172,7 +172,7 @@ async def test_ctrl_c_ends_the_answer_and_is_an_exit_code(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
-    options = ("--session", "s", "--max-tokens", 1900, *where(worker))
+    options = ("--session", "s", "--max-tokens", 50_000, *where(worker))
 
     def run() -> int:
         with Terminal("ask", "hello", *options) as terminal:
@@ -191,7 +191,7 @@ async def test_sigterm_leaves_the_terminal_as_it_was(
     worker = await local_worker(model=str(endless_model))
 
     def run() -> tuple[int, bool]:
-        with Terminal("ask", "hello", "--max-tokens", 1900, *where(worker)) as terminal:
+        with Terminal("ask", "hello", "--max-tokens", 50_000, *where(worker)) as terminal:
             terminal.wait_for(".")
             terminal.process.terminate()
             return terminal.end(), terminal.echoes

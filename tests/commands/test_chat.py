@@ -161,7 +161,7 @@ async def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
         terminal.wait_for(END)
         terminal.type("\x04")
 
-    await on_terminal(script, worker, "--max-tokens", 1900)
+    await on_terminal(script, worker, "--max-tokens", 50_000)
     first, second = await answers(worker.client)
     assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands.command_runs import command
 from tests.ops.test_operating_page import block
-from tests.parts import BLOCK, TINY_KV_BYTES, make_endless_model, make_tiny_model
+from tests.parts import BLOCK, ENDLESS_CONTEXT, TINY_KV_BYTES, make_endless_model, make_tiny_model
 from worker.settings import load
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ async def test_what_does_not_fit_is_said(endless_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--context", 4096), "--context is 4096; under the policy full it must be 2048 or less"),
+        (
+            ("--context", ENDLESS_CONTEXT + 1),
+            f"--context is {ENDLESS_CONTEXT + 1}; under the policy full it must be {ENDLESS_CONTEXT} or less",
+        ),
         (
             ("--cache-policy", "sink_window:4,16"),
             "--cache-policy: a window of 16 tokens is smaller than this",

@@ -48,16 +48,18 @@ async def test_an_answer_ends_at_its_deadline_with_what_there_is(
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("running")
-    generation = session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=0.5)
+    generation = session.generate(tokens=[40, 41], max_tokens=50_000, deadline_s=0.5)
     seen = [token async for chunk in generation for token in chunk.tokens]
     result = generation.result
     assert result.finish_reason == "expired"
-    assert 0 < len(result.tokens) < 1900
+    assert 0 < len(result.tokens) < 50_000
     assert seen == list(result.tokens)
     assert result.position == 2 + len(seen)
     after = await session.generate(tokens=[42], max_tokens=1)
     assert after.usage.prompt_tokens == result.position + 1
-    repeated = await session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=0.5, request_id=result.id)
+    repeated = await session.generate(
+        tokens=[40, 41], max_tokens=50_000, deadline_s=0.5, request_id=result.id
+    )
     assert (repeated.tokens, repeated.repeat_of) == (result.tokens, result.seq)
 
 
@@ -85,7 +87,7 @@ async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
 async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endless_model: Path) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("cancelled")
-    generation = session.generate(tokens=[40, 41], max_tokens=1900, deadline_s=60)
+    generation = session.generate(tokens=[40, 41], max_tokens=50_000, deadline_s=60)
     async for _ in generation:
         await generation.cancel()
         break
@@ -121,7 +123,7 @@ async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(
     process.start()
     async with await process.client() as client:
         seen: list[int] = []
-        generation = client.session("killed").generate(tokens=[40, 41], max_tokens=1900, deadline_s=2.0)
+        generation = client.session("killed").generate(tokens=[40, 41], max_tokens=50_000, deadline_s=2.0)
         async for chunk in generation:
             if not seen:
                 process.kill()
@@ -131,6 +133,6 @@ async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(
         result = generation.result
         assert result.finish_reason == "expired"
         assert seen == list(result.tokens)
-        assert 0 < len(seen) < 1900
+        assert 0 < len(seen) < 50_000
         entries = await client.log("killed")
         assert [entry.kind for entry in entries] == ["in", "out"]

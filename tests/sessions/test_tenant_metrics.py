@@ -63,7 +63,7 @@ async def test_what_is_read_from_disk_and_what_waits_is_counted(
     await worker.client.session("s").generate(text="x" * 100, max_tokens=4)
     await worker.stop()
     worker = await local_worker(metrics_tenants=2, model=str(endless_model))
-    answer = worker.client.session("s").generate(text="y", max_tokens=1000)
+    answer = worker.client.session("s").generate(text="y", max_tokens=50_000)
     await anext(aiter(answer))
     found = await figures(worker.client)
     assert found.sessions == {"default": 1}
