@@ -7,6 +7,7 @@ the model under test is the other side.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,17 @@ class Corpus:
         while True:
             for conversation in self.conversations:
                 yield from conversation
+
+
+def paragraphs(path: Path) -> Iterator[str]:
+    """Yield the paragraphs of a file, each on one line, in an endless cycle. Raises `BenchError`."""
+    try:
+        found = [" ".join(part.split()) for part in path.read_text("utf-8").split("\n\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} cannot be read: {error}") from None
+    if not any(found):
+        raise BenchError(f"{path} has no text")
+    yield from itertools.cycle(filter(None, found))
 
 
 def built_in() -> Corpus:
@@ -104,8 +116,12 @@ class Texts:
         """Return exactly `number` tokens: the next texts, the last one cut."""
         found: list[int] = []
         while len(found) < number:
-            found += self._tokenizer.encode(f"{next(self._texts)}\n\n", add_special_tokens=False).ids
+            found += self.tokens_of(f"{next(self._texts)}\n\n")
         return tuple(found[:number])
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, without any that a tokenizer would add."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def next_text(self, number: int) -> str:
         """Return the text of the next `number` tokens."""

@@ -51,6 +51,13 @@ Corpus = Annotated[
     str,
     Option("What is said.", smoke="built-in", type=click.Choice(tuple(CORPORA))),
 ]
+TextFile = Annotated[
+    Path | None,
+    Option(
+        "A file of text, in the place of a corpus.",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    ),
+]
 Seed = Annotated[int, Option("Of every order that is drawn.", type=click.INT)]
 TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", metavar="SECONDS")]
 

@@ -19,7 +19,7 @@ import msgspec
 
 from .checks import Check, bounded, count
 from .local import Program
-from .plan import Corpus, Option
+from .plan import Corpus, Option, TextFile
 from .spec import Against, Bench, Measure, Plot
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ PERPLEXITY_BOUNDS: Final = {EIGHT: 1.02, FOUR: 1.25}
 #: The least share of an answer's tokens before the first difference; the packaged model has 0.87 (8 bits).
 EQUAL_BOUND: Final = 0.5
 
-
-FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 WINDOW: Final = "Tokens that are run together; the second half of them counts."
 
 
@@ -51,7 +49,7 @@ class Plan:
     """
 
     corpus: Corpus = "mt-bench"
-    text: Annotated[Path | None, Option("A file of text, in the place of a corpus.", type=FILE)] = None
+    text: TextFile = None
     window: Annotated[int, Option(WINDOW, smoke=64, type=click.IntRange(min=16))] = 512
     windows: Annotated[int, Option("How many of them, at the most.", smoke=5)] = 16
     answer: Annotated[int, Option("Tokens of an answer.", smoke=6)] = 64

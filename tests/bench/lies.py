@@ -16,7 +16,7 @@ from typing import Any
 import saboteurs as by
 from saboteurs import ALL, PREFILL_S, WAITS, Lie, Suite, answer, samples, turns
 
-from bench import load, overhead, peers, pressure, quality, restart, session
+from bench import load, overhead, peers, pressure, quality, recall, restart, session
 from bench.openai import OWN
 from bench.spec import Sample, Turn
 
@@ -263,6 +263,35 @@ QUALITY_LIES = (
     ),
 )
 
+RECALL = recall.Plan(corpus="built-in", resident=(1024,), texts=8)
+KEPT = "paged 1,024"
+KNOWS_ALL = (recall.FULL, f"{KEPT}, exact")
+
+
+def honest_recall(seed: int) -> Run:
+    """A model that is wrong now and then in all cases; what left a window is known to few."""
+    noise, found = random.Random(seed), []
+    for block, depth in itertools.product(range(RECALL.texts), RECALL.depths):
+        able = noise.random() < 0.8
+        for case, policy in RECALL.policies.items():
+            right = able and (case in KNOWS_ALL or depth == 90)
+            again = recall.RUN_AGAIN if case == KEPT else 0
+            facts = {"held": RECALL.tokens, "right": float(right)}
+            size = 46_080 * (RECALL.tokens if policy.policy == recall.FULL else 1300)
+            more = {"case": case, "x": depth, "block": block, "facts": facts, "kv_live_bytes": size}
+            times = {"first_s": noise.lognormvariate(-2, 0.15), "total_s": 1.0}
+            found.append(answer(RECALL.tokens + 30, 31 + again, range(12), **more, **times))
+    return found, []
+
+
+FORGETS_FACTS = turns(KNOWS_ALL[1], facts={"right": 0.0})
+RECALL_LIES = (
+    Lie("keeps all on the device", "a part on the device", turns(KEPT, kv_live_bytes=46_080 * 4108)),
+    Lie("reports no KV", "a part on the device", turns(KEPT, kv_live_bytes=0), by.report_no_kv),
+    Lie("prefills all for a question", "a question is all", turns(KEPT, **ALL), by.prefill_anew),
+    Lie("forgets what a prompt should see", "with an exact prefill", FORGETS_FACTS),
+)
+
 RESTART = restart.Plan(tokens=(256, 1024), rounds=5, corpus="built-in")
 FIRST_S = {restart.WARM: 0.1, restart.SPILLED: 0.12, restart.RESTART: 0.11, restart.KILL: 0.2}
 RESIDENT = {restart.WARM: {"resident": "yes"}, restart.SPILLED: {"resident": "no"}}
@@ -334,6 +363,7 @@ SUITES = (
     Suite(peers.BENCH, PEERS, honest_peers, PEERS_LIES),
     Suite(pressure.BENCH, PRESSURE, honest_pressure, PRESSURE_LIES, facts=LIMITS),
     Suite(quality.BENCH, QUALITY, honest_quality, QUALITY_LIES, model="wide_model", program="worker.quality"),
+    Suite(recall.BENCH, RECALL, honest_recall, RECALL_LIES, model="wide_model"),
     Suite(restart.BENCH, RESTART, honest_restart, RESTART_LIES),
     Suite(session.BENCH, SESSION, honest_session, SESSION_LIES),
 )

@@ -39,6 +39,7 @@ LONG = {
     "restart": "--tokens 256 --rounds 20",
     "quality": "--window 16 --answer 1000 --answers 100",
     "pressure": "--duration 20",
+    "recall": "--tokens 600 --resident 512 --texts 100",
 }
 
 
@@ -77,7 +78,9 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
     raise AssertionError("no checkpoint had three turns or samples")
 
 
-@_benches("session", "load", "peers", "quality", "restart")  # the others start five workers, or run long
+@_benches(
+    "session", "load", "peers", "quality", "recall", "restart"
+)  # the others start five workers, or run long
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,193 @@
+"""`turnkeep bench recall`: which planted facts a session still knows, with KV of a part of it on the device.
+
+Long texts with a few secret codes in them, at several depths, and a question for each. The same text is read
+under each cache policy; a text is a block. What is measured is the model's memory, so times are beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from turnkeep_client.messages import CachePolicy
+
+from . import stats
+from .checks import Check, bounded, count
+from .corpus import Texts, paragraphs
+from .faults import BenchError
+from .plan import Corpus, Option, Seed, TextFile, TurnTimeout
+from .session import RUN_AGAIN
+from .spec import Against, Bench, Measure, Plot, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .run import Run
+    from .spec import Findings, Turn
+
+FULL: Final = "full"
+#: Sinks of a window of so many tokens in all.
+SINK: Final = 4
+#: Tokens of an answer: of a code of four digits, and of some words before it.
+ANSWER_TOKENS: Final = 12
+#: How much less a session with an exact prefill may know, as a share of all questions.
+LOST: Final = 1 / 3
+NAMES: Final = ("Greta", "Anton", "Marie", "Oskar", "Paula", "Viktor", "Helen", "Bruno", "Clara", "Simon")
+
+DEPTHS: Final = "Where the facts are, in percent of the text."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Facts that are planted in long texts, and asked for under each cache policy.
+
+    A sentence says a secret code, at each depth of a text; a question behind it asks for the code. Each
+    number of resident tokens is tried as a window, paged, and so with an exact prefill, beside a full one.
+    """
+
+    corpus: Corpus = "mt-bench"
+    text: TextFile = None
+    tokens: Annotated[int, Option("Tokens of each text.", smoke=1200)] = 4096
+    texts: Annotated[int, Option("How many of them.", smoke=1)] = 5
+    resident: Annotated[tuple[int, ...], Option("Tokens on the device.", smoke=(512,))] = (512, 1024)
+    depths: Annotated[tuple[int, ...], Option(DEPTHS, smoke=(10, 90))] = (10, 50, 90)
+    turn_timeout: TurnTimeout = 600.0
+    seed: Seed = 0
+
+    @property
+    def policies(self) -> dict[str, CachePolicy]:
+        """The cases, with their policies, in the order of tables."""
+        found = {FULL: CachePolicy("full")}
+        for tokens in sorted(self.resident, reverse=True):
+            found[f"window {tokens:,}"] = CachePolicy("sink_window", SINK, tokens - SINK)
+            found[f"paged {tokens:,}"] = CachePolicy("paged", resident=tokens)
+            found[f"paged {tokens:,}, exact"] = CachePolicy("paged", resident=tokens, prefill="exact")
+        return found
+
+
+RIGHT = Measure("right", "share", "higher", of=lambda turn: turn.fact("right"), log=False)
+KNOWN = Measure("right at all depths", "share", "higher", log=False, levels="")
+KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, levels="")
+FIRST = Measure("first token of the answer", "s", of=lambda turn: turn.first_s, levels="")
+PLOTS = (
+    Plot("by x", "Right answers", (RIGHT,), "A line at the height of the full session's has lost nothing."),
+    Plot("cdf", "First token of the answer", (FIRST,), "Each step is a question.", log=True),
+)
+
+
+def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+    """Yield the share of a text's questions that a case answers right."""
+    told = (((one.case, one.block), one.fact("right")) for one in turns if one.error is None)
+    for (case, block), right in stats.grouped((key, one) for key, one in told if one is not None).items():
+        yield Sample(KNOWN.name, case, None, block, sum(right) / len(right))
+
+
+def checks(found: Findings[Plan]) -> Iterator[Check]:
+    """Check what a part on the device takes, and what it knows."""
+    name = "a part on the device takes less than the whole"
+    pairs = [*found.pairs(FULL)]
+    yield count(name, pairs, lambda pair: not 0 < pair[0].kv_live_bytes < pair[1].kv_live_bytes)
+    name = "a question is all that is prefilled for its answer"
+    yield count(name, found.answered, _prefills_more)
+    cases = [case for case in found.cases(KNOWN) if _is_exact(case)]
+    losses = {case: found.compared(Against(KNOWN, FULL, "difference"), case) for case in cases}
+    name = f"with an exact prefill at most {LOST:.0%} of the questions are lost"
+    yield bounded(name, losses, at_least=-LOST, unit="share")
+
+
+def _is_exact(case: str) -> bool:
+    return case.endswith("exact")
+
+
+def _prefills_more(turn: Turn) -> bool:
+    """Whether more was run than the question, the token before it, and what a paged prompt runs again."""
+    again = RUN_AGAIN if turn.case.startswith("paged") and not _is_exact(turn.case) else 0
+    return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Say what is right, and what a full session that is wrong means."""
+    yield (
+        f"Texts of {plan.tokens:,} tokens. An answer is right if it has the code's four digits. Where a full"
+        " session is wrong the model cannot tell: compare with its line, not with 100%."
+    )
+    yield f"A window of n tokens has {SINK} sinks among them; paged sessions divide n as the protocol says."
+
+
+class Fact(NamedTuple):
+    """A planted sentence: how deep it is, in percent, who it is about, and the code that it says."""
+
+    depth: int
+    who: str
+    code: str
+
+    @property
+    def said(self) -> str:
+        """The sentence."""
+        return f" The secret code of {self.who} is {self.code}. "
+
+    @property
+    def question(self) -> str:
+        """A question whose answer begins with the code."""
+        return f"\nQuestion: What is the secret code of {self.who}? Answer: The secret code of {self.who} is"
+
+
+def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]:
+    """Return the next `tokens` tokens of the texts, and the facts among them, from the first depth on."""
+    said, found = texts.next_tokens(tokens), list[int]()
+    edges = [0, *(tokens * fact.depth // 100 for fact in facts), tokens]
+    for (start, end), fact in itertools.zip_longest(itertools.pairwise(edges), facts):
+        found += said[start:end]
+        found += texts.tokens_of(fact.said) if fact is not None else ()
+    return tuple(found)
+
+
+async def measure(run: Run[Plan]) -> None:
+    """Read each text under each policy, and ask; a rewind takes each question back."""
+    plan, drawn = run.plan, random.Random(run.plan.seed)  # noqa: S311  # codes in a text, not secrets
+    if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
+        raise BenchError(
+            f"take fewer resident tokens than the {plan.tokens:,} of a text,"
+            f" and at most {len(NAMES)} depths of up to 100%"
+        )
+    async with run.worker() as (worker, client):
+        texts = Texts(worker.model_folder, paragraphs(plan.text) if plan.text else run.corpus.texts())
+        total = plan.texts * len(plan.policies) * len(plan.depths)
+        for block in range(plan.texts):
+            told = zip(plan.depths, drawn.sample(NAMES, len(plan.depths)), strict=True)
+            facts = [Fact(depth, who, f"{drawn.randint(1000, 9999)}") for depth, who in told]
+            said = planted(texts, plan.tokens, facts)
+            for number, (case, policy) in enumerate(plan.policies.items()):
+                run.progress(len(run.turns), total, f"text {block + 1} of {plan.texts}, {case}")
+                session = client.session(f"s{block}-{number}", cache=policy)
+                held = (await session.append(tokens=said, timeout_s=plan.turn_timeout)).position
+                for fact in facts:
+                    asked = texts.tokens_of(fact.question)
+                    turn = await run.ask(
+                        session, tokens=asked, raw=True, max_tokens=ANSWER_TOKENS, texts=True
+                    )
+                    right = float(fact.code in str(turn.facts.get("text")))
+                    told_of = {**turn.facts, "held": held, "right": right}
+                    run.keep(replace(turn, case=case, x=fact.depth, block=block, facts=told_of))
+                    await session.rewind(held, timeout_s=plan.turn_timeout)
+                await session.close(timeout_s=plan.turn_timeout)
+
+
+BENCH = Bench(
+    name="recall",
+    title="Facts in long texts",
+    plan=Plan,
+    levels="% deep",
+    cases=(FULL,),
+    measures=(RIGHT, KNOWN, KV, FIRST),
+    against=(Against(KNOWN, FULL, "difference"), Against(KV, FULL)),
+    plots=PLOTS,
+    checks=checks,
+    measure=measure,
+    follows=follows,
+    notes=notes,
+)
