@@ -98,13 +98,8 @@ class Pages:
         self._noted: list[mx.array] = []  # by layer: how much each page mattered to some queries
         self._mattered = np.zeros(0)
         self._usual = np.zeros(0)  # how much each chunk matters to most queries
-        #: Whether to ask the next piece of a prompt, as is done at its end; others only now and then.
-        self.is_end = True
-
-    @property
-    def has_notes(self) -> bool:
-        """Whether queries were asked since `choose`."""
-        return bool(self._noted)
+        #: Tokens from here on are asked, as is done at a prompt's end; others only now and then.
+        self.asks_from = 0
 
     def assign(self, chunk: int) -> int | None:
         """Return a chunk's slot, a free one if it has none; None if no slot is free."""
@@ -123,28 +118,36 @@ class Pages:
         """Whether the queries of the tokens `[start, start + num)` are asked what matters to them."""
         if num == 1:
             return start % _EVERY == 0
-        return self.is_end or start % _SELDOM < num
+        return start + num >= self.asks_from or start % _SELDOM < num
 
     def note(self, mattering: mx.array) -> None:
         """Note how much each page of the whole chunks matters to some queries of a layer, unevaluated."""
         self._noted.append(mattering)
 
+    def settle(self) -> None:
+        """Take what was noted into account; what is noted next counts as another question."""
+        if not self._noted:
+            return
+        mx.eval(self._noted)
+        num_pages = max(noted.shape[0] for noted in self._noted)
+        found = np.zeros(num_pages)
+        for noted in self._noted:
+            np.maximum(found[: noted.shape[0]], np.array(noted), out=found[: noted.shape[0]])
+        self._noted = []
+        padded = np.pad(found, (_BEFORE, _BEHIND))
+        size = CHUNK // PAGE
+        near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
+        now = near.max(axis=1)
+        before, usual = np.zeros(len(now)), now.copy()
+        before[: len(self._mattered)] = self._mattered[: len(now)]
+        usual[: len(self._usual)] = self._usual[: len(now)]
+        # Some chunks, and all that were said lately, attract some head whatever is asked.
+        self._mattered = np.maximum(_MEMORY * before, now - _EXPECTED * usual)
+        self._usual = _INERTIA * usual + (1 - _INERTIA) * now
+
     def choose(self, position: int) -> list[int]:
         """Return the chunks that should be in slots and are not, those that matter most first."""
-        if self._noted:
-            num_pages = min(noted.shape[0] for noted in self._noted)
-            found = np.array(mx.stack([noted[:num_pages] for noted in self._noted]).max(axis=0))
-            self._noted = []
-            padded = np.pad(found, (_BEFORE, _BEHIND))
-            size = CHUNK // PAGE
-            near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
-            now = near.max(axis=1)
-            before, usual = np.zeros(len(now)), now.copy()
-            before[: len(self._mattered)] = self._mattered[: len(now)]
-            usual[: len(self._usual)] = self._usual[: len(now)]
-            # Some chunks, and all that were said lately, attract some head whatever is asked.
-            self._mattered = np.maximum(_MEMORY * before, now - _EXPECTED * usual)
-            self._usual = _INERTIA * usual + (1 - _INERTIA) * now
+        self.settle()
         last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
         here = [chunk for chunk in self.slots if chunk in numbers]

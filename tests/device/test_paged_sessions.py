@@ -355,6 +355,28 @@ async def test_a_prompt_s_end_asks_once(model, tmp_path, monkeypatch) -> None:
     assert len(asked) == 2, "once in each layer"
 
 
+@pytest.mark.parametrize("policy", [POLICY, replace(POLICY, exact=True)], ids=["resident", "exact"])
+@pytest.mark.parametrize("num_appended", [0, 41 * CHUNK])
+async def test_all_chunks_that_left_the_window_are_considered(
+    model, tmp_path, monkeypatch, policy: Policy, num_appended: int
+) -> None:
+    """Those of the end of a long prompt too, whatever its beginning asked for."""
+    tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
+
+    def noted(self: Pages, position: int) -> list[int]:
+        found = choose(self, position)
+        considered.append(len(self._mattered))
+        return found
+
+    monkeypatch.setattr(Pages, "choose", noted)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        if num_appended:
+            await process.append(tokens, policy=policy)
+            considered.clear()
+        await process.generate([*tokens, 5, 6, 7], 1, policy=policy)
+    assert considered[-1] >= (len(tokens) - (policy.window or 0)) // CHUNK
+
+
 async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))

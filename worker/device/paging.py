@@ -5,6 +5,7 @@ Asks the event loop for it (`Recall`, `WantsPast`), and takes its answers. Knows
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
@@ -66,16 +67,18 @@ class Paging:
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
         self.want_past(turn)
 
-    def begin_piece(self, turn: Turn, end: int) -> None:
-        """Say what the tokens of a prompt's next piece, up to `end`, see and ask for."""
+    def begin_piece(self, turn: Turn) -> None:
+        """Say what the tokens of a prompt's next piece see, and which of them are asked what matters."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             # An end that is run again, with what it asked for in sight, does not ask again.
-            pages.is_end = end >= turn.target - 1 - self._block and (turn.asks or not turn.draws)
+            asks = turn.asks or not turn.draws
+            pages.asks_from = turn.target - 1 - self._block if asks else sys.maxsize
             pages.sees_all, pages.past = turn.policy.exact, turn.past
 
     def end_piece(self, turn: Turn) -> None:
         """Have the next tokens see what is on the device."""
         if (pages := layers.pages(turn.caches or [])) is not None:
+            pages.settle()
             pages.sees_all, pages.past = False, None
 
     def want_past(self, turn: Turn) -> None:

@@ -371,7 +371,7 @@ class Runner:
                 seen=_distinct(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
-        self._paging.begin_piece(turn, end)
+        self._paging.begin_piece(turn)
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
