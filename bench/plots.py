@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .spec import Findings, Measure, Plot, Sample, Unit
+    from .stats import Estimate
 
 #: Placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {
@@ -119,12 +120,11 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         found = [(x, one) for x in xs if (one := findings.estimate(measure, case, x)) is not None]
         if not found:
             continue
-        bars = [[(e.value - (e.low or e.value)) / divisor for _, e in found]]
-        bars += [[((e.high or e.value) - e.value) / divisor for _, e in found]]
+        sizes = [_sizes(one, measure) for _, one in found]
         axes.errorbar(
             [x + 0.05 * apart * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
             [one.value / divisor for _, one in found],
-            yerr=bars,
+            yerr=[[size / divisor for size in side] for side in zip(*sizes, strict=True)],
             color=_LINES[i % len(_LINES)],
             label=case or None,
             marker="o",
@@ -138,6 +138,15 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         axes.set_xticks(xs)
     axes.set_xlim(xs[0] - 0.4 * apart, xs[-1] + 0.4 * apart)
     _vertical(axes, plot)
+
+
+def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
+    """Return how far an interval goes below its value, and above it; a share's ends at 0 and at 100%."""
+    value = estimate.value
+    low, high = (value if edge is None else edge for edge in (estimate.low, estimate.high))
+    if measure.unit == "share":
+        low, high = max(low, min(value, 0.0)), min(high, max(value, 1.0))
+    return value - low, high - value
 
 
 def _bars(axes: Any, plot: Plot, findings: Findings[Any]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .run import Run
     from .spec import Findings, Turn
 
-FULL: Final = "full"
+FULL, WINDOW, PAGED, EXACT = WAYS = ("full", "window", "paged", "paged, exact")
 #: Sinks of a window of so many tokens in all.
 SINK: Final = 4
 #: Tokens of an answer: of a code of four digits, and of some words before it.
@@ -63,27 +63,43 @@ class Plan:
         """The cases, with their policies, in the order of tables."""
         found = {FULL: CachePolicy("full")}
         for tokens in sorted(self.resident, reverse=True):
-            found[f"window {tokens:,}"] = CachePolicy("sink_window", SINK, tokens - SINK)
-            found[f"paged {tokens:,}"] = CachePolicy("paged", resident=tokens)
-            found[f"paged {tokens:,}, exact"] = CachePolicy("paged", resident=tokens, prefill="exact")
+            found[_case(WINDOW, tokens)] = CachePolicy("sink_window", SINK, tokens - SINK)
+            found[_case(PAGED, tokens)] = CachePolicy("paged", resident=tokens)
+            found[_case(EXACT, tokens)] = CachePolicy("paged", resident=tokens, prefill="exact")
         return found
 
 
+def _case(way: str, resident: int) -> str:
+    return f"{way}, {resident:,}"
+
+
+def _way(case: str) -> tuple[str, int]:
+    """Return the way that a case goes, and the tokens it has on the device; 0 for all."""
+    way, _, resident = case.rpartition(", ")
+    return (way, int(resident.replace(",", ""))) if way else (case, 0)
+
+
 RIGHT = Measure("right", "share", "higher", of=lambda turn: turn.fact("right"), log=False)
-KNOWN = Measure("right at all depths", "share", "higher", log=False, levels="")
+KNOWN = Measure("right at all depths", "share", "higher", log=False, levels="tokens on the device")
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, levels="")
 FIRST = Measure("first token of the answer", "s", of=lambda turn: turn.first_s, levels="")
 PLOTS = (
-    Plot("by x", "Right answers", (RIGHT,), "A line at the height of the full session's has lost nothing."),
-    Plot("cdf", "First token of the answer", (FIRST,), "Each step is a question.", log=True),
+    Plot("by x", "Right answers", (KNOWN,), "A line at the height of the full session's has lost nothing."),
 )
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the share of a text's questions that a case answers right."""
-    told = (((one.case, one.block), one.fact("right")) for one in turns if one.error is None)
-    for (case, block), right in stats.grouped((key, one) for key, one in told if one is not None).items():
-        yield Sample(KNOWN.name, case, None, block, sum(right) / len(right))
+    """Yield the share of a text's questions that each way answers right, by the tokens on the device.
+
+    A full session, which has all of them, stands beside each number.
+    """
+    told = [(turn, right) for turn in turns if (right := turn.fact("right")) is not None]
+    levels = sorted({_way(turn.case)[1] for turn, _ in told} - {0})
+    by_text = stats.grouped(((turn.case, turn.block), right) for turn, right in told if turn.error is None)
+    for (case, block), some in by_text.items():
+        way, resident = _way(case)
+        for level in (resident,) if resident else levels:
+            yield Sample(KNOWN.name, way, level, block, sum(some) / len(some))
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -93,19 +109,16 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(name, pairs, lambda pair: not 0 < pair[0].kv_live_bytes < pair[1].kv_live_bytes)
     name = "a question is all that is prefilled for its answer"
     yield count(name, found.answered, _prefills_more)
-    cases = [case for case in found.cases(KNOWN) if _is_exact(case)]
-    losses = {case: found.compared(Against(KNOWN, FULL, "difference"), case) for case in cases}
+    levels = [level for level, way in found.places(KNOWN) if way == EXACT and level is not None]
+    against = Against(KNOWN, FULL, "difference")
+    losses = {f"{level:,.0f} tokens": found.compared(against, EXACT, level) for level in levels}
     name = f"with an exact prefill at most {LOST:.0%} of the questions are lost"
     yield bounded(name, losses, at_least=-LOST, unit="share")
 
 
-def _is_exact(case: str) -> bool:
-    return case.endswith("exact")
-
-
 def _prefills_more(turn: Turn) -> bool:
     """Whether more was run than the question, the token before it, and what a paged prompt runs again."""
-    again = RUN_AGAIN if turn.case.startswith("paged") and not _is_exact(turn.case) else 0
+    again = RUN_AGAIN if _way(turn.case)[0] == PAGED else 0
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
 
 
@@ -182,7 +195,7 @@ BENCH = Bench(
     title="Facts in long texts",
     plan=Plan,
     levels="% deep",
-    cases=(FULL,),
+    cases=WAYS,
     measures=(RIGHT, KNOWN, KV, FIRST),
     against=(Against(KNOWN, FULL, "difference"), Against(KV, FULL)),
     plots=PLOTS,

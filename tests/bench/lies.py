@@ -264,8 +264,8 @@ QUALITY_LIES = (
 )
 
 RECALL = recall.Plan(corpus="built-in", resident=(1024,), texts=8)
-KEPT = "paged 1,024"
-KNOWS_ALL = (recall.FULL, f"{KEPT}, exact")
+KEPT = "paged, 1,024"
+KNOWS_ALL = (recall.FULL, "paged, exact, 1,024")
 
 
 def honest_recall(seed: int) -> Run:
