@@ -37,10 +37,11 @@ _SELDOM: Final = 512
 #: For more rows than this it pays to dequantise all sketches first: 3 ms against 19 on a CPU, for 48 rows and
 #: 3,000 tokens of 3 heads; for 3 rows 5 ms against 1.
 _FEW_ROWS: Final = 8
-#: Tokens that matter are looked for page by page; a chunk matters if a page within it, or up to two before it
-#: or one behind it, does: what follows a match is read next, and a sentence is not cut in two.
+#: Tokens that matter are looked for page by page; a chunk matters as much as its pages, and the page before
+#: it: what follows a match is read next. The page behind it counts less: of a sentence that is cut in two,
+#: the part with the match comes first.
 PAGE: Final = 16
-_BEFORE, _BEHIND = 2, 1
+_BEHIND: Final = 0.7
 #: How much of what a chunk mattered before is kept.
 _MEMORY: Final = 0.5
 #: How much of what a chunk usually matters is taken off, and how slowly that changes.
@@ -134,10 +135,10 @@ class Pages:
         for noted in self._noted:
             np.maximum(found[: noted.shape[0]], np.array(noted), out=found[: noted.shape[0]])
         self._noted = []
-        padded = np.pad(found, (_BEFORE, _BEHIND))
-        size = CHUNK // PAGE
-        near = np.lib.stride_tricks.sliding_window_view(padded, size + _BEFORE + _BEHIND)[::size]
-        now = near.max(axis=1)
+        pages = found.reshape(-1, CHUNK // PAGE)
+        now = pages.max(axis=1)
+        now[1:] = np.maximum(now[1:], pages[:-1, -1])
+        now[:-1] = np.maximum(now[:-1], _BEHIND * pages[1:, 0])
         before, usual = np.zeros(len(now)), now.copy()
         before[: len(self._mattered)] = self._mattered[: len(now)]
         usual[: len(self._usual)] = self._usual[: len(now)]
