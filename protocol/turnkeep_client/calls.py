@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: After so long without an event, a waiting call reads the log; doubles up to the second value.
 FIRST_POLL_S: Final = 2.0
 LAST_POLL_S: Final = 30.0
+#: Between two questions whether a request was removed from the log.
+DOUBT_S: Final = 1.0
 
 
 class Stored(NamedTuple):
@@ -75,9 +77,9 @@ class _Sequenced(Struct):
 
 
 class _ResultFeed:
-    """The subscription to one session's `out`, shared by all calls that wait for its results."""
+    """One session's results, by subscription and from the log, shared by all calls that wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire, key: SessionKey) -> None:
         self.users = 0
         self.opening = asyncio.Lock()
         self.stop: Callable[[], Awaitable[None]] | None = None
@@ -85,6 +87,12 @@ class _ResultFeed:
         self.publishing = 0
         #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
+        #: Sequences of unanswered requests that the log no longer has.
+        self.removed: set[int] = set()
+        self._wire = wire
+        self._key = key
+        self._reading = asyncio.Lock()
+        self._num_begun = self._last_complete = 0
 
     def arrived(self, body: bytes) -> None:
         seq = _result_seq(body)
@@ -92,6 +100,41 @@ class _ResultFeed:
             call.resolve(body)
         if self.publishing and seq > 0:
             self.early[seq] = body
+
+    async def read_log(self) -> None:
+        """Search the log for the results of all calls that wait.
+
+        Calls share a reading that began after they asked: if each read for itself, a worker that falls silent
+        under many requests would have all their results read for each of them.
+        """
+        num_begun = self._num_begun
+        async with self._reading:
+            if self._last_complete > num_begun or not self.waiting:
+                return
+            self._num_begun = number = self._num_begun + 1
+            subjects = self._wire.subjects
+            results = subjects.of(self._key, "out")
+            for stored in await self._wire.read(subjects.log_stream, results, min(self.waiting) + 1):
+                for call in self.waiting.get(_result_seq(stored.body), ()):
+                    call.resolve(stored.body)
+            for seq in self._unanswered():
+                if not await self._is_removed(seq):
+                    break  # requests leave the log in their order
+                self.removed.add(seq)
+            self._last_complete = number
+
+    def _unanswered(self) -> list[int]:
+        return sorted(
+            seq for seq, calls in self.waiting.items() if not any(call.is_resolved() for call in calls)
+        )
+
+    async def _is_removed(self, seq: int) -> bool:
+        """Ask twice: under load, a server was seen to deny once a request that it had."""
+        stream, subject = self._wire.subjects.log_stream, self._wire.subjects.of(self._key, "in")
+        if not await self._wire.lacks(stream, subject, seq):
+            return False
+        await asyncio.sleep(DOUBT_S)
+        return await self._wire.lacks(stream, subject, seq)
 
 
 class ResultFeeds:
@@ -103,7 +146,7 @@ class ResultFeeds:
 
     async def acquire(self, key: SessionKey) -> _ResultFeed:
         """Subscribe to the session's `out` until `release`."""
-        feed = self._feeds.setdefault(key, _ResultFeed())
+        feed = self._feeds.setdefault(key, _ResultFeed(self._wire, key))
         feed.users += 1
         try:
             async with feed.opening:
@@ -214,7 +257,7 @@ class Call:
                     # After the wait, never before: an event that came between two waits must not be lost.
                     self.wake.clear()
                     return
-            await self._read_log()
+            await self._read_log(self._feed)
 
     def resolve(self, body: bytes) -> None:
         """Store the result and wake the waiters."""
@@ -231,7 +274,7 @@ class Call:
             await self._publish(feed)
         else:
             feed.waiting.setdefault(self.seq, set()).add(self)
-            await self._read_log()
+            await self._read_log(feed)
 
     async def _stop(self) -> None:
         self._wire.watchers.discard(self.wake)
@@ -257,18 +300,13 @@ class Call:
             if not feed.publishing:
                 feed.early.clear()
 
-    async def _read_log(self) -> None:
+    async def _read_log(self, feed: _ResultFeed | None) -> None:
         """Search the log for the result, after the request."""
-        if self.seq is None or self._wire.closed:
+        if feed is None or self.seq is None or self._wire.closed:
             raise NoWorkerError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
-        subjects = self._wire.subjects
-        for stored in await self._wire.read(subjects.log_stream, subjects.of(self.key, "out"), self.seq + 1):
-            if _result_seq(stored.body) == self.seq:
-                self.resolve(stored.body)
-        if not self.is_resolved() and await self._wire.lacks(
-            subjects.log_stream, subjects.of(self.key, "in"), self.seq
-        ):
+        await feed.read_log()
+        if self.seq in feed.removed and not self.is_resolved():
             raise ResultRemovedError(
                 f"request {self.id} was removed from the log before its result was received: its session was"
                 " closed with forget, or closed long ago; whether the request was answered is unknown"

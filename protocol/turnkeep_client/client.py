@@ -1,6 +1,6 @@
 """The async Python client: one NATS connection of one tenant.
 
-Only this module and `nats_client` import nats. It publishes, reads and subscribes for `calls` and
+Only this module, `nats_client` and `direct` import nats. It publishes, reads and subscribes for `calls` and
 `generation`, which do the waiting.
 """
 
@@ -17,6 +17,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
 from .calls import Call, ResultFeeds, Stored, expect
+from .direct import DirectGets
 from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from .log import Entry, entry
 from .messages import (
@@ -36,7 +37,7 @@ from .stream import LogStream, StreamError
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
     from types import TracebackType
     from typing import Self, Unpack
 
@@ -60,8 +61,6 @@ READ_S: Final = 2.0
 API_S: Final = 10.0
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
-_END_OF_BATCH: Final = "204"
-_NOTHING: Final = "404"
 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
@@ -236,6 +235,7 @@ class _NatsWire:
         self._may_be_refused = True  # until it is connected for the first time
         self.watchers: set[asyncio.Event] = set()
         self._nats = Nats()
+        self._gets = DirectGets(self._nats, timeout_s=READ_S)
         self._jetstream = self._nats.jetstream()
         self._connected = asyncio.Event()
         self._last_error = ""
@@ -419,22 +419,16 @@ class _NatsWire:
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield what a batched direct get finds, batch by batch. Raises nats-py's errors."""
-        batch = _Batch()
-        inbox = self._nats.new_inbox()
-        replies = await self._nats.subscribe(inbox, cb=batch.arrived)
-        try:
-            more = True
-            while more:
-                if not self._connected.is_set():
-                    raise nats.errors.ConnectionClosedError
-                body = msgspec.json.encode({"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES, **request})
-                await self._nats.publish(f"$JS.API.DIRECT.GET.{stream}", body, reply=inbox)
-                found, more = await batch.whole()
-                if found:
-                    yield found
-                    request = request | {"seq": found[-1].seq + 1}
-        finally:
-            await replies.unsubscribe()
+        num_more = 1
+        while num_more:
+            if not self._connected.is_set():
+                raise nats.errors.ConnectionClosedError
+            limits = {"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES}
+            messages, num_more = await self._gets.read(stream, limits | request)
+            if messages:
+                found = [_stored(message) for message in messages]
+                yield found
+                request = request | {"seq": found[-1].seq + 1}
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         async def deliver(message: Msg) -> None:
@@ -509,39 +503,9 @@ class _NatsWire:
         self._wake()
 
 
-class _Batch:
-    """Receives one batch at a time: a wait for each message would take longer than reading it."""
-
-    def __init__(self) -> None:
-        self._found: list[Stored] = []
-        self._end: Mapping[str, str] = {}
-        self._ended = asyncio.Event()
-
-    async def arrived(self, message: Msg) -> None:
-        headers = message.headers or {}
-        # A stored message keeps its publisher's headers, and these may contain a `Status`.
-        if "Nats-Sequence" in headers:
-            self._found.append(Stored(int(headers["Nats-Sequence"]), message.data, headers))
-        else:
-            self._end = headers
-            self._ended.set()
-
-    async def whole(self) -> tuple[list[Stored], bool]:
-        """Return the batch that was asked for, and whether there is more. Raises nats-py's errors."""
-        num_before = -1
-        while not self._ended.is_set():
-            if len(self._found) == num_before:
-                raise nats.errors.TimeoutError
-            num_before = len(self._found)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READ_S):
-                    await self._ended.wait()
-        self._ended.clear()
-        found, self._found = self._found, []
-        status = self._end.get("Status", "")
-        if status not in (_END_OF_BATCH, _NOTHING):
-            raise nats.errors.Error(f"direct get: {status} {self._end.get('Description', '')}")
-        return found, int(self._end.get("Nats-Num-Pending", "0")) > 0
+def _stored(message: Msg) -> Stored:
+    headers = message.headers or {}
+    return Stored(int(headers["Nats-Sequence"]), message.data, headers)
 
 
 async def _cancellable(call: Awaitable[_T]) -> _T:

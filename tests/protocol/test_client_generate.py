@@ -416,6 +416,57 @@ async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
+async def test_a_server_that_denies_a_request_once_has_not_lost_it(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
+    lacks, denied = client._wire.lacks, asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await denied.wait()
+        await asyncio.sleep(0.5)
+        await worker.result(generated(seq, request))
+
+    async def deny(stream: str, subject: str, seq: int) -> bool:
+        if denied.is_set():
+            return await lacks(stream, subject, seq)
+        denied.set()
+        return True
+
+    worker.script = script
+    monkeypatch.setattr(client._wire, "lacks", deny)
+    assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
+
+
+async def test_calls_that_wait_for_one_session_read_the_log_together(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    """Each for itself, 700 calls of a slow worker read 256 results at a time for each of them."""
+    num_calls, num_reads = 200, 0
+    is_over = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await is_over.wait()
+        await worker.result(generated(seq, request))
+
+    async def count(message: Msg) -> None:
+        nonlocal num_reads
+        num_reads += message.reply.startswith(client._wire._nats._inbox_prefix.decode())
+
+    nc = await nats.connect(server.url)
+    client._wire._nats._inbox_prefix = bytearray(b"_INBOX.counted")
+    await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=count)
+    await heard(nc)
+    worker.script = script
+    calls = [client.session("s1").generate(text="hi") for _ in range(num_calls)]
+    waiting = asyncio.gather(*calls)
+    await asyncio.sleep(1.5)
+    is_over.set()
+    assert [answer.text for answer in await waiting] == [TEXT] * num_calls
+    assert 0 < num_reads < num_calls / 2
+    await nc.close()
+
+
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
 async def test_a_log_that_cannot_be_read_has_not_lost_a_request(
     client: Client, server: NatsServer, headers: dict[str, str]

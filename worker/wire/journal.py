@@ -7,30 +7,25 @@ nothing of what entries do to a session; see `sessions/history`.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import math
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal
 
 import nats.errors
 import structlog
-from anyio import Lock, create_memory_object_stream, fail_after, sleep
+from anyio import sleep
 from nats.js.errors import APIError, NotFoundError
 
+from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Chunk, Result, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
-    from anyio.streams.memory import MemoryObjectSendStream
     from nats.aio.client import Client
     from nats.aio.msg import Msg
-    from nats.aio.subscription import Subscription
     from nats.js import JetStreamContext
     from nats.js.api import RawStreamMsg
 
@@ -83,10 +78,9 @@ class Journal:
     """
 
     def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects) -> None:
-        self._nc = nc
         self._js = js
         self._subjects = subjects
-        self._replies = _Replies(nc)
+        self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
 
     async def page(
         self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
@@ -351,73 +345,17 @@ class Journal:
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         """Read a subject's next messages after the sequence `after`; also count the rest."""
+        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:
-                return await self._try_direct_batch(stream, subject, after)
+                messages, num_more = await self._gets.read(stream, request)
+                return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
 
-    async def _try_direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        # The raw request of NATS ADR-31, as nats-py has no batched direct get.
-        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
-        entries: list[Entry] = []
-        async with self._replies.to(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode()) as replies:
-            while True:
-                message = await replies()
-                headers = message.headers or {}
-                status = headers.get("Status")
-                # An entry's headers are its publisher's, and may include a `Status`.
-                if "Nats-Sequence" in headers:
-                    entries.append(_entry(message, headers))
-                elif status in ("204", "404"):
-                    return entries, int(headers.get("Nats-Num-Pending", "0"))
-                else:
-                    raise nats.errors.Error(f"direct get: {status} {headers.get('Description', '')}")
 
-
-class _Replies:
-    """Requests with several replies, over one subscription: one per request takes a third longer."""
-
-    def __init__(self, nc: Client) -> None:
-        self._nc = nc
-        self._inbox = nc.new_inbox()
-        self._opening = Lock(fast_acquire=True)
-        self._subscription: Subscription | None = None
-        self._waiting: dict[str, MemoryObjectSendStream[Msg]] = {}
-        self._numbers = itertools.count()
-
-    @asynccontextmanager
-    async def to(self, subject: str, body: bytes) -> AsyncIterator[Callable[[], Awaitable[Msg]]]:
-        """Send a request; yield a function that waits for its next reply, and raises `TimeoutError`.
-
-        Replies are lost with the connection.
-        """
-        async with self._opening:
-            if self._subscription is None:
-                self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._arrived)
-        inbox = f"{self._inbox}.{next(self._numbers)}"
-        arrived: MemoryObjectSendStream[Msg]
-        arrived, replies = create_memory_object_stream(math.inf)
-        self._waiting[inbox] = arrived
-
-        async def reply() -> Msg:
-            with fail_after(_TIMEOUT_S):
-                return await replies.receive()
-
-        with arrived, replies:
-            try:
-                await self._nc.publish(subject, body, reply=inbox)
-                yield reply
-            finally:
-                del self._waiting[inbox]
-
-    async def _arrived(self, message: Msg) -> None:
-        waiting = self._waiting.get(message.subject)
-        if waiting is not None:  # else the request is over
-            waiting.send_nowait(message)
-
-
-def _entry(message: Msg, headers: Mapping[str, str]) -> Entry:
+def _entry(message: Msg) -> Entry:
+    headers = message.headers or {}
     kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
     stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # truncated to microseconds
     return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

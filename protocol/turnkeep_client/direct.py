@@ -1,0 +1,96 @@
+"""Batched direct gets: many messages of a stream by one request (NATS ADR-31), which nats-py lacks.
+
+Raises nats-py's errors, as `nats_client` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import nats.errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+_END_OF_BATCH: Final = "204"
+_NOTHING: Final = "404"
+
+
+class DirectGets:
+    """The batched direct gets of one connection. Event loop only."""
+
+    def __init__(self, connection: Client, *, timeout_s: float) -> None:
+        """`timeout_s` is how long a batch may bring nothing."""
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._inbox = ""
+        self._opening = asyncio.Lock()
+        # One for all: a subscription for each request takes a third longer.
+        self._subscription: Subscription | None = None
+        self._waiting: dict[str, _Batch] = {}
+        self._numbers = itertools.count()
+
+    async def read(self, stream: str, request: Mapping[str, Any]) -> tuple[list[Msg], int]:
+        """Return the messages that a request finds, each with headers, and how many more there are.
+
+        `request` is the body of `$JS.API.DIRECT.GET`, with `batch`. Replies are lost with the connection.
+        """
+        async with self._opening:
+            if self._subscription is None:
+                self._inbox = self._connection.new_inbox()
+                self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._arrived)
+        inbox = f"{self._inbox}.{next(self._numbers)}"
+        self._waiting[inbox] = batch = _Batch()
+        try:
+            subject = f"$JS.API.DIRECT.GET.{stream}"
+            await self._connection.publish(subject, msgspec.json.encode(request), reply=inbox)
+            await batch.wait(self._timeout_s)
+        finally:
+            del self._waiting[inbox]
+        status = batch.end.get("Status", "")
+        if status not in (_END_OF_BATCH, _NOTHING):
+            raise nats.errors.Error(f"direct get: {status} {batch.end.get('Description', '')}")
+        return batch.messages, int(batch.end.get("Nats-Num-Pending", "0"))
+
+    async def _arrived(self, message: Msg) -> None:
+        batch = self._waiting.get(message.subject)
+        if batch is not None:  # else the request is over
+            batch.add(message)
+
+
+class _Batch:
+    """The messages that have come so far, and the headers of the end."""
+
+    def __init__(self) -> None:
+        self.messages: list[Msg] = []
+        self.end: Mapping[str, str] = {}
+        self._ended = asyncio.Event()
+
+    def add(self, message: Msg) -> None:
+        headers = message.headers or {}
+        # A stored message keeps its publisher's headers, and these may contain a `Status`.
+        if "Nats-Sequence" in headers:
+            self.messages.append(message)
+        else:
+            self.end = headers
+            self._ended.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for the end. Not for each message: that takes longer than to read it."""
+        num_before = 0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._ended.wait()
+                    return
+            if len(self.messages) == num_before:
+                raise nats.errors.TimeoutError
+            num_before = len(self.messages)
