@@ -21,6 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from figures import INK, axes
+from figures import LINES as COLOURS
+
 from worker.models import blas
 
 blas.preload()  # before anything imports MLX
@@ -38,13 +41,12 @@ from worker.models import model as models  # noqa: E402
 TOKENS: Final = 50_000
 PIECE, POINT = 128, 1024  # tokens of a pass, and of a point of the picture
 ROWS = (0, 1024, 2048, 4096, 8192, 10_240, 12_288, 16_384, 32_768, TOKENS)
-#: Of each line its policy, the tokens that it gets, and its colours on light and on dark paper.
-LINES: Final[dict[str, tuple[Policy, int, str, str]]] = {
-    "4 sinks and a window of 1,020": (Policy(4, 1020), TOKENS, "#0969da", "#58a6ff"),
-    "full attention": (FULL, 12_288, "#8250df", "#bc8cff"),  # its memory and time grow
-    "window of 1,024": (Policy(0, 1024), TOKENS, "#bc4c00", "#f0883e"),
+#: Of each line its policy, and the tokens that it gets.
+LINES: Final[dict[str, tuple[Policy, int]]] = {
+    "4 sinks and a window of 1,020": (Policy(4, 1020), TOKENS),
+    "full attention": (FULL, 12_288),  # its memory and time grow
+    "window of 1,024": (Policy(0, 1024), TOKENS),
 }
-INK, GRID, PAPER = ("#1f2328", "#e6edf3"), ("#d8dee4", "#3d444d"), ("#ffffff", "#0d1117")
 
 
 def measure(text: str, record: Path) -> None:
@@ -61,7 +63,7 @@ def measure(text: str, record: Path) -> None:
     forward = Forward(loaded.model)
     with record.open("w", encoding="utf-8") as file:
         print(json.dumps({"model": loaded.name, "context": loaded.context_tokens}), file=file)
-        for name, (policy, most, *_) in LINES.items():
+        for name, (policy, most) in LINES.items():
             caches = layers.make(loaded.model, policy)
             for at in range(0, most, PIECE):
                 piece = tokens[at : min(at + PIECE, most)]
@@ -81,35 +83,18 @@ def perplexity(pieces: list[dict[str, Any]], start: int, end: int) -> float:
 
 def draw(record: Path, picture: Path) -> None:
     """Draw a record, and print its table."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     head, *pieces = map(json.loads, record.read_text("utf-8").splitlines())
-    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK[0])
-    with rc_context({**style, "axes.edgecolor": GRID[0], "svg.hashsalt": "turnkeep"}):
-        figure = Figure(figsize=(7.6, 3.9), layout="constrained", facecolor=PAPER[0])
-        axes = figure.add_subplot(facecolor=PAPER[0], yscale="log")
-        axes.set(xlabel="position (tokens)", ylabel=f"perplexity of {POINT:,} tokens", xlim=(0, TOKENS))
-        for name, (_, _, colour, _) in LINES.items():
+    labels = {"xlabel": "position (tokens)", "ylabel": f"perplexity of {POINT:,} tokens"}
+    with axes(picture, yscale="log", xlim=(0, TOKENS), **labels) as made:
+        for name, (colour, _) in zip(LINES, COLOURS, strict=True):
             own = [piece for piece in pieces if piece["line"] == name]
             points = {at + POINT / 2: perplexity(own, at, at + POINT) for at in range(0, TOKENS, POINT)}
-            axes.plot([*points], [*points.values()], color=colour, label=name)
+            made.plot([*points], [*points.values()], color=colour, label=name)
             rows = [f"{a:,}-{b:,}: {perplexity(own, a, b):,.1f}" for a, b in pairwise(ROWS)]
             print(name, *rows, sep="\n  ")  # noqa: T201  # the program's output
-        axes.axvline(head["context"], color=INK[0], linewidth=0.8, linestyle=":")
-        axes.text(head["context"], 0.03, " the model's context", transform=axes.get_xaxis_transform())
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_minor_formatter("{x:,.0f}")
-        axes.grid(color=GRID[0], linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper left", ncols=3, frameon=False)
-        figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
-    pairs = (INK, GRID, PAPER, *(line[2:] for line in LINES.values()))
-    rule = '[style*="{0}: {1}"]{{{0}:{2}!important}}'
-    rules = "".join(rule.format(side, *pair) for pair in pairs for side in ("fill", "stroke"))
-    css = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>\n <defs>"
-    picture.write_text(picture.read_text("utf-8").replace("<defs>", css, 1), "utf-8")
+        made.axvline(head["context"], color=INK[0], linewidth=0.8, linestyle=":")
+        made.text(head["context"], 0.03, " the model's context", transform=made.get_xaxis_transform())
+        made.yaxis.set_minor_formatter("{x:,.0f}")
 
 
 def main() -> None:
