@@ -32,10 +32,11 @@ from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
-from .names.blocks import Chain, Span, as_tokens
+from .names.blocks import Chain, Span
 from .names.errors import KeyFileError
 from .names.policy import FULL
 from .names.snapshot import CARRIER, Name, Only, carried
+from .names.tokens import TOKEN_BYTES, as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     from .index.index import Index
     from .index.nodes import Node
     from .kv.arrays import Arrays
-    from .names.blocks import Tokens
     from .names.identity import Identity
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
+    from .names.tokens import Tokens
 
 __all__ = [
     "Access",
@@ -254,7 +255,14 @@ class Store:
         if form.layout.reach != FULL:
             self._index.limit(root, form.layout.reach)
         chain = Chain(root, form.identity.block_tokens, policy)
-        return chain if of is None else of.chains.setdefault(root, chain)
+        if of is None:
+            return chain
+        if root not in of.chains:
+            for boundary in of.boundaries:
+                names = self._index.names_up_to(root, boundary.name) if boundary.root == root else []
+                if names and len(names) * chain.block == boundary.end:
+                    chain.resume(of, names)
+        return of.chains.setdefault(root, chain)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
@@ -517,7 +525,7 @@ class Store:
         What a load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing
         of it comes back, not even by a write in flight.
         """
-        within = self._within(tenant, blocks.pack(tokens))
+        within = self._within(tenant, pack(tokens))
         return self._removal.discard(node for node in within if not node.kept)
 
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
@@ -526,7 +534,7 @@ class Store:
         Removes copies in quarantine too. Not settled if time ran out, if a turn still holds some of it, if a
         removal failed, or if there are files of another format version, whose tokens are unknown.
         """
-        packed = blocks.pack(tokens)
+        packed = pack(tokens)
         num_snapshots = self.forget(tenant, tokens)
         try:
             async with asyncio.timeout(timeout_s):
@@ -557,7 +565,7 @@ class Store:
         """
         if not tokens:
             raise ValueError("a pinned prefix has at least one token")
-        pin = Pin(self._root(tenant), blocks.pack(tokens))
+        pin = Pin(self._root(tenant), pack(tokens))
         held = self._room.pin(pin)
         note = self._writer.pin([pin], on=True)
         pinned = Pinned(len(tokens), held.num_tokens, held.size_bytes, self._index.kept_bytes, noted=False)
@@ -569,9 +577,9 @@ class Store:
 
         Returns their lengths in tokens. From then on they can be evicted.
         """
-        gone = self._room.unpin(self._root(tenant), blocks.pack(tokens), exactly=exactly)
+        gone = self._room.unpin(self._root(tenant), pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
-        return sorted(len(pin.tokens) // blocks.TOKEN_BYTES for pin in gone)
+        return sorted(len(pin.tokens) // TOKEN_BYTES for pin in gone)
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
         """Change the limits. What exceeds them is evicted in the background, in small batches."""

@@ -41,7 +41,10 @@ MLX = {
     *("worker/device", "worker/batch", "worker/models", "worker/quality.py", "worker/sizing.py"),
     "bench/in_process.py",  # a program of its own, which a bench compares a worker with
 }
-NATS = {*(f"protocol/turnkeep_client/{name}.py" for name in ("client", "nats_client")), "worker/wire"}
+NATS = {
+    *(f"protocol/turnkeep_client/{name}.py" for name in ("client", "direct", "nats_client")),
+    "worker/wire",
+}
 
 #: Of the worker: the way from the device thread to the event loop, and what drives the client.
 ASYNCIO = {"worker/app.py", "worker/device", "worker/commands"}

@@ -30,6 +30,7 @@ from cache.kv import layers  # noqa: E402
 from cache.names import blocks  # noqa: E402
 from cache.names.identity import Identity  # noqa: E402
 from cache.names.snapshot import Name  # noqa: E402
+from cache.names.tokens import pack  # noqa: E402
 from cache.store import file_bytes  # noqa: E402
 from worker.batch.forward import Forward  # noqa: E402
 from worker.device import machine  # noqa: E402
@@ -112,7 +113,7 @@ class Side:
             block_tokens=block,
             caches=described,
         )
-        name = Name(blocks.root(identity.digest(), "default"), 0, blocks.pack(tokens[:block]))
+        name = Name(blocks.root(identity.digest(), "default"), 0, pack(tokens[:block]))
         on_disk = file_bytes(name, identity, cut) / block
         return {"a token's KV in memory": self._per_token, "a token's KV on disk": on_disk}
 

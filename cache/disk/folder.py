@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.blocks import TOKEN_BYTES
 from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
+from cache.names.tokens import TOKEN_BYTES
 
 from . import private
 from .access import PLAIN, SEAL

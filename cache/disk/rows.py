@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import xxhash
 
-from cache.names.blocks import TOKEN_BYTES, link
+from cache.names.blocks import link
 from cache.names.snapshot import Name
+from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

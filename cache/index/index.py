@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final
 
 from cache.disk.rows import Row
-from cache.names.blocks import TOKEN_BYTES, num_common
+from cache.names.tokens import TOKEN_BYTES, num_common
 
 from . import gaps
 from .nodes import BY_TOKENS, Node, Parent
@@ -100,6 +100,12 @@ class Index:
         while usable and nodes and not nodes[-1].usable:
             nodes.pop()
         return nodes
+
+    def names_up_to(self, root: bytes, digest: bytes) -> list[bytes]:
+        """Return the names of a node's chain, the first one first; none where the root has no such node."""
+        node = self._nodes.get(digest)
+        nodes = [*node.chain()][::-1] if node is not None else []
+        return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
         """Count the nodes of a chain: each has its whole chain before it, so bisection finds the last one."""

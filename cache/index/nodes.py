@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from cache.disk.rows import Row
-from cache.names.blocks import TOKEN_BYTES
 from cache.names.snapshot import Name
+from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

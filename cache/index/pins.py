@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache.names.blocks import TOKEN_BYTES
+from cache.names.tokens import TOKEN_BYTES
 
 from .index import MOST_BYTES
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from cache.names import blocks
-from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, Span
+from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.policy import FULL
+from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cache.names.blocks import Chain, Tokens
+    from cache.names.blocks import Chain
     from cache.names.snapshot import ModelLayout
+    from cache.names.tokens import Tokens
 
     from .index import Index
     from .nodes import Node

@@ -14,8 +14,9 @@ import structlog
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
 from cache.disk.rows import Row, columns, proofs
-from cache.names.blocks import DIGEST_BYTES, TOKEN_BYTES, link
+from cache.names.blocks import DIGEST_BYTES, link
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.tokens import TOKEN_BYTES
 
 from .index import Index
 

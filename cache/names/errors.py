@@ -46,6 +46,10 @@ class NotACacheError(CacheError):
     """The directory does not exist, or is not a cache."""
 
 
+class CutOffError(CacheError):
+    """Tokens, or a part of a conversation, are needed that were left out: read the whole session again."""
+
+
 class LostPastError(CacheError):
     """KV that a pass must read from disk is not there, or cannot be read; the message says why."""
 

@@ -7,9 +7,10 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .blocks import TOKEN_BYTES, Span, link
+from .blocks import Span, link
 from .errors import DoubtfulSnapshotError
 from .policy import FULL, Policy
+from .tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -34,6 +34,7 @@ from cache.disk.sealing import Sealed
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Name, Tensor
+from cache.names.tokens import TOKEN_BYTES, as_tokens, pack
 from cache.store import Store
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ async def index(folder: Path, num_blocks: int, rounds: int) -> None:
         store = await opened(folder, ModelLayout((("0.keys", "F32", (1, 1)), ("0.values", "F32", (1, 1)))))
         open_s.append(time.perf_counter() - began_s)
         assert store.stats().stored == num_blocks
-        tokens = blocks.as_tokens(tokens_of(0, CHAIN * BLOCK))  # as a session has them
+        tokens = as_tokens(tokens_of(0, CHAIN * BLOCK))  # as a session has them
         began_s = time.perf_counter()
         match = store.match(TENANT, tokens)
         match_s.append(1000 * (time.perf_counter() - began_s))
@@ -152,9 +153,9 @@ def fill(folder: Path, num_blocks: int) -> None:
     for i in range(num_blocks):
         if i % CHAIN == 0:
             parent = blocks.root(IDENTITY.digest(), TENANT)
-            packed = blocks.pack(tokens_of(i // CHAIN, CHAIN * BLOCK))
+            packed = pack(tokens_of(i // CHAIN, CHAIN * BLOCK))
         start = i % CHAIN * BLOCK
-        name = Name(parent, start, packed[start * blocks.TOKEN_BYTES : (start + BLOCK) * blocks.TOKEN_BYTES])
+        name = Name(parent, start, packed[start * TOKEN_BYTES : (start + BLOCK) * TOKEN_BYTES])
         draft = snapshot_format.encode(name, IDENTITY, tensors)
         parent = name.digest
         files.path(parent).write_bytes(draft.header + bytes(2 * data.nbytes))

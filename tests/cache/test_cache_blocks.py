@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from array import array
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.names import blocks
+from cache.names.errors import CutOffError
+from cache.names.tokens import Boundary, Tokens, as_tokens, num_common, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = blocks.root(b"identity", "tenant")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -18,12 +25,18 @@ SIZES = st.integers(1, 5)
 
 
 def chain(tokens: list[int], block: int, root: bytes = ROOT) -> list[bytes]:
-    return list(blocks.Chain(root, block).names(blocks.as_tokens(tokens)))[1:]
+    return list(blocks.Chain(root, block).names(as_tokens(tokens)))[1:]
+
+
+def common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Count the leading numbers that two lists share, one by one."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 @given(TOKENS, TOKENS, SIZES)
 def test_two_chains_share_as_many_names_as_their_tokens_share_full_blocks(a, b, block) -> None:
-    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    shared = common(a, b)
     names = [x == y for x, y in zip(chain(a, block), chain(b, block), strict=False)]
     assert names.count(True) == shared // block
     assert names == sorted(names, reverse=True), "after the first difference no name may be equal again"
@@ -52,21 +65,20 @@ def test_spans_are_full_blocks_on_the_grid_and_at_most_one_tail(start, end, bloc
 
 @given(TOKENS, TOKENS)
 def test_common_tokens_are_counted(a, b) -> None:
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert blocks.num_common(blocks.pack(a), blocks.pack(b)) == expected
+    assert num_common(pack(a), pack(b)) == common(a, b)
 
 
 def test_tokens_are_packed_as_little_endian_uint32() -> None:
-    assert blocks.pack([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
-    assert blocks.pack(array("I", [1, 2])) == blocks.pack([1, 2])
+    assert pack([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
+    assert pack(array("I", [1, 2])) == pack([1, 2])
 
 
 @given(st.data())
 def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
     """Parts are shared by tokens that grew from one another in any way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_PART", 4)
-        made = [(blocks.as_tokens(), list[int]())]
+        patch.setattr("cache.names.tokens._PART", 4)
+        made, digests = [(as_tokens(), list[int]())], {}
         chains = {ROOT: blocks.Chain(ROOT, 3)}
         for _ in range(data.draw(st.integers(1, 8))):
             tokens, ids = data.draw(st.sampled_from(made))
@@ -77,24 +89,103 @@ def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
             tokens, ids = made[-1]
             assert list(tokens) == ids == [tokens[i] for i in range(len(ids))]
             assert list(tokens.ids(2, 9)) == ids[2:9]
-            assert tokens.packed() == blocks.pack(ids)
-            assert tokens.digest() == hashlib.blake2b(blocks.pack(ids), digest_size=16).hexdigest()
+            assert tokens.packed() == pack(ids)
+            assert digests.setdefault(tokens.digest(), ids) == ids
+            assert tokens.plain_digest() == hashlib.blake2b(pack(ids), digest_size=16).hexdigest()
             assert list(tokens.chains.setdefault(ROOT, chains[ROOT]).names(tokens))[1:] == chain(ids, 3)
             for other, theirs in made:
                 assert (tokens == other) == (ids == theirs)
-                common = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), None)
-                assert tokens.num_common(other) == (min(len(ids), len(theirs)) if common is None else common)
+                assert tokens.num_common(other) == common(ids, theirs)
+
+
+@given(st.data())
+def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data) -> None:
+    """Also where the shortened ones were packed, and go on from the names of what was left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cache.names.tokens._PART", 4)
+        block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
+        made = [(as_tokens(), list[int]())]
+        chain_of = {ROOT: blocks.Chain(ROOT, block)}
+        for _ in range(data.draw(st.integers(1, 12))):
+            tokens, ids = data.draw(st.sampled_from(made[-3:]))
+            end = len(ids) - data.draw(st.integers(0, min(len(ids), 6)))
+            more = [data.draw(st.integers(0, 2))] * data.draw(st.integers(0, 21))
+            tokens.chains.setdefault(ROOT, chain_of[ROOT])
+            if data.draw(st.booleans()):
+                with contextlib.suppress(CutOffError):
+                    tokens.chains[ROOT].names(tokens)
+            if data.draw(st.booleans()):
+                tokens = tokens.shortened(data.draw(st.integers(0, len(ids))))
+            if data.draw(st.booleans()):
+                bounds = tokens.boundaries
+                tokens = Tokens.unpack_shortened(*tokens.pack_shortened(), bounds)
+                for one in bounds:
+                    names = chain(ids, block)[: one.end // block]
+                    assert one.name == names[-1]
+                    tokens.chains.setdefault(ROOT, blocks.Chain(ROOT, block)).resume(tokens, names)
+            with contextlib.suppress(CutOffError):
+                tokens, ids = tokens[:end], ids[:end]
+            tokens, ids = tokens + more, ids + more
+            made.append((tokens, ids))
+            left_out = [at for at in range(len(ids)) if not tokens.holds(at)]
+            assert tokens.held_from == max(left_out, default=-1) + 1
+            assert list(tokens.filled(as_tokens(ids))) == ids
+            for at in range(len(ids)):
+                if at in left_out:
+                    with pytest.raises(CutOffError):
+                        tokens[at]
+                else:
+                    assert tokens[at] == ids[at]
+            assert (len(tokens), tokens.digest()) == (len(ids), as_tokens(ids).digest())
+            if left_out:
+                begun, *rest = tokens.pack_shortened()
+                other = Tokens.unpack_shortened(bytes(b ^ 1 for b in begun), *rest, ())
+                assert other.digest() != tokens.digest()
+            with contextlib.suppress(CutOffError):
+                named = tokens.chains.setdefault(ROOT, blocks.Chain(ROOT, block)).names(tokens)
+                assert [*named[1:]] == chain(ids, block)
+            for other, theirs in made:
+                assert (tokens == other) == (ids == theirs)
+                assert tokens.num_common(other) <= common(ids, theirs)
+
+
+def test_a_boundary_names_these_tokens_and_no_others(monkeypatch) -> None:
+    monkeypatch.setattr("cache.names.tokens._PART", 4)
+    session, names = as_tokens(range(20)), blocks.Chain(ROOT, 3)
+    session.chains[ROOT] = names
+    other = session[:6] + [7] * 14
+    names.names(session)
+    assert other.shortened(12).boundaries == (), "named was another branch"
+    short = session.shortened(8)
+    assert short.boundaries == (Boundary(ROOT, 9, chain([*range(9)], 3)[-1]),)
+    assert (short[:9] + range(1)).boundaries == short.boundaries
+    assert (short[:8] + range(1)).boundaries == (), "it goes on in another way"
+
+
+def test_of_a_shortened_session_the_beginning_the_end_and_the_names_are_there() -> None:
+    session = as_tokens(range(1_000_000))
+    names = session.chains.setdefault(ROOT, blocks.Chain(ROOT, 128)).names(session)[:]
+    short = session.shortened(999_000)
+    assert len(pack([*short[:4096]])) + sum(map(len, short.pack_shortened())) < 60_000
+    after = short + range(500)
+    assert (after.chains[ROOT].names(after)[: len(names)], after.digest()) == (
+        names,
+        (session + range(500)).digest(),
+    )
+    assert after.num_common(session) == 1_000_000
+    with pytest.raises(CutOffError, match="left out"):
+        after[5000]
 
 
 def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypatch) -> None:
     """What was said before is neither copied, nor compared, nor hashed again."""
-    session = blocks.as_tokens(range(1_000_000))
+    session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, blocks.Chain(ROOT, 128))
     names.names(session)
     session.digest()
     packed, linked = [], []
-    pack, link = blocks.pack, blocks.link
-    monkeypatch.setattr(blocks, "pack", lambda tokens: packed.append(len(tokens)) or pack(tokens))
+    link = blocks.link
+    monkeypatch.setattr("cache.names.tokens.pack", lambda tokens: packed.append(len(tokens)) or pack(tokens))
     monkeypatch.setattr(blocks, "link", lambda *name: linked.append(name) or link(*name))
     on_device = session + range(200)
     after = (session[:999_000] + range(1000)) + range(200)
@@ -108,7 +199,7 @@ def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypa
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_what_is_no_token_id_cannot_be_packed(token) -> None:
     with pytest.raises(OverflowError):
-        blocks.pack([token])
+        pack([token])
 
 
 def test_names_do_not_change_between_versions() -> None:

@@ -10,10 +10,10 @@ from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
 
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_header
-from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.policy import Policy
 from cache.names.snapshot import CARRIED, ModelLayout, Name, Place, Tensor, carried, seen
+from cache.names.tokens import pack
 
 POLICY = Policy(2, 6, 64)
 GROUP = 16 * BLOCK
@@ -184,7 +184,7 @@ async def test_sessions_with_one_beginning_share_its_carriers(stored) -> None:
 def test_a_carrier_s_file_proves_itself(tmp_path) -> None:
     own = identity(policy=OWN.name(POLICY))
     span = Span(GROUP - BLOCK, GROUP)
-    name = Name(bytes(32), span.start, blocks.pack(TOKENS[span.start : span.end]))
+    name = Name(bytes(32), span.start, pack(TOKENS[span.start : span.end]))
     tensors = OWN.under(POLICY).ordered(cut_paged(TOKENS, span, carried(span, BLOCK)))
     path = tmp_path / f"{name.digest.hex()}.safetensors"
     encoded = snapshot_format.encode(name, own, tensors)

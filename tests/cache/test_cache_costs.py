@@ -10,6 +10,7 @@ from made_kv import BLOCK, cut, identity, save_all
 
 from cache.index.index import Index
 from cache.names import blocks
+from cache.names.tokens import as_tokens
 
 
 @pytest.fixture
@@ -118,6 +119,6 @@ async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_o
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
     chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):
-        packed = blocks.as_tokens(asked)
+        packed = as_tokens(asked)
         fresh = blocks.Chain(chain.root, BLOCK)
         assert list(chain.names(packed)) == list(fresh.names(packed))

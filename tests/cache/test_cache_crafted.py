@@ -26,6 +26,7 @@ from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import Name, Tensor
+from cache.names.tokens import pack
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ TOKENS = [5, 6, 7, 8]
 #: A digit that Python takes for one.
 ZERO = "\N{ARABIC-INDIC DIGIT ZERO}"
 ROOT = blocks.root(identity().digest(), "a")
-NAME = Name(ROOT, 0, blocks.pack(TOKENS))
+NAME = Name(ROOT, 0, pack(TOKENS))
 
 
 def sound(tmp_path: Path) -> bytes:
@@ -144,12 +145,12 @@ async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
 @pytest.mark.parametrize(
     "row",
     [
-        Row(b"d" * 32, b"p" * 3, 0, blocks.pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"", 0, blocks.pack(TOKENS), 9, 1),
-        Row(b"d" * 31, b"p" * 32, 0, blocks.pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"p" * 32, -4, blocks.pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"p" * 32, 0, blocks.pack(TOKENS)[:5], 9, 1),
-        Row(b"d" * 32, b"p" * 32, 0, blocks.pack(TOKENS), -9, 1),
+        Row(b"d" * 32, b"p" * 3, 0, pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"", 0, pack(TOKENS), 9, 1),
+        Row(b"d" * 31, b"p" * 32, 0, pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"p" * 32, -4, pack(TOKENS), 9, 1),
+        Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS)[:5], 9, 1),
+        Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS), -9, 1),
     ],
     ids=repr,
 )

@@ -17,6 +17,7 @@ from cache.disk.header import read_name
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
+from cache.names.tokens import as_tokens, pack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ def traces(directory: Path, tokens: list[int]) -> list[str]:
     for path in directory.rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
         for i in range(len(tokens) - 1):
-            packed = blocks.pack(tokens[i : i + 2])
+            packed = pack(tokens[i : i + 2])
             if packed in content or packed.hex().encode() in content:
                 found.add(str(path.relative_to(directory)))
     return sorted(found)
@@ -66,10 +67,10 @@ async def test_what_an_index_of_before_has_deleted_is_overwritten_at_the_next_st
     with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
         db.execute("PRAGMA secure_delete=OFF")
         db.execute("PRAGMA user_version=3")
-        db.execute("DELETE FROM snapshot WHERE tokens = ?", (blocks.pack(TOKENS[:BLOCK]),))
+        db.execute("DELETE FROM snapshot WHERE tokens = ?", (pack(TOKENS[:BLOCK]),))
     db.close()
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        if read_name(path).tokens in blocks.pack(TOKENS):
+        if read_name(path).tokens in pack(TOKENS):
             path.unlink()
     assert traces(tmp_path / "cache", TOKENS[:BLOCK]) == ["index.sqlite"]
     store = await open_store()
@@ -85,7 +86,7 @@ async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
     remove = Folder.remove
 
     def failing(folder, digest) -> None:
-        if digest == blocks.Chain(store._root("a"), BLOCK).names(blocks.as_tokens(TOKENS))[1]:
+        if digest == blocks.Chain(store._root("a"), BLOCK).names(as_tokens(TOKENS))[1]:
             raise OSError(errno.EIO, "Input/output error")
         remove(folder, digest)
 
@@ -157,7 +158,7 @@ async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:
     assert (await store.erase("a", TOKENS, 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
     (kept,) = quarantine.iterdir()
-    assert read_name(kept).tokens == blocks.pack(OTHER[:4]), "another session's copy is left to be looked at"
+    assert read_name(kept).tokens == pack(OTHER[:4]), "another session's copy is left to be looked at"
     assert store.stats().capacity_bytes > room_before, "and no longer counts"
 
 
@@ -166,7 +167,7 @@ async def test_a_quarantined_file_that_does_not_say_what_it_is_goes_too(open_sto
     first = next(
         path
         for path in (tmp_path / "cache" / "snapshots").iterdir()
-        if read_name(path).tokens == blocks.pack(TOKENS[:4])
+        if read_name(path).tokens == pack(TOKENS[:4])
     )
     first.write_bytes(first.read_bytes().replace(b'"start":"0"', b'"start":"x"'))
     assert await store.load(store.match("a", TOKENS)) is None
@@ -269,7 +270,7 @@ async def test_an_index_that_keeps_the_rows_is_not_settled(open_store, tmp_path,
 
 async def test_an_unfinished_file_that_was_left_goes_too(open_store, tmp_path) -> None:
     store = await stored(open_store, OTHER)
-    (tmp_path / "cache" / "tmp" / "left").write_bytes(blocks.pack(TOKENS))
+    (tmp_path / "cache" / "tmp" / "left").write_bytes(pack(TOKENS))
     assert (await store.erase("a", TOKENS, 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 

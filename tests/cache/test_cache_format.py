@@ -21,10 +21,11 @@ from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import Name, Tensor
+from cache.names.tokens import pack
 
 TOKENS = [5, 6, 7, 8]
 IDENTITY = identity()
-NAME = Name(blocks.root(IDENTITY.digest(), "a"), 0, blocks.pack(TOKENS))
+NAME = Name(blocks.root(IDENTITY.digest(), "a"), 0, pack(TOKENS))
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def chain_of_two(folder, tokens):
     """Write two blocks, and return what `load` wants of each."""
     wanted, parent = [], NAME.parent
     for span in (Span(0, 4), Span(4, 8)):
-        name = Name(parent, span.start, blocks.pack(tokens[span.start : span.end]))
+        name = Name(parent, span.start, pack(tokens[span.start : span.end]))
         path = folder / f"{span.start}.safetensors"
         snapshot_format.write(snapshot_format.encode(name, IDENTITY, cut(tokens, span)), path)
         wanted.append({"path": path, "digest": name.digest, "start": span.start})

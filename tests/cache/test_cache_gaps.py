@@ -15,10 +15,10 @@ from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index import gaps
 from cache.index.nodes import Node
-from cache.names.blocks import as_tokens
-from cache.names.errors import CacheError, PinRefusedError
+from cache.names.errors import CacheError, CutOffError, PinRefusedError
 from cache.names.policy import FULL
 from cache.names.snapshot import ModelLayout, seen
+from cache.names.tokens import Boundary, Tokens, as_tokens
 
 LIMITED = LAYOUT.under(POLICY)
 TOKENS = [at * 7 % 50 for at in range(400)]
@@ -420,3 +420,32 @@ async def test_the_windows_of_a_model_have_gaps_too(open_store) -> None:
     assert match.num_tokens == 200
     assert_restored(await store.load(match), LIMITED, TOKENS[:200])
     assert store.chain("a").policy == FULL
+
+
+async def test_tokens_that_were_left_out_have_the_names_behind_their_own_boundary_alone(
+    open_store, monkeypatch
+) -> None:
+    """Not those of another tenant, nor of a chain that is shorter than a boundary says, or unknown."""
+    monkeypatch.setattr("cache.names.tokens._PART", 2 * BLOCK)
+    store = await open_store()
+    for tenant in ("a", "b"):
+        await grown(store, store.chain(tenant, POLICY), 400)
+    tokens = as_tokens(TOKENS)
+    chain = store.chain("a", POLICY, tokens)
+    names = [*chain.names(tokens)]
+    theirs = [*store.chain("b", POLICY, as_tokens(TOKENS)).names(tokens)]
+    (boundary,) = tokens.shortened(8 * BLOCK).boundaries
+
+    def found(boundary: Boundary) -> list[bytes]:
+        short = Tokens.unpack_shortened(*tokens.shortened(8 * BLOCK).pack_shortened(), (boundary,))
+        return [*store.chain("a", POLICY, short).names(short)]
+
+    assert found(boundary) == names
+    for forged in (
+        boundary._replace(name=theirs[8]),
+        boundary._replace(name=names[7]),
+        boundary._replace(name=bytes(32)),
+        boundary._replace(root=theirs[0], name=theirs[8]),
+    ):
+        with pytest.raises(CutOffError):
+            found(forged)

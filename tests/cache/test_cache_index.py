@@ -17,6 +17,7 @@ from cache.index import reconciling
 from cache.index.index import Index
 from cache.names import blocks
 from cache.names.snapshot import Name
+from cache.names.tokens import as_tokens, num_common, pack
 
 RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
 
@@ -25,7 +26,7 @@ ROOT = bytes(blocks.DIGEST_BYTES)
 
 
 def name(tokens, parent=ROOT) -> Name:
-    return Name(parent, 0 if parent == ROOT else 4, blocks.pack(tokens))
+    return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
 def filled(runs, durable=None) -> Index:
@@ -47,11 +48,11 @@ def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
     best = max(
         (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
     )
-    found = index.closest_child(ROOT, blocks.pack(wanted))
+    found = index.closest_child(ROOT, pack(wanted))
     assert (found[1] if found else 0) == best
     if found:
         assert found[0].durable
-        assert blocks.num_common(found[0].name.tokens, blocks.pack(wanted)) == best
+        assert num_common(found[0].name.tokens, pack(wanted)) == best
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
@@ -60,7 +61,7 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
     new = index.get(name(wanted).digest)
     if new is None:
         new = index.add(name(wanted), 1)
-    swallowed = [blocks.num_common(e.name.tokens, new.name.tokens) for e in index.superseded(new)]
+    swallowed = [num_common(e.name.tokens, new.name.tokens) for e in index.superseded(new)]
     assert sorted(swallowed) == sorted(
         len(run) for run in runs if len(run) < len(wanted) and wanted[: len(run)] == run
     )
@@ -69,7 +70,7 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
 def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
-    _, num_tokens = filled(runs).longest_path(ROOT, blocks.pack(wanted))
+    _, num_tokens = filled(runs).longest_path(ROOT, pack(wanted))
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
@@ -155,7 +156,7 @@ async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
-        db.execute("UPDATE snapshot SET tokens = ? WHERE start = 8", (blocks.pack([8, 7]),))
+        db.execute("UPDATE snapshot SET tokens = ? WHERE start = 8", (pack([8, 7]),))
         if not has_proof:
             db.execute("UPDATE snapshot SET proof = NULL")
     db.close()
@@ -225,7 +226,7 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
 ) -> None:
     """A start looks at names only; a file's length is verified as all the rest of it."""
     await stored_once(open_store)
-    tokens = blocks.as_tokens(TOKENS)
+    tokens = as_tokens(TOKENS)
     digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
     path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -237,7 +238,7 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
 
 async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
     await stored_once(open_store)
-    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(blocks.as_tokens(TOKENS))[1]
+    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1]
     (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
     with capture_logs() as logs:
         store = await open_store()

@@ -24,6 +24,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.access import PLAIN
 from cache.names import blocks
 from cache.names.errors import PinRefusedError
+from cache.names.tokens import TOKEN_BYTES, num_common, pack
 from cache.store import Store
 
 WRITE = snapshot_format.write
@@ -36,7 +37,7 @@ Node = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return blocks.num_common(blocks.pack(one), blocks.pack(other))
+    return num_common(pack(one), pack(other))
 
 
 def unpacked(packed: bytes) -> tuple[int, ...]:
@@ -245,7 +246,7 @@ class Faithful(Driven):
         tenant, cuts, tokens = node
         digest = blocks.root(identity().digest(), tenant)
         for start, end in pairwise((*cuts, len(tokens))):
-            digest = blocks.link(digest, blocks.pack(tokens[start:end]))
+            digest = blocks.link(digest, pack(tokens[start:end]))
         path = self.directory / "snapshots" / self.access.file_name(digest)
         whole = bytearray(path.read_bytes())
         whole[-1] ^= 1 if node not in self.bad else 0
@@ -298,14 +299,14 @@ class Cramped(Driven):
 
     def stored_of(self, tenant: str, tokens: tuple[int, ...]) -> int:
         """Count the stored tokens of a prefix, without using them as a match would."""
-        parent, rest = blocks.root(identity().digest(), tenant), blocks.pack(tokens)
+        parent, rest = blocks.root(identity().digest(), tenant), pack(tokens)
         while rest and (found := self.store._index.closest_child(parent, rest)):
             entry, num_tokens = found
-            rest = rest[num_tokens * blocks.TOKEN_BYTES :]
+            rest = rest[num_tokens * TOKEN_BYTES :]
             if num_tokens < entry.name.num_tokens:
                 break
             parent = entry.digest
-        return len(tokens) - len(rest) // blocks.TOKEN_BYTES
+        return len(tokens) - len(rest) // TOKEN_BYTES
 
     @invariant()
     def nothing_pinned_is_lost(self) -> None:

@@ -19,6 +19,7 @@ from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
 from cache.names.snapshot import Name
+from cache.names.tokens import as_tokens, pack
 from cache.store import access_by
 
 pytest.importorskip("cryptography")
@@ -43,8 +44,8 @@ def snapshots(directory: Path) -> list[Path]:
 def traces(directory: Path, tokens: list[int]) -> list[str]:
     """Say what shows two of the tokens one behind the other, or a name that a guess can be tested on."""
     chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
-    told = list(chain.names(blocks.as_tokens(tokens)))
-    told += [blocks.pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    told = list(chain.names(as_tokens(tokens)))
+    told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
     found = set()
     for path in directory.rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
@@ -166,7 +167,7 @@ def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
     """Chunks of 64 bytes: the tensors of a file lie in several."""
     monkeypatch.setattr(sealing, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
-    name = Name(blocks.root(identity().digest(), "a"), 0, blocks.pack(TOKENS[:4]))
+    name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
     encoded = snapshot_format.encode(name, identity(), tensors)
     path = tmp_path / KEY.file_name(name.digest)
     snapshot_format.write(encoded, path, KEY)
@@ -186,7 +187,7 @@ def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
 
 
 def test_a_file_is_written_twice_under_keys_that_differ(tmp_path) -> None:
-    name = Name(blocks.root(identity().digest(), "a"), 0, blocks.pack(TOKENS[:4]))
+    name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
     encoded = snapshot_format.encode(name, identity(), cut(TOKENS, blocks.Span(0, 4)))
     path, written = tmp_path / KEY.file_name(name.digest), set()
     for _ in range(20):

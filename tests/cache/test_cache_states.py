@@ -16,6 +16,7 @@ from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import ModelLayout, Name, Tensor
+from cache.names.tokens import as_tokens, pack
 
 IDENTITY = identity()
 TOKENS = list(range(20, 34))
@@ -130,8 +131,8 @@ def flip(path, at: int) -> None:
 def file_of(tmp_path, tokens, end):
     root = blocks.root(IDENTITY.digest(), "a")
     start = (end - 1) // BLOCK * BLOCK
-    parent = blocks.Chain(root, BLOCK).names(blocks.as_tokens(tokens[:start]))[-1]
-    digest = blocks.link(parent, blocks.pack(tokens[start:end]))
+    parent = blocks.Chain(root, BLOCK).names(as_tokens(tokens[:start]))[-1]
+    digest = blocks.link(parent, pack(tokens[start:end]))
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 
 
@@ -171,7 +172,7 @@ async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_
 
 def write(path, end: int, tensors, *, resumable=True) -> Name:
     root = blocks.root(IDENTITY.digest(), "a")
-    name = Name(root, 0, blocks.pack(TOKENS[:end]), resumable)
+    name = Name(root, 0, pack(TOKENS[:end]), resumable)
     snapshot_format.write(snapshot_format.encode(name, IDENTITY, tensors), path)
     return name
 
@@ -273,7 +274,7 @@ def test_a_quantised_layer_and_one_without_values_come_back(tmp_path) -> None:
 async def test_snapshots_of_the_first_version_stay_until_they_are_evicted(open_store, tmp_path) -> None:
     """Their catalog is taken over: without it they would be found as files in doubt."""
     store = await open_store()
-    name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, blocks.pack(TOKENS[:4]))
+    name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, pack(TOKENS[:4]))
     assert await store.close()
     header = json.dumps(
         {"__metadata__": {"checksum": "0" * 32, "format": "turnkeep", "version": "1"}}

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache.index.index import Index
 from cache.names import blocks
 from cache.names.snapshot import Name
+from cache.names.tokens import pack
 
 PICKS = st.integers(0, 99)
 
@@ -52,7 +53,7 @@ class Modelled(RuleBasedStateMachine):
     def add(self, pick, tokens, is_stored) -> None:
         before = self.picked(pick, [None, *self.there])
         parent, start = (before.digest, before.end) if before is not None else (bytes(32), 0)
-        name = Name(parent, start, blocks.pack(tokens))
+        name = Name(parent, start, pack(tokens))
         if self.index.get(name.digest) is None:
             entry = self.index.add(name, 1 << len(self.used) % 20)
             self.there.append(entry)
@@ -193,7 +194,7 @@ test_the_tree_is_what_a_naive_model_of_it_is = Modelled.TestCase
 
 def saved(index: Index, chance: Random) -> None:
     """Enter what a session leaves after a turn or two: a block, and a tail of 20 tokens."""
-    packed = blocks.pack(chance.choices(range(49_152), k=148))
+    packed = pack(chance.choices(range(49_152), k=148))
     block = Name(blocks.root(b"identity", "tenant"), 0, packed[:512])
     for name in (block, Name(block.digest, 128, packed[512:])):
         index.mark_durable(index.add(name, 60_000))

@@ -12,9 +12,9 @@ from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
 from cache.disk.access import PLAIN, Access
 from cache.kv.size import KvSize
-from cache.names.blocks import as_tokens
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
+from cache.names.tokens import as_tokens
 from cache.store import Store
 from worker.device.admission import Ledger
 from worker.device.device import Device

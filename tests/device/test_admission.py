@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import alone, answer, key, loaded, prompt
 
-from cache.names.blocks import as_tokens
+from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
 from worker.device.admission import PRIORITY_S, Admission, Claim, Decision, Ledger, place
@@ -565,7 +565,7 @@ async def test_loop_and_device_agree_on_who_is_resident_whatever_comes(make_engi
     answers: list[tuple[list[int], list[int]]] = []
 
     async def session(index: int) -> None:
-        for _ in range(5):
+        for _ in range(8):
             context = common[: dice.choice((0, 50, 120))] + prompt(dice.randrange(1, 200), salt=index)
             given = answer(dice.randrange(1, 30))
             if dice.random() < 0.2:

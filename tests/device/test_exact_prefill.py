@@ -18,9 +18,10 @@ from tiny_models import WIDE, prompt
 from cache.disk.access import PLAIN, Access
 from cache.disk.sealing import Sealed
 from cache.kv import layers
-from cache.names.blocks import Span, as_tokens
+from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, FULL, SLACK, Policy
+from cache.names.tokens import as_tokens
 from worker.batch.forward import Forward, OwnPart
 from worker.device import cutting, finding
 from worker.device.engine import DeviceFaultError

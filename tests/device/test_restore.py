@@ -19,9 +19,9 @@ from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key,
 from cache.disk import format as snapshot_format
 from cache.disk import header
 from cache.kv import layers
-from cache.names.blocks import as_tokens
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
+from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.sampling import Sampling
 

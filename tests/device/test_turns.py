@@ -11,7 +11,8 @@ import pytest
 from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
 
 from cache.kv import layers
-from cache.names.blocks import Span, as_tokens, spans
+from cache.names.blocks import Span, spans
+from cache.names.tokens import as_tokens
 from worker.batch.sampling import Sampling
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
 

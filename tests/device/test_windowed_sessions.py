@@ -12,8 +12,8 @@ from tiny_models import alone, append, generate, prompt
 
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
-from cache.names.blocks import as_tokens
 from cache.names.policy import SLACK, Policy
+from cache.names.tokens import as_tokens
 from worker.batch.forward import Forward
 from worker.batch.one_by_one import run_alone
 from worker.batch.slots import Pool

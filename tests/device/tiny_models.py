@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from cache.names.blocks import as_tokens
+from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.batch import PrefillPiece, Row
 from worker.batch.sampling import Sampling, draw

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_templates import TEMPLATES, Chat
 
+from cache.names.errors import CutOffError
 from worker.text import templates
 from worker.text.locality import num_first
-from worker.text.templates import Conversation, CutOffError
+from worker.text.templates import Conversation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

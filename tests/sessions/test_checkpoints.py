@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_fold import OPERATIONS, World, assert_same, live
 
-from cache.names.blocks import pack
+from cache.names.policy import FULL, Policy
+from cache.names.tokens import pack
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
 from worker.models.tokenizer import Tokenizer
-from worker.sessions import record, trail
-from worker.sessions.checkpoint import CheckpointMessage, Link, _Body, digest
+from worker.sessions import history, record, trail
+from worker.sessions.checkpoint import CheckpointMessage, Link, Start, _Body, digest
 from worker.sessions.trail import Trails
 from worker.text import templates
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Entry
 
 EVERY = 4
+WINDOW = Policy(2, 40)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +56,16 @@ def _make_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
     patch.setattr(templates, "_KEPT", 8)
     patch.setattr(trail, "_PART_BYTES", 700)
+    patch.setattr("cache.names.tokens._PART", 8)
+    patch.setattr(history, "KEPT", 16)
 
 
-@pytest.fixture
-def world(tokenizer: Tokenizer, often: None) -> World:
-    return World(tokenizer)
+@pytest.fixture(params=[FULL, WINDOW], ids=["full", "window"])
+def world(request: pytest.FixtureRequest, tokenizer: Tokenizer, often: None) -> World:
+    """A session that sees all of its tokens; one that does not, whose tokens are left out in the middle."""
+    world = World(tokenizer)
+    world.crash(request.param)
+    return world
 
 
 def question(number: int, **more: Any) -> Generate:
@@ -105,14 +113,15 @@ async def whole(world: World) -> Session:
 
 
 @settings(deadline=None, max_examples=150)
-@given(operations=OPERATIONS)
+@given(operations=OPERATIONS, policy=st.sampled_from([FULL, WINDOW]))
 def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
-    tokenizer: Tokenizer, operations: list[tuple[str, Any]]
+    tokenizer: Tokenizer, operations: list[tuple[str, Any]], policy: Policy
 ) -> None:
     """Requests of every kind, crashes and cancellations, with a checkpoint at every other result."""
 
     async def play() -> None:
         world = World(tokenizer)
+        world.crash(policy)
         await converse(world, range(6))
         await live(world, operations)
         await stored(world)
@@ -148,8 +157,78 @@ async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_l
     assert len(session.history.conversation._segments) < 12 * EVERY
 
 
-async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(world: World) -> None:
-    """Of each turn beyond its tokens, 4 bytes each: where its id was answered."""
+@pytest.mark.parametrize("world", [WINDOW], indirect=True)
+async def test_a_session_with_a_window_is_opened_without_what_it_said_long_ago(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither are its tokens read that the model no longer sees; but 24 bytes of each request are."""
+    monkeypatch.setattr("cache.names.tokens._PART", 64)
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 16)
+    read: list[int] = []
+    checkpoint = world.log.checkpoint
+
+    async def counting(seq: int) -> bytes | None:
+        body = await checkpoint(seq)
+        read.append(len(body or b""))
+        return body
+
+    monkeypatch.setattr(world.log, "checkpoint", counting)
+    most, num_turns = 0, 800
+    for start in range(0, num_turns, 20):
+        await converse(world, range(start, start + 20))
+        read.clear()
+        session = await opened(world)
+        most = max(most, sum(read))
+        assert_same(session.history, world.session.history)
+    held = session.history.position - session.history.tokens.held_from
+    assert held < 24 * 30 + WINDOW.window + 64, "some two dozen messages, and a window"
+    stored = sum(len(entry.body) for entry in checkpoints(world))
+    assert most < 2 * 32 * num_turns < stored / 4, "24 bytes are 32 in base64"
+
+
+@pytest.mark.parametrize("world", [WINDOW], indirect=True)
+async def test_what_is_before_the_checkpoint_that_a_session_starts_from_is_not_missed(world: World) -> None:
+    await converse(world, range(60))
+    for entry in checkpoints(world)[:3]:
+        world.log.entries[entry.seq - 1] = replace(entry, body=b"")
+    session = await opened(world)
+    assert resumed_at(session) > 0
+    assert_same(session.history, world.session.history)
+    world.crash()
+    assert (await world.ask(Rewind(id="back", position=50))).position == 50
+    assert_same((await whole(world)).history, world.session.history)
+
+
+@pytest.mark.parametrize("world", [WINDOW], indirect=True)
+@pytest.mark.parametrize("start", ["x", "other ids", "a digest", "other digests", "other end"])
+async def test_a_start_that_the_log_does_not_confirm_is_not_believed(world: World, start: str) -> None:
+    await converse(world, range(60))
+    tokens = world.session.history.tokens
+    packed = tokens.pack_shortened()
+    told = {
+        "other ids": (bytes(32), *packed[1:]),
+        "a digest": (packed[0], bytes(16) + packed[1][16:], packed[2]),
+        "other digests": (packed[0], bytes(len(packed[1])), packed[2]),
+        "other end": (*packed[:2], packed[2][:-4] + bytes(4)),
+    }
+    body = msgspec.msgpack.encode(Start(*told[start], (), b"")) if start in told else b""
+    rename_last(world, forged(world, start=zlib.compress(body)))
+    session = await opened(world)
+    assert_same(session.history, world.session.history)
+    every = (await whole(world)).history.tokens
+    assert session.history.tokens.ids(0, 8) == every.ids(0, 8)
+    assert all(session.history.tokens[:end].num_common(every) == end for end in range(0, len(every), 8))
+    assert len(session._record.answered_ids) == 60
+
+
+async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each turn beyond its tokens, 4 bytes each: where its id was answered.
+
+    Of one with a window, the tokens that the model sees.
+    """
+    monkeypatch.setattr("cache.names.tokens._PART", 1024)
     sizes, lengths = [], []
     for turns in (range(60), range(60, 360)):
         await converse(world, turns)
@@ -161,7 +240,8 @@ async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long
         tracemalloc.stop()
         lengths.append(session.history.position)
         del session
-    tokens_bytes = 4 * (lengths[1] - lengths[0]) * 9 / 8  # an array has some room to grow
+    num_kept = lengths[1] - lengths[0] if world.session.history.policy == FULL else 1024
+    tokens_bytes = 4 * num_kept * 9 / 8  # an array has some room to grow
     assert sizes[1] - sizes[0] - tokens_bytes < 300 * 48
 
 
@@ -270,10 +350,10 @@ def damage_message(world: World) -> None:
     world.log.entries[index] = replace(entry, body=entry.body.replace(b"a", b"b"))
 
 
-def lose_first(world: World) -> None:
-    """A part of the trail was removed from the log."""
-    first = checkpoints(world)[0]
-    world.log.entries[first.seq - 1] = replace(first, body=b"")
+def lose_one(world: World) -> None:
+    """A part of the trail was removed from the log: of the last checkpoint, the first message."""
+    begun = [each for each in checkpoints(world) if json.loads(each.body)["begins"]][-1]
+    world.log.entries[begun.seq - 1] = replace(begun, body=b"")
 
 
 def name_nonsense(world: World) -> None:
@@ -320,7 +400,7 @@ def forged_result(world: World) -> None:
     "tamper",
     [
         damage_message,
-        lose_first,
+        lose_one,
         name_nonsense,
         name_another_entry,
         other_tokens,
@@ -373,6 +453,18 @@ async def test_a_template_that_looks_back_has_all_of_its_conversation(
     assert_same(world.session.history, (await whole(world)).history)
 
 
+async def test_a_session_that_is_opened_for_each_request_goes_on_from_its_last_checkpoint(
+    world: World,
+) -> None:
+    """As one of many that are seldom used: each of them is put away after its answer."""
+    for number in range(8 * EVERY):
+        await world.ask(question(number))
+        world.crash(world.fold.policy)
+    results = [result.seq or 0 for result in world.results]
+    assert resumed_at(await opened(world)) in results[-2 * EVERY :]
+    assert sum(json.loads(entry.body)["begins"] for entry in checkpoints(world)) <= 2 * 8
+
+
 async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
     often: None, wire: Callable[..., Awaitable[Wire]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,13 +487,14 @@ async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
     found = []
     confirmed = trail.Trail._confirmed
 
-    async def noting(self: Any, *arguments: Any) -> bool:
+    async def noting(self: Any, *arguments: Any) -> Any:
         found.append(await confirmed(self, *arguments))
         return found[-1]
 
     monkeypatch.setattr(trail.Trail, "_confirmed", noting)
     assert await one.position("s") == before
-    assert found == [True]
+    assert len(found) == 1
+    assert found[0] is not None
     stream = f"{one.prefix}_log"
     await one.js.purge_stream(stream, subject=f"{one.prefix}.default.s.>")
     assert (await one.js.stream_info(stream)).state.messages == 0

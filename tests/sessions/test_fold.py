@@ -53,6 +53,7 @@ from worker.wire.retention import Retention
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
 
 KEY = SessionKey("default", "s")
@@ -130,18 +131,18 @@ class Log:
 
 
 class Formula:
-    """An engine whose next token is a hash of those before it; it can be cancelled after some tokens."""
+    """An engine whose next token is a hash of the last before it; it can be cancelled after some tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
         self.cancel_after: int | None = None
 
     async def run(
-        self, _: SessionKey, context: list[int], cancelled: Any, *, answer: Any = None, **__: Any
+        self, _: SessionKey, context: Tokens, cancelled: Any, *, answer: Any = None, **__: Any
     ) -> TurnResult | None:
         if cancelled():
             return None
-        tokens = list(context)
+        tokens = [len(context), *context[max(len(context) - 16, 0) :]]
         while answer is not None and answer.finish_reason is None and self.cancel_after != len(answer.tokens):
             digest = blake2b(str(tokens).encode(), digest_size=4).digest()
             tokens.append(self._choices[int.from_bytes(digest, "big") % len(self._choices)])

@@ -20,6 +20,7 @@ from raw_wire import append, generate
 
 from cache.disk import format as snapshot_format
 from cache.names import blocks
+from cache.names.tokens import unpack
 from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
 from worker.commands.cli import main
@@ -156,7 +157,7 @@ async def test_a_close_that_forgets_is_not_settled_while_a_turn_of_another_sessi
     await settled(w)
     store = w.worker.app._store
     entries = sorted(store._index, key=lambda entry: entry.start)
-    tokens = blocks.unpack(b"".join(entry.tokens for entry in entries))
+    tokens = unpack(b"".join(entry.tokens for entry in entries))
     held = store.hold("default", tokens)
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
     assert (closed["forgotten"], closed["settled"]) == (3, False)

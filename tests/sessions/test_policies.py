@@ -211,7 +211,7 @@ async def test_checkpoints_of_sessions_with_all_of_their_kv_are_what_they_were(w
     await converse(world, range(9))
     parts = [msgspec.json.decode(entry.body, type=CheckpointMessage) for entry in checkpoints(world)]
     body = b"".join(part.part for part in parts[: [part.begins for part in parts].index(True, 1)])
-    assert len(msgspec.msgpack.decode(body)) == len(_Body.__struct_fields__) - 1
+    assert len(msgspec.msgpack.decode(body)) == len(_Body.__struct_fields__) - 2
     session = await opened(world)
     assert resumed_at(session)
     assert session.history.policy == FULL

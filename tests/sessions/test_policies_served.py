@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from cache.names.policy import Policy
 from tests.parts import BLOCK, TINY_KV_BYTES
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
+from turnkeep_client.subjects import SessionKey
+from worker.sessions import history, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +120,78 @@ async def test_after_a_restart_a_session_in_a_window_costs_what_is_new(
         return answers
 
     assert await live(True, "restarted") == await live(False, "alone")
+
+
+@pytest.fixture
+def soon_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are left out in parts of 32, with each fourth result."""
+    monkeypatch.setattr("cache.names.tokens._PART", 32)
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
+    monkeypatch.setattr(history, "KEPT", 64)
+
+
+async def _held(worker: Any, name: str = "s") -> tuple[int, int]:
+    """Count the last tokens that a worker has in memory of a session's history, and all of them."""
+    await worker.client.session(name).info()  # a result is heard before the worker goes on
+    with worker.app._sessions.in_use(SessionKey("default", name)) as session:
+        return session.history.position - session.history.tokens.held_from, session.history.position
+
+
+async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, ...]]:
+    session = worker.client.session(name, cache=CACHE)
+    return [(await session.generate(tokens=[5 + turn % 9] * 9, max_tokens=6)).tokens for turn in turns]
+
+
+async def test_tokens_that_the_model_no_longer_sees_are_left_out_and_not_missed(
+    soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path
+) -> None:
+    """After a restart, with its KV on SSD or without, and where they are named again."""
+    settings = {"model": str(endless_model), "data_dir": tmp_path / "one"}
+    worker = await local_worker(**settings)
+    said = await _talk(worker, range(40))
+    held, position = await _held(worker)
+    assert held < position / 3
+    await worker.stop()
+
+    worker = await local_worker(**settings)
+    session = worker.client.session("s", cache=CACHE)
+    answer = await session.generate(tokens=[9] * 9, max_tokens=6)
+    assert answer.usage.prefilled_tokens <= 9 + BLOCK, "what is on SSD was found by names alone"
+    held, position = await _held(worker)
+    assert held < position - 32
+    assert isinstance((await session.info(snapshot=True)).snapshot, str)
+    pinned = await session.pin()
+    assert pinned.tokens == position
+    assert await _held(worker) == (held, position)
+    assert len((await session.unpin()).prefixes) == 1
+    said += [answer.tokens, *await _talk(worker, range(41, 60))]
+    await worker.stop()
+
+    shutil.rmtree(tmp_path / "one" / "snapshots")
+    worker = await local_worker(**settings)
+    session = worker.client.session("s", cache=CACHE)
+    answer = await session.generate(tokens=[7] * 9, max_tokens=6)
+    assert answer.usage.prefilled_tokens == answer.usage.prompt_tokens > 800
+    said += [answer.tokens, *await _talk(worker, range(61, 70))]
+    back = await session.rewind(300)
+    said.append((await session.generate(tokens=[6] * 9, max_tokens=6)).tokens)
+    assert (back.position, (await session.info()).position) == (300, 309 + len(said[-1]))
+    assert (await session.close(forget=True)).forgotten
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_CHECKPOINT_EVERY", 1000)
+        alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", prefix="alone")
+        session = alone.client.session("s", cache=CACHE)
+        expected = [*await _talk(alone, range(40))]
+        expected.append((await session.generate(tokens=[9] * 9, max_tokens=6)).tokens)
+        expected += await _talk(alone, range(41, 60))
+        expected.append((await session.generate(tokens=[7] * 9, max_tokens=6)).tokens)
+        expected += await _talk(alone, range(61, 70))
+        await session.rewind(300)
+        expected.append((await session.generate(tokens=[6] * 9, max_tokens=6)).tokens)
+        held, position = await _held(alone)
+        assert held == position
+    assert said == expected
 
 
 @pytest.mark.process

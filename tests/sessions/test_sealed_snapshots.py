@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tokenizers import Tokenizer
 
-from cache.names import blocks
+from cache.names.tokens import pack
 from cache.store import access_by
 from tests.commands.command_runs import command, turnkeep
 
@@ -57,7 +57,7 @@ async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
 
 def traces(data_dir: Path, tokens: list[int]) -> set[str]:
     """Name the folders that show the text or its tokens. NATS keeps the log: that is not the cache's."""
-    packed = blocks.pack(tokens[20:28])
+    packed = pack(tokens[20:28])
     told = (b"xylophone-7431", packed, packed.hex().encode())
     files = [path for path in data_dir.rglob("*") if path.is_file()]
     found = {path for path in files if any(one in path.read_bytes() for one in told)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.errors import LostPastError
+from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.store import Forgotten
 from worker.batch.sampling import Sampling
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cache.kv.size import KvSize
-    from cache.names.blocks import Tokens
     from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
@@ -232,7 +232,8 @@ class Engine:
         slower than the device. Of waiting turns those of a higher `priority` come first. Returns None if the
         turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
         What it spends its time on is added to `phases`, also if it fails.
-        Raises `DeviceFaultError`, `NoMemoryError`, and `StoppingError` if the worker stops before the end.
+        Raises `DeviceFaultError`, `NoMemoryError`, `CutOffError` where tokens of the context that were left
+        out have to be run, and `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
@@ -460,6 +461,8 @@ class Engine:
                     raise NoMemoryError(str(error)) from error
                 case Faulted(_, LostPastError()) if run.admitted is not None:
                     return False
+                case Faulted(_, CutOffError() as error):
+                    raise error
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(_, num_cached, live_bytes):

@@ -167,6 +167,8 @@ class Finder:
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue
             # Most others differ in this one token.
+            if not (tokens.holds(most) and turn.context.holds(most)):
+                continue
             if tokens[most] != turn.context[most] or (num := tokens.num_common(turn.context)) <= most:
                 continue
             if key in busy or self._residency.num_usable(key, num, turn.policy):

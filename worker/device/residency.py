@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from cache.names.blocks import as_tokens, pack
 from cache.names.policy import FULL
+from cache.names.tokens import as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-    from cache.names.blocks import Tokens
     from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
 
 #: Fewer common tokens are not worth a copy of another session's KV, nor the wait for it.

@@ -24,7 +24,7 @@ from cache.kv import layers
 from cache.kv.paged import ASKED
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
-from cache.names.errors import LostPastError
+from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.kv.paged import Past
-    from cache.names.blocks import Span, Tokens
+    from cache.names.blocks import Span
+    from cache.names.tokens import Tokens
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
@@ -300,7 +301,7 @@ class Runner:
     def _fault(self, turn: Turn, error: Exception) -> None:
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.key), error=str(error))
-        elif not isinstance(error, NoRoomError):
+        elif not isinstance(error, NoRoomError | CutOffError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
@@ -363,7 +364,7 @@ class Runner:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, 0)),
+                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
                 sampling=turn.sampling,
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,

@@ -46,10 +46,19 @@ class AnsweredIds:
         self._recent[_hash(request_id)] = answered
         self._added.extend((_hash(request_id), *answered))
         if len(self._recent) > max(_FEW, len(self._sorted) // 4):
+            self._sort()
+
+    def _sort(self) -> None:
+        if self._recent:
             rows = np.array([(key, *found) for key, found in self._recent.items()], np.uint64)
             merged = np.concatenate([self._sorted, rows])
             self._sorted = merged[np.argsort(merged[:, 0], kind="stable")]
             self._recent = {}
+
+    def pack(self) -> bytes:
+        """Return all ids, for `load`."""
+        self._sort()
+        return self._sorted.astype("<u8").tobytes()
 
     def drain_added(self) -> bytes:
         """Return, for `load`, the ids added since the last call."""
@@ -59,7 +68,7 @@ class AnsweredIds:
         return noted.tobytes()
 
     def load(self, added: bytes) -> None:
-        """Replace all ids by joined results of `drain_added`. Raises `ValueError` if truncated."""
+        """Replace all ids by joined results of `pack` and `drain_added`. Raises `ValueError` if truncated."""
         rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 

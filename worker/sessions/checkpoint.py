@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from cache.names.blocks import as_tokens, pack, unpack
+from cache.names.errors import CutOffError
+from cache.names.tokens import TOKEN_BYTES, Boundary, Tokens, as_tokens, pack, unpack
 from turnkeep_client.messages import SessionCache  # noqa: TC001  # msgspec looks it up
 from worker.text.templates import Conversation, Segment, pack_segments, unpack_segments
 
@@ -28,7 +29,6 @@ from .policies import in_words, recorded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cache.names.blocks import Tokens
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Changes
 
@@ -86,10 +86,35 @@ def digest(body: bytes) -> bytes:
     return blake2b(body, digest_size=16).digest()
 
 
+class Start(Struct, frozen=True, array_like=True):
+    """A session's shortened tokens and all of its answered ids, in the place of all checkpoints before."""
+
+    begun: bytes
+    digests: bytes
+    tokens: bytes
+    boundaries: tuple[Boundary, ...]
+    ids: bytes
+
+    @classmethod
+    def of(cls, tokens: Tokens, answered: AnsweredIds) -> Start:
+        """Pack shortened tokens and answered ids."""
+        return cls(*tokens.pack_shortened(), tuple(tokens.boundaries), answered.pack())
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that it takes, before it is compressed."""
+        return sum(map(len, (self.begun, self.digests, self.tokens, self.ids)))
+
+    def unpacked(self) -> Tokens:
+        """Unpack the tokens. Raises `ValueError`."""
+        return Tokens.unpack_shortened(self.begun, self.digests, self.tokens, self.boundaries)
+
+
 class _Body(Struct, frozen=True, array_like=True):
     """A checkpoint; `near` is the shortened conversation, empty if the template looks back.
 
     `cache` is the session's policy; of a session under `full`, it is left out, as in earlier versions.
+    A session can be opened from a checkpoint with a `start` without those before it, unless it needs all.
     """
 
     version: int
@@ -105,13 +130,15 @@ class _Body(Struct, frozen=True, array_like=True):
     tokens: bytes
     ids: bytes
     cache: SessionCache | None = None
+    start: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The changes of a session from its last checkpoint to the request at `in_seq`.
 
-    `tokens` follow the first `changes.kept_tokens` tokens; `history` has none. `ids` are new answered ids.
+    `tokens` follow the first `changes.kept_tokens` tokens; `history` has none. `ids` are new answered ids. A
+    session with a `start` can be opened from here.
     """
 
     in_seq: int
@@ -119,6 +146,12 @@ class Delta:
     changes: Changes
     tokens: Tokens
     ids: bytes
+    start: Start | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of tokens and ids."""
+        return len(self.tokens) * TOKEN_BYTES + len(self.ids)
 
     @classmethod
     def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Delta:
@@ -144,9 +177,12 @@ class Delta:
             tokens=zlib.compress(pack(self.tokens), _LEVEL),
             ids=self.ids,
             cache=in_words(self.history.policy) if self.history.exists else None,
+            start=zlib.compress(msgspec.msgpack.encode(self.start), _LEVEL) if self.start else None,
         )
-        fields = msgspec.structs.astuple(body)
-        return msgspec.msgpack.encode(fields if body.cache else fields[:-1])
+        fields = [*msgspec.structs.astuple(body)]
+        while fields[-1] is None:
+            fields.pop()
+        return msgspec.msgpack.encode(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +192,7 @@ class Checkpoint:
     in_seq: int
     history: History
     answered: AnsweredIds
+    bytes_since_start: int
 
 
 def _inflate(packed: bytes) -> bytes:
@@ -167,31 +204,48 @@ def _inflate(packed: bytes) -> bytes:
     return found
 
 
-def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
-    """Decode a session from the bodies of all its checkpoints, oldest first. Call it on a thread.
+def has_start(body: bytes) -> bool:
+    """Whether a session can be opened from this checkpoint's body, without those before it."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.msgpack.decode(body, type=_Body).start is not None
+    return False
 
-    The conversation is shortened unless `whole`. Returns None if the bodies cannot be decoded, do not
-    fit together, or are of another version or tokenizer.
+
+def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
+    """Decode a session from the bodies of its checkpoints, oldest first. Call it on a thread.
+
+    These are all, or, unless `whole`, the last one with a start and those behind it. Then the conversation is
+    shortened, and with a start the tokens are. Returns None if the bodies cannot be decoded, do not fit
+    together, or are of another version or tokenizer.
     """
     tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
+    num_bytes = 0
     try:
         read = [msgspec.msgpack.decode(body, type=_Body) for body in bodies]
         if not read or any(body.version != _VERSION or body.maker != maker for body in read):
             return None
         last = read[-1]
         whole = whole or not last.near
-        for body in read:
-            tokens = tokens[: body.kept_tokens] + unpack(_inflate(body.tokens))
+        packed, ids = None if whole else read[0].start, [body.ids for body in read]
+        if packed is not None:
+            start = msgspec.msgpack.decode(_inflate(packed), type=Start)
+            tokens, ids[0] = start.unpacked(), start.ids
+        for body in read if packed is None else read[1:]:
+            more = _inflate(body.tokens)
+            tokens = tokens[: body.kept_tokens] + unpack(more)
+            num_bytes += len(more) + len(body.ids)
             if whole:
                 del segments[body.kept_segments :]
                 segments += unpack_segments(_inflate(body.segments))
-        answered.load(b"".join(body.ids for body in read))
+        answered.load(b"".join(ids))
         if whole:
             conversation = Conversation.of(tokenizer, last.started, segments)
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
         policy = recorded(last.cache)
-    except (msgspec.MsgspecError, zlib.error, ValueError):
+    except (msgspec.MsgspecError, zlib.error, ValueError, CutOffError):
         return None
     history = History(conversation, tokens, exists=last.exists, closed=last.closed, policy=policy)
-    return Checkpoint(last.in_seq, history, answered) if conversation.position == len(tokens) else None
+    if conversation.position != len(tokens):
+        return None
+    return Checkpoint(last.in_seq, history, answered, num_bytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import UNSET
 
-from cache.names.errors import PinRefusedError
+from cache.names.errors import CutOffError, PinRefusedError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     CancelRequest,
@@ -85,7 +85,7 @@ class Control:
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
                 return await self._info(session, request)
-            return await self._pin(key, history, request)
+            return await self._pin(session, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         return failure(
@@ -131,31 +131,35 @@ class Control:
         """Name the last stored snapshot of a session's tokens."""
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET
-        match = self._store.match(self._store.chain(key.tenant, history.policy), history.tokens)
+        tokens = history.tokens
+        try:
+            match = self._store.match(self._store.chain(key.tenant, history.policy, tokens), tokens)
+        except CutOffError:
+            return UNSET  # what was left out has no snapshots any more
         self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
-    async def _pin(
-        self, key: SessionKey, history: History, request: PinRequest | UnpinRequest
-    ) -> Pinned | Unpinned | Failed:
+    async def _pin(self, session: Session, request: PinRequest | UnpinRequest) -> Pinned | Unpinned | Failed:
         """Pin or unpin the first tokens of a session, all by default; takes about 2 s at most."""
-        store, tokens = self._store, history.tokens
+        store, key, history = self._store, session.key, session.history
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")
         if (why := self._engine.refusal(history.policy)) is not None:
             return _refused(why)
-        tokens, chain = history.tokens, store.chain(key.tenant, history.policy)
-        num_tokens = request.position or len(tokens)
-        if not 0 < num_tokens <= len(tokens):
-            return _refused(f"the session holds {len(tokens)} tokens: a position must be from 1 to that")
+        num_tokens = request.position or history.position
+        if not 0 < num_tokens <= history.position:
+            return _refused(f"the session holds {history.position} tokens: a position must be from 1 to that")
         chain = store.chain(key.tenant, history.policy)
-        if isinstance(request, UnpinRequest):
-            gone = store.unpin(chain, tokens[:num_tokens], exactly=request.position is not None)
-            return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)
         try:
-            pinned = await store.pin(chain, tokens[:num_tokens])
+            tokens = (await session.whole_tokens())[:num_tokens]
+            if isinstance(request, UnpinRequest):
+                gone = store.unpin(chain, tokens, exactly=request.position is not None)
+                return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)
+            pinned = await store.pin(chain, tokens)
         except PinRefusedError as error:
             return _refused(str(error))
+        except CutOffError:
+            return failure(None, "internal", "the session's last checkpoint is not stored yet: ask again")
         return Pinned(
             tokens=pinned.num_tokens,
             stored_tokens=pinned.num_stored,

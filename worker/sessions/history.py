@@ -7,13 +7,13 @@ The live path and the replay of a log use the same functions, so both lead to th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from cache.names.blocks import as_tokens
 from cache.names.policy import FULL
+from cache.names.tokens import as_tokens
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
     from datetime import datetime
     from typing import TypeAlias
 
-    from cache.names.blocks import Tokens
     from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
     from worker.text.templates import Addition, Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
+
+#: Last tokens that a session under a window keeps for guesses at its answers, which match earlier text.
+KEPT: Final = 16_384
 
 
 class RefusedError(Exception):
@@ -78,6 +81,23 @@ class History:
     def digest(self) -> str:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether this is the tokens' digest, or that of earlier versions. Raises `CutOffError`."""
+        return digest == self.tokens.digest() or digest == self.tokens.plain_digest()
+
+    def shortened(self) -> History:
+        """Leave out what only a rewind needs, or a prompt whose KV is lost: then `CutOffError` is raised.
+
+        Under a policy without an end that is also what the model does not see any more of its tokens, but for
+        the last `KEPT`. This saves memory, and the time to read them.
+        """
+        conversation = self.conversation.shortened()
+        tokens, policy = self.tokens, self.policy
+        if policy.is_endless and not conversation.looks_back:
+            seen_from = min(policy.visible_from(len(tokens)), len(tokens) - KEPT)
+            tokens = tokens.shortened(min(seen_from, conversation.begins))
+        return replace(self, conversation=conversation, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from turnkeep_client.messages import (
 from worker.traces import trace_headers
 
 from .answered import AnsweredAt, AnsweredIds
-from .checkpoint import Delta
+from .checkpoint import Delta, Start
 from .history import DivergedError
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class Record:
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._last_checkpointed = self.history.conversation  # at the last checkpoint
         self._num_since_checkpoint = 0  # results since then
+        self._bytes_since_start = 0  # of checkpoints since the last one that a session can be opened from
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
@@ -165,6 +166,7 @@ class Record:
         if not self.history.exists:  # the default may have changed since
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_checkpointed = self.history.conversation
+        self._bytes_since_start = checkpoint.bytes_since_start
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
 
@@ -179,7 +181,13 @@ class Record:
             return None
         delta = Delta.of(in_seq, self.history, self._last_checkpointed, self.answered_ids.drain_added())
         if self.folded or not self.whole:
-            self.history = replace(self.history, conversation=self.history.conversation.shortened())
+            self.history = self.history.shortened()
+        # Not while the log is read: results of earlier versions have another digest.
+        if self.folded and self.history.tokens.held_from:
+            start = Start.of(self.history.tokens, self.answered_ids)
+            self._bytes_since_start += delta.size_bytes
+            if self._bytes_since_start > start.size_bytes:
+                delta, self._bytes_since_start = replace(delta, start=start), 0
         self._last_checkpointed, self._num_since_checkpoint = self.history.conversation, 0
         return delta
 
@@ -228,10 +236,13 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Compare the history with the digest in the last result, after all results were read."""
+        """Compare the history with the digest in the last result, after all results were read.
+
+        Raises `CutOffError`.
+        """
         self.folded = True
         proof = self._proof
-        if self.diverged is None and proof and proof.headers[HISTORY_HEADER] != self.history.digest():
+        if self.diverged is None and proof and not self.history.has_digest(proof.headers[HISTORY_HEADER]):
             self._diverge("this model makes other tokens of the same log", proof)
 
     def mark_diverged(self, why: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from anyio import Lock, sleep
 
+from cache.names.errors import CutOffError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
@@ -36,7 +37,6 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import session_key
 from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
-from worker.text.templates import CutOffError
 from worker.wire.journal import FencedError, TooLargeError
 
 from .attempts import AttemptNote
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine
@@ -169,7 +170,8 @@ class Session:
     @property
     def size_bytes(self) -> int:
         """The memory that the session takes, approximately."""
-        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self._record.answered_ids.size_bytes
+        num_tokens = self.history.position - self.history.tokens.held_from
+        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self._record.answered_ids.size_bytes
 
     @property
     def priority(self) -> int:
@@ -279,10 +281,11 @@ class Session:
                 self._note = await self._services.attempts.begin_reading(self.key)
             if self._note.reads > self._services.attempts.max_attempts:
                 record.mark_diverged(f"reading its log has ended {self._note.reads - 1} workers")
-        if record.diverged is None and (checkpoint := await self._trail.find(whole=record.whole)):
-            record.resume(checkpoint)
         deltas: list[Delta] = []
         record.has_more = more_results = True
+        if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
+            record.resume(found.checkpoint)
+            record.add_results(found.results)
         while record.has_more and not record.pending:
             requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
             while more_results and not all(record.has_result(entry.seq) for entry in requests):
@@ -290,7 +293,7 @@ class Session:
                 record.add_results(results)
             # Tokenises all messages of the page: too long for the event loop.
             await in_thread(record.add_requests, requests)
-            if record.proven_seq == record.in_seq and (delta := record.next_delta(record.in_seq)):
+            if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
                 deltas.append(delta)
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
@@ -300,12 +303,23 @@ class Session:
             self._in_doubt = True
             self._note = await self._services.attempts.begin_reading(self.key)
         record.end_fold()
-        for delta in deltas if record.diverged is None else ():
-            self._trail.add(delta)
+        if deltas and record.diverged is None:
+            for delta in deltas:
+                self._trail.add(delta)
+            # The next result must name it: a session may be put away after each, and would read ever more.
+            await self._trail.stored()
         if not self._in_doubt:
             record.last = None
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+
+    async def whole_tokens(self) -> Tokens:
+        """Return the session's tokens; those that were left out are read, if a checkpoint has them by now."""
+        tokens = self.history.tokens
+        if not tokens.held_from:
+            return tokens
+        found = await Trail(self.key, self._services.trails).find(whole=True)
+        return tokens.filled(found.checkpoint.history.tokens) if found is not None else tokens
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests unless some are pending. Raises `FencedError` like `catch_up`."""

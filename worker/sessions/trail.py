@@ -7,7 +7,7 @@ of its log are read; if the log does not confirm a checkpoint, the whole log is 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
@@ -15,7 +15,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.concurrency import in_thread
 from worker.wire.journal import answers
 
-from .checkpoint import Checkpoint, CheckpointMessage, Link, digest, restore
+from .checkpoint import Checkpoint, CheckpointMessage, Link, digest, has_start, restore
 
 if TYPE_CHECKING:
     from anyio import TaskHandle
@@ -45,6 +45,13 @@ class Trails:
         self.tokenizer = tokenizer
         self.tasks = tasks
         self.part_bytes = min(_PART_BYTES, max_message_bytes // 2)
+
+
+class Found(NamedTuple):
+    """A checkpoint, and the session's results behind it as far as they were read."""
+
+    checkpoint: Checkpoint
+    results: list[Entry]
 
 
 class Trail:
@@ -80,6 +87,10 @@ class Trail:
         """Stop storing checkpoints after the current one, and wait for it: it is removed with the session."""
         self._ended = True
         self._waiting.clear()
+        await self.stored()
+
+    async def stored(self) -> None:
+        """Wait until the added checkpoints are stored, or one of them cannot be."""
         if self._storing is not None:
             await self._storing.wait()
 
@@ -114,7 +125,7 @@ class Trail:
             link = Link(seq, digest(message))
         return link
 
-    async def find(self, *, whole: bool) -> Checkpoint | None:
+    async def find(self, *, whole: bool) -> Found | None:
         """Read the checkpoint that the last result names; None if there is none that the log confirms."""
         journal = self._trails.journal
         named = await journal.last_result(self.key)
@@ -122,17 +133,21 @@ class Trail:
         if named is None or text is None:
             return None
         link = Link.parse(text)
-        bodies = await self._read(link)
+        bodies = await self._read(link, whole=whole)
         tokenizer = self._trails.tokenizer
-        found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole))
-        if not found or not await self._confirmed(found, named):
+        checkpoint = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole))
+        found = await self._confirmed(checkpoint, named) if checkpoint else None
+        if found is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log and tokenizer")
             return None
         self.link = link
         return found
 
-    async def _read(self, link: Link | None) -> list[bytes]:
-        """Read a checkpoint and all before it, oldest first; empty if a message differs from its link."""
+    async def _read(self, link: Link | None, *, whole: bool) -> list[bytes]:
+        """Read a checkpoint and all before it, oldest first; empty if a message differs from its link.
+
+        Unless `whole`, that ends where a session can start.
+        """
         parts: list[bytes] = []
         bodies: list[bytes] = []
         while link is not None:
@@ -144,29 +159,36 @@ class Trail:
             if message.begins:
                 bodies.append(b"".join(reversed(parts)))
                 parts.clear()
+                if not whole and has_start(bodies[-1]):
+                    break
             link = Link.parse(message.before)
         return bodies[::-1]
 
-    async def _confirmed(self, found: Checkpoint, named: Entry) -> bool:
-        """Return whether the log confirms the checkpoint's tokens, and the result that names the checkpoint.
+    async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
+        """Find whether the log confirms the checkpoint's tokens, and the result that names the checkpoint.
 
         Each must be the first result of its request: a fold of the whole log would use only those.
         """
         journal = self._trails.journal
         naming = answers(named)
         requests, _ = await journal.page(self.key, "in", naming - 1) if naming else ([], False)
-        if naming <= found.in_seq or not requests or requests[0].seq != naming:
-            return False
+        if naming <= checkpoint.in_seq or not requests or requests[0].seq != naming:
+            return None
         history: str | None = None
-        after, more, confirmed = found.in_seq, True, False
+        results: list[Entry] = []
+        more, confirmed = True, False
         while more and not confirmed:
-            entries, more = await journal.page(self.key, "out", after)
-            for entry in entries:
-                after, seq = entry.seq, answers(entry)
-                if seq == found.in_seq and history is None:
+            after = results[-1].seq if results else checkpoint.in_seq
+            page, more = await journal.page(self.key, "out", after)
+            for entry in page:
+                seq = answers(entry)
+                if seq == checkpoint.in_seq and history is None:
                     history = entry.headers.get(HISTORY_HEADER, "")
                 elif seq == naming and not confirmed:
                     if entry.seq != named.seq:
-                        return False
+                        return None
                     confirmed = True
-        return confirmed and history == await in_thread(found.history.digest)
+            results += page
+        if not confirmed or history is None or not await in_thread(checkpoint.history.has_digest, history):
+            return None
+        return Found(checkpoint, results)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Struct, structs
 
+from cache.names.errors import CutOffError
 from worker.models.content import index_after, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, Any]
 
-__all__ = ["Addition", "Conversation", "CutOffError", "TemplateError", "Tokenizer"]
+__all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
 
 #: The date for templates that ask for it, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
@@ -44,10 +45,6 @@ _LAST_PROMPTS: Final = 4
 _LEAD: Final = 4
 #: Minimum of messages in a shortened conversation, besides the first ones.
 _KEPT: Final = 24
-
-
-class CutOffError(Exception):
-    """The change needs a part that `shortened` left out: fold the whole conversation again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +178,7 @@ class Conversation:
         if not position:
             return Conversation(self.tokenizer, self.started)
         if position <= self._base:
-            raise CutOffError
+            raise CutOffError("the part to rewind to was left out")
         segments = [segment for segment in self._segments if segment.end <= position]
         if len(segments) < len(self._segments):
             cut = self._segments[len(segments)]
@@ -191,8 +188,13 @@ class Conversation:
                 segments.append(Segment("raw", cut.start, position))
         first = _first(segments)
         if self._first and self._num_cut and not first:
-            raise CutOffError  # back in a conversation whose beginning was left out
+            raise CutOffError("the beginning of the conversation was left out")
         return replace(self, _segments=tuple(segments), _first=first)
+
+    @property
+    def begins(self) -> int:
+        """The position from which on a change may look at tokens; before it, it raises `CutOffError`."""
+        return self._base
 
     @property
     def looks_back(self) -> bool:
@@ -297,7 +299,7 @@ class Conversation:
         if extended:
             return extended
         if self._head:
-            raise CutOffError
+            raise CutOffError("the template needs messages that were left out")
         every = [*self._messages(self._segments[self._first :]), *messages]
         whole = _Target(self._first, self._render(every, header=opens_answer))
         extended = self._reach(whole, history, messages, opens_answer=opens_answer)

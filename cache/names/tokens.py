@@ -1,0 +1,256 @@
+"""A session's token ids: shared by all that grow from them, and left out in the middle of long ones. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final, NamedTuple, overload
+
+from .errors import CutOffError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import TypeAlias
+
+    from .blocks import Chain
+
+    _Ids: TypeAlias = "array[int]"
+
+TOKEN_BYTES: Final = 4
+
+#: Tokens of a part of `Tokens`: to append copies one part at the most, and a reference to each other one.
+_PART: Final = 4096
+
+_DIGESTED: Final = 16
+_PLAIN: Final = hashlib.blake2b(digest_size=_DIGESTED)
+_BEHIND: Final = hashlib.blake2b(digest_size=_DIGESTED, person=b"turnkeep.behind")
+
+
+class _Part:
+    """`_PART` tokens: their ids, or None where these are left out, and a digest of all tokens up to here."""
+
+    __slots__ = ("digest", "ids")
+
+    def __init__(self, ids: _Ids | None, digest: bytes) -> None:
+        self.ids = ids
+        self.digest = digest
+
+
+class Boundary(NamedTuple):
+    """The name that the first `end` tokens have under a root; `end` is the edge of a block."""
+
+    root: bytes
+    end: int
+    name: bytes
+
+
+class Tokens(Sequence[int]):
+    """A session's token ids, 4 bytes each. Immutable; what grows from other tokens shares theirs.
+
+    So the cost of a turn does not depend on what its session has said before: nothing of that is copied,
+    compared or hashed again. `chains` are the names that these tokens, or those they grew from, have by root;
+    they belong to the event loop.
+
+    Those of a long session may be `shortened`: the ids of a middle part are left out. Whatever needs one of
+    these raises `CutOffError`. `boundaries` name what ends behind them.
+    """
+
+    __slots__ = ("_parts", "_rest", "boundaries", "chains")
+
+    def __init__(
+        self,
+        parts: tuple[_Part, ...] = (),
+        rest: _Ids | None = None,
+        chains: dict[bytes, Chain] | None = None,
+        boundaries: Sequence[Boundary] = (),
+    ) -> None:
+        """Make tokens of whole parts and the rest."""
+        self._parts = parts
+        self._rest = array("I") if rest is None else rest
+        self.chains: dict[bytes, Chain] = {} if chains is None else chains
+        self.boundaries = boundaries
+
+    def __len__(self) -> int:
+        return len(self._parts) * _PART + len(self._rest)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids())
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Tokens: ...
+    def __getitem__(self, at: int | slice) -> int | Tokens:
+        if isinstance(at, slice):
+            start, end, _ = at.indices(len(self))
+            if start:
+                return as_tokens(self.ids(start, end))
+            if end == len(self):
+                return self
+            num = end // _PART
+            # What is appended to the beginning may differ from what such a name is of.
+            named = tuple(one for one in self.boundaries if one.end <= end)
+            return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains, named)
+        at = range(len(self))[at]
+        return self._ids_from(at // _PART)[at % _PART]
+
+    def __add__(self, more: Iterable[int]) -> Tokens:
+        """Append token ids. Raises `OverflowError` for one outside of uint32."""
+        rest = self._rest[:]
+        rest.extend(more.ids() if isinstance(more, Tokens) else array("I", more))
+        parts = [*self._parts]
+        num_whole = len(rest) - len(rest) % _PART
+        for at in range(0, num_whole, _PART):
+            ids = rest[at : at + _PART]
+            parts.append(_Part(ids, _digest(parts[-1:], ids).digest()))
+        return Tokens(tuple(parts), rest[num_whole:], self.chains, self.boundaries)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tokens):
+            return NotImplemented
+        return len(self) == len(other) == self.num_common(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tokens>"
+
+    def _ids_from(self, num: int) -> _Ids:
+        """Return the ids of a part, or the rest behind the last one."""
+        if num == len(self._parts):
+            return self._rest
+        if (ids := self._parts[num].ids) is None:
+            raise CutOffError(f"the ids of the tokens from {num * _PART} on were left out")
+        return ids
+
+    @property
+    def held_from(self) -> int:
+        """Return the position behind what is left out; 0 where nothing is."""
+        nums = range(len(self._parts), 0, -1)
+        return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
+
+    def holds(self, at: int) -> bool:
+        """Whether the id at a position is there, and not left out."""
+        return not _PART <= at < self.held_from
+
+    def ids(self, start: int = 0, end: int | None = None) -> _Ids:
+        """Copy the ids of `[start, end)`. Raises `CutOffError`."""
+        found = array("I")
+        end = len(self) if end is None else min(end, len(self))
+        while start < end:
+            num, skip = divmod(start, _PART)
+            part = self._ids_from(num)
+            found.extend(part[skip : skip + end - start])
+            start += min(len(part) - skip, end - start)
+        return found
+
+    def packed(self, start: int = 0, end: int | None = None) -> bytes:
+        """Pack the tokens of `[start, end)`; see `pack`. Raises `CutOffError`."""
+        return pack(self.ids(start, end))
+
+    def num_common(self, other: Tokens) -> int:
+        """Count the leading tokens that both have; fewer, where they begin to differ in what is left out."""
+        num = min(len(self._parts), len(other._parts))
+        while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
+            num -= 1
+        num *= _PART
+        if not (self.holds(num) and other.holds(num)):
+            return num
+        return num + num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
+
+    def digest(self) -> str:
+        """Return a 16-byte digest of the tokens, as hex: of the digests of all whole parts, and the rest."""
+        return _digest(self._parts, self._rest).hexdigest()
+
+    def plain_digest(self) -> str:
+        """Return the digest that earlier versions used: of all tokens at once. Raises `CutOffError`."""
+        return _digest((), self.ids()).hexdigest()
+
+    def alone(self) -> Tokens:
+        """Return these tokens without what is known of them: to be kept in there."""
+        return Tokens(self._parts, self._rest)
+
+    def shortened(self, end: int) -> Tokens:
+        """Leave out the ids of the whole parts before `end`, except for the first part."""
+        first, num = max(self.held_from // _PART, 1), end // _PART
+        if num <= first:
+            return self
+        cut = (_Part(None, part.digest) for part in self._parts[first:num])
+        parts = (*self._parts[:first], *cut, *self._parts[num:])
+        behind = (chain.boundary(self, num * _PART) for chain in self.chains.values())
+        found = tuple(one for one in behind if one is not None)
+        return Tokens(parts, self._rest, self.chains, found)
+
+    def filled(self, other: Tokens) -> Tokens:
+        """Return these tokens with what is left out of them and is there in others."""
+        pairs = zip_longest(self._parts, other._parts[: len(self._parts)])
+        parts = (
+            theirs if theirs is not None and theirs.digest == mine.digest else mine for mine, theirs in pairs
+        )
+        return Tokens(tuple(parts), self._rest, self.chains, self.boundaries)
+
+    def pack_shortened(self) -> tuple[bytes, bytes, bytes]:
+        """Pack the ids before what is left out, the digests of that, and the ids behind it."""
+        start = min(_PART, self.held_from)
+        cut = self._parts[start // _PART : self.held_from // _PART]
+        return self.packed(0, start), b"".join(part.digest for part in cut), self.packed(self.held_from)
+
+    @classmethod
+    def unpack_shortened(
+        cls, before: bytes, digests: bytes, behind: bytes, boundaries: Sequence[Boundary]
+    ) -> Tokens:
+        """Unpack what `pack_shortened` returned, with the boundaries. Raises `ValueError`."""
+        begun = unpack(before)
+        if len(begun) % _PART or len(digests) % _DIGESTED:
+            raise ValueError("not whole parts of tokens")
+        cut = (_Part(None, digests[at : at + _DIGESTED]) for at in range(0, len(digests), _DIGESTED))
+        return Tokens((*begun._parts, *cut), boundaries=boundaries) + unpack(behind)  # noqa: SLF001  # of this class
+
+
+def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:
+    """Digest the digests of parts and the ids that follow; without parts it is a plain digest of the ids."""
+    digest = (_BEHIND if before else _PLAIN).copy()
+    digest.update(b"".join(part.digest for part in before))
+    digest.update(pack(ids))
+    return digest
+
+
+def as_tokens(ids: Iterable[int] = ()) -> Tokens:
+    """Make tokens of ids. Raises `OverflowError` for one outside of uint32."""
+    return ids if isinstance(ids, Tokens) else Tokens() + ids
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Pack token ids as little-endian uint32. `Tokens` are packed fifty times faster than a list.
+
+    Raises `OverflowError` for an id outside of uint32.
+    """
+    if isinstance(tokens, Tokens):
+        return tokens.packed()
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(packed: bytes) -> Tokens:
+    """Unpack what `pack` returned. Raises `ValueError` if a token is truncated."""
+    ids = array("I")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return as_tokens(ids)
+
+
+def num_common(one: bytes, other: bytes) -> int:
+    """Count the leading tokens that two packed runs share."""
+    size = min(len(one), len(other)) // TOKEN_BYTES * TOKEN_BYTES
+    if one[:size] == other[:size]:
+        return size // TOKEN_BYTES
+    # Two large integers compare many tokens at a time; their lowest differing bit is in the first such token.
+    differing = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)
