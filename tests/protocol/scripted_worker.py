@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import nats
 from nats.js.api import StreamConfig
@@ -146,14 +148,24 @@ class FakeWorker:
             self._scripts.append(asyncio.create_task(self.script(self, found.seq, request)))
 
     async def result(self, result: Result) -> None:
-        await self.js.publish(SUBJECTS.of(KEY, "out"), encode(result))
+        await self._publish(SUBJECTS.of(KEY, "out"), encode(result))
 
     async def chunk(self, request: Request, i: int, tokens: list[int], text: str) -> None:
         body = encode(Chunk(i=i, tokens=tuple(tokens), text=text))
-        await self.js.publish(SUBJECTS.tokens(KEY, request.id), body)
+        await self._publish(SUBJECTS.tokens(KEY, request.id), body)
 
     async def end(self, request: Request) -> None:
-        await self.js.publish(SUBJECTS.tokens(KEY, request.id), b"")
+        await self._publish(SUBJECTS.tokens(KEY, request.id), b"")
+
+    async def _publish(self, subject: str, body: bytes) -> None:
+        """Publish until the server has it, once: one that starts again may lose a message or its answer."""
+        headers = {"Nats-Msg-Id": uuid4().hex}
+        for _ in range(20):
+            with contextlib.suppress(nats.errors.Error):
+                await self.js.publish(subject, body, headers=headers)
+                return
+            await asyncio.sleep(0.05)
+        raise TimeoutError(f"nothing took {body!r} on {subject}")
 
 
 #: The answer that every scripted generate gives.
