@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final
@@ -25,12 +24,14 @@ from . import stats
 from .ask import FAULT_PAUSE_S, FULL
 from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
 from .faults import BenchError
+from .kv_formula import follows_formula, kv_formula
 from .plan import Corpus, Option, TurnTimeout
 from .spec import Bench, Measure, Plot, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
     from .run import Run
@@ -46,6 +47,7 @@ CLOSE_TIMEOUT_S: Final = 2.0
 RUN_AGAIN: Final = 32
 
 NOT_NEGATIVE: Final = click.FloatRange(min=0)
+AT_LEAST_ONE: Final = click.IntRange(min=1)
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
 
@@ -65,6 +67,9 @@ class Plan:
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
     resident: Annotated[int | None, Option("Keep so many tokens on the device, all on SSD.")] = None
     exact: Annotated[bool, Option("Have prompts see all of them, with --resident.")] = False
+    restart_every: Annotated[
+        int | None, Option("Turns between restarts of the worker.", type=AT_LEAST_ONE)
+    ] = None
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
 
@@ -91,6 +96,12 @@ def _at(turn: Turn) -> float:
 
 WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s, at=_at)
 FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s, at=_at)
+RESTARTED = Measure(
+    "first chunk after a restart",
+    "s",
+    of=lambda turn: turn.first_s if turn.facts.get("restarted") else None,
+    at=lambda turn: turn.fact("held"),
+)
 PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s, at=_at)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False, at=_at)
 CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False, at=_at)
@@ -102,6 +113,9 @@ WRITTEN = Measure("written for a generated token", "bytes", log=False)
 
 PLOTS = (
     Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
+    Plot(
+        "points", "First chunk after a restart", (RESTARTED,), "Level, as above.", x="tokens of the session"
+    ),
     Plot("cdf", "How often a turn took how long", (WHOLE,), "Steep is steady; a long shoulder is a tail."),
     Plot("cdf", "First chunk, and each token after it", (FIRST, PACE), "Each step is a turn.", log=True),
     Plot("over time", "Tokens prefilled", (CONTEXT, PREFILLED), "A turn prefills its own only.", log=True),
@@ -135,7 +149,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, several, lambda turn: formula is None or not _follows(turn, formula))
+    yield count(name, several, lambda turn: formula is None or not follows_formula(turn, formula))
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
     yield held_tokens_are_cheap({"": found.turns})
@@ -145,53 +159,6 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
     yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))
-
-
-def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
-    """Return what KV of so many tokens takes in a turn's session, by most turns; None where there is none.
-
-    Each of the session's first `kept` tokens takes as much, and each further one nothing; or, if it is paged,
-    what the device keeps of every token to know what matters.
-    """
-    is_paged = any(turn.fact("again") is not None for turn in turns)
-    held = _voted(
-        size / min(tokens, kept) for size, tokens, kept in _sizes(turns) if tokens <= kept or not is_paged
-    )
-    if not held:
-        return None
-    more = _voted(
-        (size - kept * held) / (tokens - kept)
-        for size, tokens, kept in _sizes(turns)
-        if tokens > kept and is_paged
-    )
-
-    def formula(tokens: int, turn: Turn) -> float:
-        kept = _kept(turn)
-        return min(tokens, kept) * held + max(tokens - kept, 0) * more
-
-    return formula
-
-
-def _sizes(turns: Sequence[Turn]) -> Iterator[tuple[float, int, float]]:
-    """Yield the bytes of KV after each turn, of all tokens or all but the last, and how many of them stay."""
-    for turn in turns:
-        for tokens in (turn.position or 0, (turn.position or 0) - 1):
-            if tokens > 0:
-                yield turn.kv_live_bytes, tokens, _kept(turn)
-
-
-def _voted(sizes: Iterable[float]) -> float:
-    votes = Counter(size for size in sizes if size > 0)
-    return max(votes, key=votes.__getitem__, default=0)
-
-
-def _kept(turn: Turn) -> float:
-    return turn.fact("kept") or math.inf
-
-
-def _follows(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
-    position = turn.position or 0
-    return turn.kv_live_bytes in {formula(tokens, turn) for tokens in (position, position - 1) if tokens > 0}
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -216,34 +183,83 @@ def _cache(plan: Plan) -> CachePolicy | None:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the conversation."""
-    plan, texts = run.plan, run.corpus.texts()
-    async with run.target() as client:
-        session = client.session(f"bench-{uuid4().hex[:12]}", cache=_cache(plan))
-        began_s, anew = run.elapsed_s, 0
-        held: int | None = 0  # None after a fault
-        try:
-            while not plan.over(len(run.turns), elapsed_s := run.elapsed_s - began_s):
-                number, due_s, text = len(run.turns), began_s + elapsed_s + plan.every, next(texts)
-                done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
-                run.progress(done, total, f"turn {number + 1}")
-                turn = await _ask(run, session, text, held)
-                if turn.error in FULL and held != 0:
-                    with contextlib.suppress(TurnkeepError):  # the following turn reports it
-                        await session.rewind(0, timeout_s=plan.turn_timeout)
-                    anew += 1
-                    run.facts["began anew"] = f"{anew:,} times, last at {held} tokens: {turn.error}"
-                    turn = await _ask(run, session, text, 0)
-                run.keep(replace(turn, block=plan.stretch(number, elapsed_s)))
-                held = turn.position
-                if turn.error is not None:
-                    due_s = max(due_s, run.elapsed_s + FAULT_PAUSE_S)
-                if not plan.over(len(run.turns), run.elapsed_s - began_s):
-                    end_s = due_s if plan.duration is None else min(due_s, began_s + plan.duration)
-                    await asyncio.sleep(max(0.0, end_s - run.elapsed_s))
-        finally:
-            with contextlib.suppress(TurnkeepError):
-                await session.close(timeout_s=CLOSE_TIMEOUT_S)
+    """Run the conversation, in one life of the worker or in many."""
+    talk, plan = _Conversation(run), run.plan
+    if plan.restart_every is None:
+        async with run.target() as client:
+            try:
+                await talk.go_on(client)
+            finally:
+                await talk.close(client)
+        return
+    if run.where.nats is not None:
+        raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
+    async with run.worker() as (worker, _):
+        while not talk.is_over:
+            if run.turns:
+                await run.restart(worker)
+            async with run.connect(worker, run.where.tenant) as client:
+                await talk.go_on(client, plan.restart_every)
+
+
+class _Conversation:
+    """The session, and what its next turn finds."""
+
+    def __init__(self, run: Run[Plan]) -> None:
+        self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)
+        self._name = f"bench-{uuid4().hex[:12]}"
+        self._began_s: float | None = None
+        self._began_anew = 0
+        self._held: int | None = 0  # None after a fault
+
+    @property
+    def _elapsed_s(self) -> float:
+        """Count from the first turn."""
+        return 0.0 if self._began_s is None else self._run.elapsed_s - self._began_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last turn was run."""
+        return self._run.plan.over(len(self._run.turns), self._elapsed_s)
+
+    async def go_on(self, client: Client, most: int | None = None) -> None:
+        """Run all turns that are left, or `most`, the first of which may follow a restart."""
+        run, plan = self._run, self._run.plan
+        session = client.session(self._name, cache=self._cache)
+        if self._began_s is None:
+            self._began_s = run.elapsed_s
+        first = len(run.turns)
+        while not self.is_over and (most is None or len(run.turns) < first + most):
+            due_s = self._elapsed_s + plan.every
+            turn = await self._turn(session, is_restarted=0 < first == len(run.turns))
+            if turn.error is not None:
+                due_s = max(due_s, self._elapsed_s + FAULT_PAUSE_S)
+            if not self.is_over:
+                end_s = due_s if plan.duration is None else min(due_s, plan.duration)
+                await asyncio.sleep(max(0.0, end_s - self._elapsed_s))
+
+    async def close(self, client: Client) -> None:
+        """Close the session."""
+        with contextlib.suppress(TurnkeepError):
+            await client.session(self._name).close(timeout_s=CLOSE_TIMEOUT_S)
+
+    async def _turn(self, session: Session, *, is_restarted: bool) -> Turn:
+        run, plan, held, text = self._run, self._run.plan, self._held, next(self._texts)
+        number, elapsed_s = len(run.turns), self._elapsed_s
+        done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
+        run.progress(done, total, f"turn {number + 1}")
+        turn = await _ask(run, session, text, held)
+        if turn.error in FULL and held != 0:
+            with contextlib.suppress(TurnkeepError):  # the following turn reports it
+                await session.rewind(0, timeout_s=plan.turn_timeout)
+            self._began_anew += 1
+            run.facts["began anew"] = f"{self._began_anew:,} times, last at {held} tokens: {turn.error}"
+            turn = await _ask(run, session, text, 0)
+        if is_restarted:
+            turn = replace(turn, facts=turn.facts | {"restarted": "yes"})
+        run.keep(replace(turn, block=plan.stretch(number, elapsed_s)))
+        self._held = turn.position
+        return turn
 
 
 async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
@@ -268,7 +284,7 @@ BENCH = Bench(
     name="session",
     title="One session, many turns",
     plan=Plan,
-    measures=(WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA),
+    measures=(WHOLE, FIRST, RESTARTED, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -1,0 +1,63 @@
+"""What a session's KV takes by the number of its tokens, as most of its turns tell. Pure.
+
+A turn's fact `kept` is how many tokens keep their KV on the device; a paged session's turns have `again`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from .spec import Turn
+
+
+def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
+    """Return what KV of so many tokens takes in a turn's session, by most turns; None where there is none.
+
+    Each of the session's first `kept` tokens takes as much, and each further one nothing; or, if it is paged,
+    what the device keeps of every token to know what matters.
+    """
+    is_paged = any(turn.fact("again") is not None for turn in turns)
+    held = _voted(
+        size / min(tokens, kept) for size, tokens, kept in _sizes(turns) if tokens <= kept or not is_paged
+    )
+    if not held:
+        return None
+    more = _voted(
+        (size - kept * held) / (tokens - kept)
+        for size, tokens, kept in _sizes(turns)
+        if tokens > kept and is_paged
+    )
+
+    def formula(tokens: int, turn: Turn) -> float:
+        kept = _kept(turn)
+        return min(tokens, kept) * held + max(tokens - kept, 0) * more
+
+    return formula
+
+
+def _sizes(turns: Sequence[Turn]) -> Iterator[tuple[float, int, float]]:
+    """Yield the bytes of KV after each turn, of all tokens or all but the last, and how many of them stay."""
+    for turn in turns:
+        for tokens in (turn.position or 0, (turn.position or 0) - 1):
+            if tokens > 0:
+                yield turn.kv_live_bytes, tokens, _kept(turn)
+
+
+def _voted(sizes: Iterable[float]) -> float:
+    votes = Counter(size for size in sizes if size > 0)
+    return max(votes, key=votes.__getitem__, default=0)
+
+
+def _kept(turn: Turn) -> float:
+    return turn.fact("kept") or math.inf
+
+
+def follows_formula(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
+    """Whether a turn's KV is as large as the formula says, of all tokens or all but the last."""
+    position = turn.position or 0
+    return turn.kv_live_bytes in {formula(tokens, turn) for tokens in (position, position - 1) if tokens > 0}
