@@ -129,7 +129,7 @@ def test_swiglu_leaves_what_it_is_given_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("num_queries", [1, 3, 48])
-@pytest.mark.parametrize("num_tokens", [64, 2048, 5056])
+@pytest.mark.parametrize("num_tokens", [64, 4096, 12_352])
 @pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
 def test_what_queries_attend_to_in_sketches_is_found_alike(
     heads: int, size: int, num_tokens: int, num_queries: int

@@ -13,16 +13,21 @@ What a paged session's queries attend to in the sketches of all its tokens is fo
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import reduce
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Scores, and gates of SiLU, from which on numpy gains more than evaluating at once costs.
 _LEAST_SCORES: Final = 8192
 _LEAST_GATES: Final = 4096
 #: Tokens of a run of sketches.
-_RUN: Final = 2048
+_RUN: Final = 4096
 #: The four channels of a byte of a sketch.
 _CHANNELS: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).astype(
     np.float32
@@ -138,36 +143,59 @@ def _compared(
     page: int,
 ) -> np.ndarray[Any, Any]:
     """Return the largest log of a share of each page for one head's queries, (queries, head_dim)."""
-    (num, size), groups = asked.shape, scales.shape[1]
-    # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
-    columns = mx.array(np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T]))
-    keys = mx.zeros((_RUN, size + groups))
-    mx.eval(columns, keys)
-    written = _view(keys)
+    num = len(asked)
     pages = np.empty((len(codes) // page, num), np.float32)
     largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
-    four = _CHANNELS.view(np.complex128)[:, 0]  # as one item, which `take` copies fastest
-    for at in range(0, len(codes), _RUN):
-        run = slice(at, min(at + _RUN, len(codes)))
-        held = written[: run.stop - at]
-        channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(len(held), groups, -1)
-        channels *= scales[run, :, None]
-        held[:, :size] = channels.reshape(len(held), size)
-        held[:, size:] = biases[run]
-        product = keys @ columns  # numpy's own BLAS would have its threads beside MLX's, and each pool spins
-        mx.eval(product)
-        scores = _view(product)[: len(held)]
-        within = pages[at // page : run.stop // page]
-        np.max(scores.reshape(-1, page, num), axis=1, out=within)
+    at = 0
+    for scores in _products(asked, codes, scales, biases):
+        # Numpy takes the largest and the sums of long rows faster than of many short ones.
+        within = reduce(np.maximum, scores.reshape(-1, page, num).swapaxes(0, 1))
+        pages[at : at + len(within)] = within
         top = np.maximum(largest, within.max(axis=0))
-        scores -= top
-        np.exp(scores, out=scores)
+        np.exp(np.subtract(scores, top, out=scores), out=scores)
         sums *= np.exp(largest - top)
-        sums += scores.sum(axis=0)
+        sums += scores.reshape(-1, page * num).sum(axis=0).reshape(page, num).sum(axis=0)
         largest = top
+        at += len(within)
     pages -= largest + np.log(sums)
     logs: np.ndarray[Any, Any] = pages.max(axis=1)
     return logs
+
+
+def _products(
+    asked: np.ndarray[Any, Any],
+    codes: np.ndarray[Any, Any],
+    scales: np.ndarray[Any, Any],
+    biases: np.ndarray[Any, Any],
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the products of all sketches with the queries, run by run: (tokens, queries).
+
+    While a run's are looked at, MLX computes the next one's. (Numpy's own BLAS would have its threads beside
+    MLX's, and each pool spins.)
+    """
+    (num, size), groups = asked.shape, scales.shape[1]
+    # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
+    columns = mx.array(np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T]))
+    runs = [mx.zeros((_RUN, size + groups)) for _ in range(2)]
+    mx.eval(columns, runs)
+    four = _CHANNELS.view(np.complex128)[:, 0]  # as one item, which `take` copies fastest
+    product, num_tokens = mx.zeros(0), 0
+    for at, keys in zip(range(0, len(codes), _RUN), cycle(runs), strict=False):
+        before, num_before = product, num_tokens
+        run = slice(at, min(at + _RUN, len(codes)))
+        num_tokens = run.stop - at
+        held = _view(keys)[:num_tokens]
+        channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(num_tokens, groups, -1)
+        channels *= scales[run, :, None]
+        held[:, :size] = channels.reshape(num_tokens, size)
+        held[:, size:] = biases[run]
+        product = keys @ columns
+        mx.async_eval(product)  # type: ignore[no-untyped-call]
+        if num_before:
+            mx.eval(before)
+            yield _view(before)[:num_before]
+    mx.eval(product)
+    yield _view(product)[:num_tokens]
 
 
 def _on_cpu() -> bool:
