@@ -186,8 +186,7 @@ def _products(
         num_tokens = run.stop - at
         held = _view(keys)[:num_tokens]
         channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(num_tokens, groups, -1)
-        channels *= scales[run, :, None]
-        held[:, :size] = channels.reshape(num_tokens, size)
+        np.multiply(channels, scales[run, :, None], out=held[:, :size].reshape(num_tokens, groups, -1))
         held[:, size:] = biases[run]
         product = keys @ columns
         mx.async_eval(product)  # type: ignore[no-untyped-call]
