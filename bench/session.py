@@ -109,6 +109,7 @@ PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes")
 BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
 FORMULA = Measure("KV by its formula", "bytes", log=False)
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
+STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False, at=_at)
 WRITTEN = Measure("written for a generated token", "bytes", log=False)
 
 PLOTS = (
@@ -124,6 +125,7 @@ PLOTS = (
         "over time", "KV of the session", (KV, FORMULA), "One line, where what is held follows the formula."
     ),
     Plot("over time", "Snapshots", (WRITTEN,), "The KV of prompts is among what is written."),
+    Plot("over time", "All snapshots on SSD", (STORED,), "Level, once --max-disk is reached."),
 )
 
 
@@ -152,6 +154,11 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(name, several, lambda turn: formula is None or not follows_formula(turn, formula))
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
+    known = [turn for turn in found.answered if turn.fact("capacity_bytes") is not None]
+    name = "snapshots on SSD stay within their limit"
+    yield count(
+        name, known, lambda turn: (turn.fact("stored_bytes") or 0) > (turn.fact("capacity_bytes") or 0)
+    )
     yield held_tokens_are_cheap({"": found.turns})
     medians = [(block, math.log(value)) for block, value in found.blocks(WHOLE, "").items() if value > 0]
     span = medians[-1][0] - medians[0][0] if medians else 0
@@ -277,6 +284,8 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
         facts["process_bytes"] = metrics.process_bytes
         facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
         facts["written_bytes"] = metrics.snapshots.written_bytes
+        facts["stored_bytes"] = metrics.snapshots.stored_bytes
+        facts["capacity_bytes"] = metrics.snapshots.capacity_bytes
     return replace(turn, facts=facts)
 
 
@@ -284,7 +293,20 @@ BENCH = Bench(
     name="session",
     title="One session, many turns",
     plan=Plan,
-    measures=(WHOLE, FIRST, RESTARTED, PACE, PREFILLED, CONTEXT, WRITTEN, PROCESS, BESIDE, KV, FORMULA),
+    measures=(
+        WHOLE,
+        FIRST,
+        RESTARTED,
+        PACE,
+        PREFILLED,
+        CONTEXT,
+        WRITTEN,
+        STORED,
+        PROCESS,
+        BESIDE,
+        KV,
+        FORMULA,
+    ),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -338,6 +338,7 @@ def honest_session(seed: int) -> Run:
         times = {"at_s": at_s, "first_s": first_s, "total_s": first_s + 2.0 * noise.lognormvariate(0, 0.15)}
         size = 700 * MIB + round(noise.gauss(0, MIB))
         facts = {"held": held, "beside_bytes": size, "written_bytes": 5 * MIB * number}
+        facts |= {"stored_bytes": 4 * MIB * number, "capacity_bytes": 500 * MIB}
         more = {"block": SESSION.stretch(number, at_s), "kv_live_bytes": 46_080 * (context + 63)}
         found.append(answer(context, ran, range(64), facts=facts, **more, **times))
         held = context + 64
@@ -347,6 +348,7 @@ def honest_session(seed: int) -> Run:
 ONE_MORE = turns(when=lambda turn: turn.at_s == 240, kv_live_bytes=lambda turn: turn.kv_live_bytes + 1)
 SLOWS = turns(total_s=lambda turn: turn.total_s * (1 + turn.at_s / SESSION.duration))
 LEAKS = turns(facts=lambda t: {"beside_bytes": t.facts["beside_bytes"] + 12 * MIB * t.at_s / 3600})
+OVERFLOWS = turns(when=lambda turn: turn.at_s == 240, facts=lambda _: {"stored_bytes": 501 * MIB})
 SESSION_LIES = (
     Lie("reports no KV", "KV is not empty", turns(kv_live_bytes=0), by.report_no_kv),
     Lie("keeps more KV in one turn", "KV is not empty", ONE_MORE),
@@ -354,6 +356,7 @@ SESSION_LIES = (
     Lie("prefills all and reports it as cached", "a token that a session holds", WAITS),
     Lie("becomes slower by the turn", "turns at the end take", SLOWS),
     Lie("leaks", "the process without its KV", LEAKS),
+    Lie("stores more than it may", "snapshots on SSD stay", OVERFLOWS),
 )
 
 
