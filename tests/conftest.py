@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from hypothesis import settings
 
 from worker.models.blas import preload
 
 # Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any pace", deadline=None)
+settings.load_profile("any pace")
 
 from parts import (  # noqa: E402
     BLOCK,

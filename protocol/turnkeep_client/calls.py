@@ -87,8 +87,7 @@ class _ResultFeed:
         self.publishing = 0
         #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
-        #: Sequences of unanswered requests that the log no longer has.
-        self.removed: set[int] = set()
+        self._denied: set[int] = set()  # sequences of requests that the log said it no longer has
         self._wire = wire
         self._key = key
         self._reading = asyncio.Lock()
@@ -118,23 +117,31 @@ class _ResultFeed:
                 for call in self.waiting.get(_result_seq(stored.body), ()):
                     call.resolve(stored.body)
             for seq in self._unanswered():
-                if not await self._is_removed(seq):
+                if seq not in self._denied and not await self._lacks(seq):
                     break  # requests leave the log in their order
-                self.removed.add(seq)
+                self._denied.add(seq)
             self._last_complete = number
+
+    async def is_removed(self, seq: int) -> bool:
+        """Whether the log no longer has a request, now that it was read.
+
+        It is asked twice: under load, a server was seen to deny once a request that it had.
+        """
+        if seq not in self._denied:
+            return False
+        await asyncio.sleep(DOUBT_S)
+        if not await self._lacks(seq):
+            self._denied.discard(seq)
+        return seq in self._denied
 
     def _unanswered(self) -> list[int]:
         return sorted(
             seq for seq, calls in self.waiting.items() if not any(call.is_resolved() for call in calls)
         )
 
-    async def _is_removed(self, seq: int) -> bool:
-        """Ask twice: under load, a server was seen to deny once a request that it had."""
-        stream, subject = self._wire.subjects.log_stream, self._wire.subjects.of(self._key, "in")
-        if not await self._wire.lacks(stream, subject, seq):
-            return False
-        await asyncio.sleep(DOUBT_S)
-        return await self._wire.lacks(stream, subject, seq)
+    async def _lacks(self, seq: int) -> bool:
+        subjects = self._wire.subjects
+        return await self._wire.lacks(subjects.log_stream, subjects.of(self._key, "in"), seq)
 
 
 class ResultFeeds:
@@ -306,7 +313,7 @@ class Call:
             raise NoWorkerError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
         await feed.read_log()
-        if self.seq in feed.removed and not self.is_resolved():
+        if not self.is_resolved() and await feed.is_removed(self.seq) and not self.is_resolved():
             raise ResultRemovedError(
                 f"request {self.id} was removed from the log before its result was received: its session was"
                 " closed with forget, or closed long ago; whether the request was answered is unknown"
