@@ -12,11 +12,14 @@ from tests.parts import BLOCK, TINY_KV_BYTES
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 from turnkeep_client.subjects import SessionKey
+from worker.device.runner import Runner
 from worker.sessions import history, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from worker.device.turn import Turn
 
 CACHE = {"policy": "sink_window", "sink": 2, "window": 32}
 SAID = SessionCache(policy="sink_window", sink=2, window=32)
@@ -194,6 +197,34 @@ async def test_tokens_that_the_model_no_longer_sees_are_left_out_and_not_missed(
     assert said == expected
 
 
+async def test_a_penalty_and_pins_need_no_tokens_that_were_left_out(
+    soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Repetition is that of what the model sees, and what is pinned is read from this worker's checkpoint."""
+    faults, fault = list[Exception](), Runner._fault
+
+    def count(runner: Runner, turn: Turn, error: Exception) -> None:
+        faults.append(error)
+        fault(runner, turn, error)
+
+    monkeypatch.setattr(Runner, "_fault", count)
+    said: dict[str, list[object]] = {}
+    for name, every in (("penalty-short", 4), ("penalty-whole", 1000)):
+        monkeypatch.setattr(record, "_CHECKPOINT_EVERY", every)
+        worker = await local_worker(model=str(endless_model), data_dir=tmp_path / name, prefix=name)
+        session, drawn = worker.client.session("s", cache=CACHE), said.setdefault(name, [])
+        for turn in range(30):
+            tokens = [5 + turn % 9] * 19
+            drawn.append((await session.generate(tokens=tokens, max_tokens=6, repetition_penalty=1.3)).tokens)
+            drawn.append((await session.pin()).tokens)
+            await session.unpin()
+        held, position = await _held(worker)
+        assert (held < position / 2) is (name == "penalty-short")
+        await worker.stop()
+    assert said["penalty-short"] == said["penalty-whole"]
+    assert not faults
+
+
 @pytest.mark.process
 async def test_an_answer_in_a_window_goes_on_after_a_kill(
     worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
@@ -204,7 +235,7 @@ async def test_an_answer_in_a_window_goes_on_after_a_kill(
     async with await process.client() as client:
         session = client.session("s")
         await session.append(tokens=list(range(5, 105)))
-        answer = session.generate(max_tokens=400)
+        answer = session.generate(max_tokens=400, repetition_penalty=1.1)
         async for chunk in answer:
             if chunk.i > 150:
                 process.kill()
@@ -217,5 +248,5 @@ async def test_an_answer_in_a_window_goes_on_after_a_kill(
     alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
     session = alone.client.session("s", cache=CACHE)
     await session.append(tokens=list(range(5, 105)))
-    assert (await session.generate(max_tokens=400)).tokens == result.tokens
+    assert (await session.generate(max_tokens=400, repetition_penalty=1.1)).tokens == result.tokens
     assert (await session.generate(tokens=[9], max_tokens=20)).tokens == more.tokens

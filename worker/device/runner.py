@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
     from cache.kv.paged import Past
     from cache.names.blocks import Span
-    from cache.names.tokens import Tokens
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
@@ -337,12 +336,17 @@ class Runner:
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
         """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
         started = time.perf_counter()
+        pieces: dict[Turn, PrefillPiece] = {}
+        for turn, num in step.prefill:
+            self._guarded(turn, lambda turn, num=num: pieces.update({turn: self._piece(turn, num)}))  # type: ignore[misc]
+        if not pieces and not step.decode:
+            return
         try:
             # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            self._batch.step([self._piece(turn, num) for turn, num in step.prefill], run_ahead=alone)
+            self._batch.step([*pieces.values()], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            prompts = tuple(turn for turn, _ in step.prefill)
+            prompts = tuple(pieces)
             if prompts and self._batch.roll_back():
                 for turn in prompts:
                     self._fault(turn, error)
@@ -351,11 +355,12 @@ class Runner:
             return
         step_s = time.perf_counter() - started
         for turn, num in step.prefill:
-            self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
+            if turn in pieces:
+                self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
         for turn in step.decode:
             if turn in self._scheduler:  # else it failed when another turn ended
                 self._decoded(turn)
-        for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
+        for turn in (*step.decode, *pieces):
             if turn.policy.recall and turn in self._scheduler:
                 self._guarded(turn, self._paging.recall)
 
@@ -369,7 +374,7 @@ class Runner:
                 num_drawn=len(turn.answer.tokens),
                 num_cached=end,
                 num_left=_num_left(turn),
-                seen=_distinct(turn.context) if turn.sampling.repetition_penalty != 1.0 else set(),
+                seen=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
         self._paging.begin_piece(turn)
@@ -445,9 +450,12 @@ class Runner:
         )
 
 
-def _distinct(tokens: Tokens) -> set[int]:
-    """Return the ids that occur, in a quarter of the time that a set of all tokens takes."""
-    return set(np.flatnonzero(np.bincount(tokens.ids())).tolist())
+def _repeated(turn: Turn) -> set[int]:
+    """Return the ids that an answer's penalty applies to; a window's model sees the last tokens alone."""
+    seen = turn.policy.seen(turn.num_prompt) if turn.policy.is_endless else ((0, turn.num_prompt),)
+    ids = [turn.context.ids(start, end) for start, end in (*seen, (turn.num_prompt, len(turn.context)))]
+    # In a quarter of the time that a set of all tokens takes.
+    return set(np.flatnonzero(np.bincount(np.concatenate(ids))).tolist())
 
 
 def _num_left(turn: Turn) -> int:

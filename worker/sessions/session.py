@@ -314,12 +314,9 @@ class Session:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
 
     async def whole_tokens(self) -> Tokens:
-        """Return the session's tokens; those that were left out are read, if a checkpoint has them by now."""
+        """Return the session's tokens; those that were left out are read, if a stored checkpoint has them."""
         tokens = self.history.tokens
-        if not tokens.held_from:
-            return tokens
-        found = await Trail(self.key, self._services.trails).find(whole=True)
-        return tokens.filled(found.checkpoint.history.tokens) if found is not None else tokens
+        return tokens.filled(await self._trail.tokens()) if tokens.held_from else tokens
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests unless some are pending. Raises `FencedError` like `catch_up`."""

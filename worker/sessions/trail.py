@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
+from cache.names.tokens import as_tokens
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.concurrency import in_thread
 from worker.wire.journal import answers
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from anyio import TaskHandle
     from anyio.abc import TaskGroup
 
+    from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
     from worker.wire.journal import Entry, Journal
@@ -124,6 +126,13 @@ class Trail:
                 return None
             link = Link(seq, digest(message))
         return link
+
+    async def tokens(self) -> Tokens:
+        """Read the tokens of the last stored checkpoint, unconfirmed; none where it cannot be read."""
+        await self.stored()
+        bodies, tokenizer = await self._read(self.link, whole=True), self._trails.tokenizer
+        found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=True))
+        return found.history.tokens if found else as_tokens()
 
     async def find(self, *, whole: bool) -> Found | None:
         """Read the checkpoint that the last result names; None if there is none that the log confirms."""
