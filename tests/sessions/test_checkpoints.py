@@ -180,7 +180,10 @@ async def test_a_session_with_a_window_is_opened_without_what_it_said_long_ago(
         session = await opened(world)
         most = max(most, sum(read))
         assert_same(session.history, world.session.history)
-    held = session.history.position - session.history.tokens.held_from
+    assert session.history.tokens.held_from > session.history.position * 3 / 4
+    world.crash()
+    await converse(world, range(num_turns, num_turns + 17))
+    held = world.session.history.position - world.session.history.tokens.held_from
     assert held < 24 * 30 + WINDOW.window + 64, "some two dozen messages, and a window"
     stored = sum(len(entry.body) for entry in checkpoints(world))
     assert most < 2 * 32 * num_turns < stored / 4, "24 bytes are 32 in base64"

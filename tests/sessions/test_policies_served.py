@@ -14,6 +14,7 @@ from turnkeep_client.messages import CachePolicy, SessionCache
 from turnkeep_client.subjects import SessionKey
 from worker.device.runner import Runner
 from worker.sessions import history, record
+from worker.sessions.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,6 +196,30 @@ async def test_tokens_that_the_model_no_longer_sees_are_left_out_and_not_missed(
         held, position = await _held(alone)
         assert held == position
     assert said == expected
+
+
+async def test_a_restart_after_any_turn_opens_the_session_by_its_end(
+    soon_left_out: None, local_worker: Callable, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a checkpoint is due as the session is opened, before any block has been named."""
+    whole, reset = list[Session](), Session._reset_record
+
+    def count(session: Session, **how: bool) -> record.Record:
+        if how.get("whole"):
+            whole.append(session)
+        return reset(session, **how)
+
+    monkeypatch.setattr(Session, "_reset_record", count)
+    worker = await local_worker(model=str(endless_model))
+    await _talk(worker, range(40))
+    for turn in range(40, 52):
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+        session = worker.client.session("s", cache=CACHE)
+        answer = await session.generate(tokens=[5 + turn % 9] * (19 if turn % 3 else 9), max_tokens=6)
+        assert answer.usage.prefilled_tokens <= answer.usage.prompt_tokens - answer.usage.cached_tokens
+        assert answer.usage.cached_tokens > answer.position - 60, turn
+    assert not whole
 
 
 async def test_a_penalty_and_pins_need_no_tokens_that_were_left_out(

@@ -180,9 +180,13 @@ class Record:
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
             return None
         delta = Delta.of(in_seq, self.history, self._last_checkpointed, self.answered_ids.drain_added())
-        if self.folded or not self.whole:
+        if self.folded:
             self.history = self.history.shortened()
-        # Not while the log is read: results of earlier versions have another digest.
+        elif not self.whole:
+            # No tokens while the log is read: their blocks have no names yet.
+            conversation = self.history.conversation.shortened()
+            self.history = replace(self.history, conversation=conversation)
+        # Nor a start: results of earlier versions have another digest.
         if self.folded and self.history.tokens.held_from:
             start = Start.of(self.history.tokens, self.answered_ids)
             self._bytes_since_start += delta.size_bytes

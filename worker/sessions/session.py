@@ -217,7 +217,7 @@ class Session:
                 log.warning("another worker has continued this session; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self._reset_record(whole=True)  # the request changes an early part of the conversation
+                self._reset_record(whole=True)  # a request needs an early part of it
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Start to read the published chunks of a delivered generate, while the log is read.
