@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +12,14 @@ from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, pro
 
 from cache.kv import layers
 from cache.names.blocks import Span, spans
+from cache.names.errors import CutOffError
 from cache.names.tokens import as_tokens
 from worker.batch.sampling import Sampling
+from worker.device.runner import Runner
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
+
+if TYPE_CHECKING:
+    from worker.batch.batch import PrefillPiece
 
 
 class Wrapped:
@@ -302,6 +307,32 @@ def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -
     rig.finish(running)
     assert isinstance(rig.end(doomed), Faulted)
     assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
+
+
+def test_a_prompt_that_cannot_be_begun_fails_alone(make_rig, model, monkeypatch) -> None:
+    """Not the prompts and the answers that the same step runs."""
+    piece = Runner._piece
+
+    def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
+        if turn.key.session == "doomed":
+            raise CutOffError("the ids were left out")
+        return piece(runner, turn, num_tokens)
+
+    monkeypatch.setattr(Runner, "_piece", cut)
+    rig = make_rig(model)
+    names = ("first", "doomed", "second")
+    turns = [generate(prompt(7, salt=n), 40, name=name) for n, name in enumerate(names)]
+    seen = iter(range(1000))
+    model.holds = lambda _: next(seen) == 0
+    rig.device.submit(turns[0])
+    assert model.arrived.acquire(timeout=20)
+    for turn in turns[1:]:
+        rig.device.submit(turn)
+    model.go_on.release()
+    rig.finish(*turns)
+    assert isinstance(rig.end(turns[1]), Faulted)
+    for turn in (turns[0], turns[2]):
+        assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
 
 
 def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> None:
