@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -442,8 +441,9 @@ async def test_a_server_that_denies_a_request_once_has_not_lost_it(
 async def test_requests_that_left_the_log_keep_no_other_call_waiting(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is asked for twice, a second apart: together, and beside an answer that goes on."""
+    """Each is asked for twice, with a pause: together, and beside an answer that goes on."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.2)
+    monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 3.0)
     num_lost, seqs, all_in = 10, list[int](), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -459,17 +459,16 @@ async def test_requests_that_left_the_log_keep_no_other_call_waiting(
         await worker.result(generated(seq, request))
 
     worker.script = script
-    session, began_s = client.session("s1"), time.monotonic()
+    session = client.session("s1")
 
-    async def lost(number: int) -> float:
+    async def lost(number: int) -> None:
         with pytest.raises(ResultRemovedError):
             await session.append(text=f"hi {number}", timeout_s=60)
-        return time.monotonic() - began_s
 
-    losing = asyncio.gather(*map(lost, range(num_lost)))
-    assert (await session.generate(text="hi", request_id="there", timeout_s=60)).text == TEXT
-    assert time.monotonic() - began_s < num_lost / 2
-    assert max(await losing) < num_lost
+    async with asyncio.timeout(20):  # one after the other, their pauses take thirty
+        losing = asyncio.gather(*map(lost, range(num_lost)))
+        assert (await session.generate(text="hi", request_id="there", timeout_s=60)).text == TEXT
+        await losing
 
 
 async def test_calls_that_wait_for_one_session_read_the_log_together(
