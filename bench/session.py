@@ -201,7 +201,8 @@ async def measure(run: Run[Plan]) -> None:
         return
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
-    async with run.worker() as (worker, _):
+    async with run.worker() as (worker, first):
+        await first.close()  # it would connect again with each restart
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from lies import SUITES
 
-from bench import report
+from bench import report, session
 from bench.checks import Verdict
 
 if TYPE_CHECKING:
@@ -101,6 +101,18 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     # A tiny model's answer may be one chunk, which has no gaps to draw.
     drawn = [one for one in suite.bench.plots if any(findings.of(measure) for measure in one.measures)]
     assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
+
+
+def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, turnkeep: Start) -> None:
+    options = ["--turns", "5", "--max-tokens", "4", "--restart-every", "2", "--corpus", "built-in"]
+    process = turnkeep("session", *options, "--model", tiny_model, "--out", tmp_path)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, out + err
+    found = report.read(next(tmp_path.glob("*.json")))
+    assert [turn.error for turn in found.turns] == [None] * 5
+    held = {turn.position for turn in found.turns[1:4:2]}
+    assert {one.x for one in found.findings(session.BENCH).of(session.RESTARTED)} == held
+    assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
 
 
 @two_benches
