@@ -25,6 +25,8 @@ from cache.names.errors import CacheError
 from cache.names.identity import folder_identity
 from cache.store import Store, may_hold
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import FEATURES
+from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
@@ -32,7 +34,7 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
-from worker.sessions.attempts import Attempts, DeviceLock
+from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
@@ -336,6 +338,8 @@ class App:
                             "worker": self._settings.worker,
                             "prefix": self._subjects.prefix,
                             "model": loaded.name,
+                            "protocol": str(PROTOCOL),
+                            "features": " ".join(FEATURES),
                         },
                     )
                     for name, part in (
@@ -354,6 +358,8 @@ class App:
                             worker=self._settings.worker,
                             nats=shown(url.geturl()) if url else None,
                             kv_layers=self._device.kv_layers,
+                            protocol=PROTOCOL,
+                            features=FEATURES,
                         )
                         self.ready.set()
                         await self._stop.wait()
@@ -444,7 +450,7 @@ class App:
             shares=Shares(settings.max_batch),
             attempts=Attempts(journal, settings.max_attempts),
             retention=self._retention,
-            device_lock=DeviceLock(),
+            device_lock=SharedLock(),
             traces=self._traces,
             model=loaded.name,
             worker=settings.worker,

@@ -20,7 +20,7 @@ from .errors import (
     ResultRemovedError,
     ResultTimeoutError,
 )
-from .messages import ControlReply, Failed, Request, Result, decode_result, encode
+from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
@@ -218,7 +218,7 @@ class Call:
 
     @property
     def result(self) -> Result:
-        """The result, once it has arrived. Raises `InvalidMessageError` if its type is unknown."""
+        """The result, once it has arrived; an `UnknownResult` if a newer worker made it."""
         if self._body is None:
             raise RuntimeError(f"request {self.id} has no result yet: await it first")
         return decode_result(self._body)
@@ -335,11 +335,19 @@ _T = TypeVar("_T")
 
 
 def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
-    """Return `answer` if it is a `kind`. Raises `RequestFailedError` for a failed one."""
+    """Return `answer` if it is a `kind`.
+
+    Raises `RequestFailedError` for a failed one, `InvalidMessageError` for one that is unknown here.
+    """
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, Failed):
         raise RequestFailedError(answer.code, answer.message, retryable=answer.retryable)
+    if isinstance(answer, UnknownResult):
+        raise InvalidMessageError(
+            f"the worker is newer than this client, which does not know its result {answer.type!r};"
+            " update the client"
+        )
     raise InvalidMessageError(f"the answer is {type(answer).__name__}, not {kind.__name__}")
 
 

@@ -42,11 +42,11 @@ class InvalidMessageError(TurnkeepError):
 
 
 class RequestFailedError(TurnkeepError):
-    """The worker answered a request with `failed`."""
+    """The worker answered a request with `failed`; a newer worker may have codes that are unknown here."""
 
-    def __init__(self, code: ErrorCode, message: str, *, retryable: bool) -> None:
+    def __init__(self, code: str, message: str, *, retryable: bool) -> None:
         super().__init__(f"{code}: {message}")
-        self.code: ErrorCode = code
+        self.code = code
         self.message = message
         self.retryable = retryable
 

@@ -1,22 +1,26 @@
 """Every message of protocol version 1 as a frozen msgspec Struct, with encoding and decoding.
 
-Requests refuse unknown fields by name. Replies ignore them, so an old client works with a newer worker.
-Shapes only: the worker knows what a message does to a session.
+Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
+openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never takes the
+result of a newer worker for none. Shapes only: the worker knows what a message does to a session.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+import contextlib
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
-from .errors import RETRYABLE, ErrorCode, InvalidMessageError
+from .errors import ERROR_CODES, RETRYABLE, ErrorCode, InvalidMessageError
 from .explain import explain
 from .subjects import ID_PATTERN, ID_RULE
 
 VERSION: Final = 1
+#: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
+FEATURES: Final = ("priority", "deadline", "pin", "forget", "sink_window", "paged", "exact_prefill")
 
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
@@ -292,7 +296,10 @@ class Appended(_Bounded, frozen=True, tag="appended"):
     rewritten_from: int | None = None
 
 
+_OPEN: Final = "later versions have other values too"
 FinishReason = Literal["stop", "length", "cancelled", "expired", "tool_calls"]
+_OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
+_OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -318,7 +325,7 @@ class Generated(_Bounded, frozen=True, tag="generated"):
 
     text: str
     tokens: tuple[int, ...]
-    finish_reason: FinishReason
+    finish_reason: _OpenReason
     usage: Usage
     seconds: Seconds
     kv_live_bytes: int
@@ -329,7 +336,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", 
     """Answer to a request that changed nothing. `id` is null if the body has no valid one."""
 
     id: str | None
-    code: ErrorCode
+    code: _OpenCode
     message: str
     retryable: bool
     seq: int | None = None
@@ -363,7 +370,19 @@ class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"
     model: str
 
 
-Result = Opened | Appended | Generated | Rewound | Closed | Failed
+class UnknownResult(Struct, frozen=True, kw_only=True):
+    """A result of a type or shape that this version does not know; `body` is its JSON."""
+
+    type: str
+    seq: int
+    id: str | None = None
+    position: int | None = None
+    repeat_of: int | None = None
+    body: bytes = b""
+
+
+KnownResult = Opened | Appended | Generated | Rewound | Closed | Failed
+Result = KnownResult | UnknownResult
 
 
 class Chunk(Struct, frozen=True, omit_defaults=True):
@@ -428,7 +447,7 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
     """Answer to `cancel`: the state of the request when it was cancelled."""
 
     id: str
-    was: Literal["waiting", "running"]
+    was: Annotated[str, Meta(description=_OPEN, examples=["waiting", "running"])]
 
 
 class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
@@ -588,7 +607,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     tenant: str
     session: str
     position: int
-    state: Literal["idle", "waiting", "running"]
+    state: Annotated[str, Meta(description=_OPEN, examples=["idle", "waiting", "running"])]
     active: str | None
     waiting: tuple[str, ...]
     num_waiting: int = 0
@@ -616,7 +635,8 @@ class _Named(Struct):
 
 
 _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
-_RESULT: Final[msgspec.json.Decoder[Result]] = msgspec.json.Decoder(Result)
+_RESULT: Final[msgspec.json.Decoder[KnownResult]] = msgspec.json.Decoder(KnownResult)
+_UNKNOWN_RESULT: Final = msgspec.json.Decoder(UnknownResult)
 _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
 _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
@@ -629,6 +649,8 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 def encode(message: Struct | dict[str, Any]) -> bytes:
     """Encode as JSON; raises `InvalidMessageError` for values that JSON cannot hold."""
+    if isinstance(message, UnknownResult):
+        return message.body
     try:
         return _ENCODER.encode(message)
     except UnicodeEncodeError:
@@ -670,8 +692,23 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
 
 
 def decode_result(body: bytes) -> Result:
-    """Decode a body from `out`; raises `InvalidMessageError`."""
-    return _decode(_RESULT, body, "a result")
+    """Decode a body from `out`; raises `InvalidMessageError` if it has no `type` or no `seq`.
+
+    A result of a newer version is an `UnknownResult` where its type or its shape is unknown here.
+    """
+    try:
+        return _decode(_RESULT, body, "a result")
+    except InvalidMessageError:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return replace(_UNKNOWN_RESULT.decode(body), body=body)
+        raise
+
+
+def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
+    """Return the result `body` as the answer to a repeat at `seq`; fields that are unknown here are kept."""
+    fields = _decode(_FIELDS, body, "a result")
+    numbers = {"seq": seq, "repeat_of": repeat_of}
+    return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
 
 
 def decode_chunk(body: bytes) -> Chunk:

@@ -45,7 +45,10 @@ async def test_a_worker_is_found_by_all_three_names_of_each_verb(nc: Client, wor
     assert ping["type"] == "io.nats.micro.v1.ping_response"
     assert (ping["name"], ping["version"]) == ("turnkeep", "0.1.0")
     prefix = worker.settings.prefix
-    assert ping["metadata"] == {"worker": "test", "prefix": prefix, "model": "tiny"}
+    features = ping["metadata"].pop("features").split()
+    assert {"paged", "pin"} <= set(features)
+    assert ping["metadata"] == {"worker": "test", "prefix": prefix, "model": "tiny", "protocol": "1"}
+    ping["metadata"]["features"] = " ".join(features)
     for verb in ("PING", "INFO", "STATS"):
         for subject in (f"$SRV.{verb}", f"$SRV.{verb}.turnkeep", f"$SRV.{verb}.turnkeep.{ping['id']}"):
             found = await ask(nc, subject)

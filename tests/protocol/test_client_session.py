@@ -45,6 +45,7 @@ from turnkeep_client.messages import (
     Open,
     Request,
     Rewind,
+    UnknownResult,
     decode_ask,
     decode_control,
     encode,
@@ -84,6 +85,39 @@ async def test_many_requests_at_once_are_told_apart(client: Client, worker: Fake
     session = client.session("s1")
     results = await asyncio.gather(*(session.append(text="a", request_id=f"a{n}") for n in range(20)))
     assert [result.id for result in results] == [f"a{n}" for n in range(20)]
+
+
+async def test_a_client_takes_the_reasons_and_codes_of_a_newer_worker_as_they_are(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        if isinstance(request, Generate):
+            await worker.result(generated(seq, request, tokens=(), text="", finish_reason="content_filter"))
+        else:
+            await worker.result(
+                Failed(id=request.id, seq=seq, code="out_of_credit", message="pay", retryable=True)
+            )
+
+    worker.script = script
+    session = client.session("s1")
+    assert (await session.generate()).finish_reason == "content_filter"
+    with pytest.raises(RequestFailedError, match="out_of_credit: pay") as caught:
+        await session.append(text="a")
+    assert caught.value.retryable
+
+
+async def test_a_client_says_that_a_result_of_an_unknown_type_is_a_newer_worker_s(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        body = {"type": "forked", "id": request.id, "seq": seq, "position": 3}
+        await worker.result(UnknownResult(type="forked", seq=seq, body=encode(body)))
+
+    worker.script = script
+    session = client.session("s1")
+    for call in (session.append(text="a"), session.generate()):
+        with pytest.raises(InvalidMessageError, match=r"newer than this client.*'forked'; update"):
+            await call
 
 
 async def test_messages_may_be_our_own_or_dicts_in_openais_shape(client: Client, worker: FakeWorker) -> None:
@@ -198,16 +232,6 @@ async def test_a_submitted_request_is_in_the_log_and_its_failure_a_value(
 async def test_a_submitted_request_is_checked_first(client: Client, worker: FakeWorker) -> None:
     with pytest.raises(InvalidMessageError, match="id must be"):
         await client.submit(KEY, Append(id="a b", text="a"))
-
-
-async def test_a_result_of_no_known_kind_raises(client: Client, worker: FakeWorker) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        body = b'{"type": "teleported", "id": "a1", "seq": %d}' % seq
-        await worker.js.publish(SUBJECTS.of(KEY, "out"), body)
-
-    worker.script = script
-    with pytest.raises(InvalidMessageError, match="type of a result"):
-        await client.session("s1").append(text="a", request_id="a1")
 
 
 async def test_junk_on_out_is_passed_over(client: Client, worker: FakeWorker) -> None:

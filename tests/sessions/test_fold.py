@@ -38,7 +38,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.device.engine import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import session
-from worker.sessions.attempts import Attempts, DeviceLock
+from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Fold, History
@@ -79,11 +79,11 @@ class Log:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found) > PAGE
 
-    async def commit(self, _: SessionKey, result: Result, after: int, headers: dict[str, str]) -> int:
+    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str]) -> int:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
         if last != after:
             raise FencedError(str(last))
-        return self.add("out", encode(result), headers)
+        return self.add("out", body, headers)
 
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
@@ -249,7 +249,7 @@ class World:
             fold_gate=Gate(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),
-            device_lock=DeviceLock(),
+            device_lock=SharedLock(),
             retention=retention,
             model="tiny",
             worker="w",

@@ -12,7 +12,7 @@ from test_fold import PAGE, STORED, World
 
 from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.attempts import DeviceLock
+from worker.sessions.attempts import SharedLock
 from worker.telemetry import Telemetry
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError
@@ -219,7 +219,7 @@ async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
 
 
 async def test_who_is_alone_is_alone() -> None:
-    device_lock, seen = DeviceLock(), []
+    device_lock, seen = SharedLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
         async with device_lock.enter(lambda: False, alone=alone):

@@ -1,19 +1,19 @@
-"""Counts the attempts at a request that may have crashed a worker, and isolates the last attempt.
+"""Counts what may have crashed a worker: attempts at a request, and readings of a session's log.
 
 The count is in the log, beside the session; a request that starts for the first time costs nothing. Before
 another attempt a note is stored with the number of tokens published so far. An attempt that published more
 tokens than the one before does not count. The last attempt runs alone on the device, so that a crash harms
-no other request.
+no other request. A reading counts only if the worker ended before the reading did.
 """
 
 from __future__ import annotations
 
 import contextlib
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-from anyio import Event
+from anyio import Event, move_on_after
 from msgspec import Struct
 
 if TYPE_CHECKING:
@@ -23,10 +23,15 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
 
 
-class AttemptNote(Struct, frozen=True, omit_defaults=True):
-    """Attempts in a session that may have crashed a worker: at the request at `seq`, and at reading the log.
+#: Patience with the log to take back a reading, also while the worker stops.
+_STORE_S: Final = 5.0
 
-    `tokens` is the number of the answer's tokens that were published before the last attempt.
+
+class AttemptNote(Struct, frozen=True, omit_defaults=True):
+    """Attempts in a session that may have crashed a worker, at the request at `seq`.
+
+    `tokens` is the number of the answer's tokens that were published before the last attempt. `reads` counts
+    readings of the session's log that a worker began and did not end.
     """
 
     seq: int = 0
@@ -46,15 +51,32 @@ class Attempts:
 
     def __init__(self, journal: Journal, max_attempts: int) -> None:
         self._journal = journal
+        self._readings = SharedLock()
         self.max_attempts = max_attempts
 
-    async def begin_reading(self, key: SessionKey) -> AttemptNote:
-        """Count one more attempt at reading a session's log, and return the stored note."""
+    @asynccontextmanager
+    async def reading(self, key: SessionKey) -> AsyncIterator[AttemptNote]:
+        """Count a reading of a session's log that may crash this worker, until the reading ends.
+
+        Yields the note so far. After a reading that did not end, logs in doubt are read one at a time: if
+        `max_attempts` more do not end, no other log is to blame.
+        """
+        note = await self.note(key)
+        async with self._readings.enter(lambda: False, alone=note.reads > 0):
+            if note.reads <= self.max_attempts:
+                await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
+            try:
+                yield note
+            finally:  # the worker has survived it, also if it failed or is being stopped
+                with move_on_after(_STORE_S, shield=True):
+                    await self.store(key, msgspec.structs.replace(note, reads=0))
+
+    async def note(self, key: SessionKey) -> AttemptNote:
+        """Read the note of a session; an empty one if no worker has written any."""
         body = await self._journal.last(key, "attempt")
-        note = AttemptNote()
         with contextlib.suppress(msgspec.DecodeError):  # not written by a worker
-            note = msgspec.json.decode(body or b"{}", type=AttemptNote)
-        return await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
+            return msgspec.json.decode(body or b"{}", type=AttemptNote)
+        return AttemptNote()
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store a note before its attempt, and return it."""
@@ -71,8 +93,8 @@ class Attempts:
         await self._journal.purge(key, "attempt")
 
 
-class DeviceLock:
-    """A shared/exclusive lock on the device, for requests that must run alone. Event loop only."""
+class SharedLock:
+    """A shared/exclusive lock, for work that must run alone. Event loop only."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -83,7 +105,7 @@ class DeviceLock:
     async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
         """Hold the lock, shared with others or `alone`.
 
-        A caller for which `stopped()` is true does not wait: it will not use the device. Call `recheck` when
+        A caller for which `stopped()` is true does not wait: it will not do the work. Call `recheck` when
         that may have changed.
         """
         while self._is_shut and not stopped():

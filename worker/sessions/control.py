@@ -82,6 +82,8 @@ class Control:
         with contextlib.suppress(FencedError):  # for the session's task; a stale state is good enough
             await session.refresh()
         history = session.history
+        if session.diverged is not None:
+            return failure(None, "history_diverged", session.diverged)
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
                 return await self._info(session, request)

@@ -159,7 +159,7 @@ class Execution:
                 phases=pending.phases,
             )
             if turn is None or not turn.complete:
-                return withdrawn(pending, history), history
+                return withdrawn(pending, history, history.position), history
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
             live_bytes = turn.live_bytes
             cached = turn.num_cached
@@ -215,7 +215,7 @@ class Execution:
             late = pending.expired and not pending.cancelled
             pending.held_text = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
-            return withdrawn(pending, history), history
+            return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, answer.tokens)
         return self._generated(key, pending, answer, turn, extended, after), after
 
@@ -366,22 +366,25 @@ class Execution:
             )
 
 
-def failed(pending: Pending, history: History, code: ErrorCode, message: str) -> Failed:
-    """Build the failure of a request that changed nothing."""
-    return failure(pending.id, code, message, seq=pending.seq, position=history.position)
+def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
+    """Build the failure of a request that left the session at `position`."""
+    return failure(pending.id, code, message, seq=pending.seq, position=position)
 
 
-def withdrawn(pending: Pending, history: History) -> Result:
-    """Build the result of a request that was cancelled or expired before it had an effect."""
+def withdrawn(pending: Pending, history: History, position: int) -> Result:
+    """Build the result of a request that was cancelled or expired before it had an effect.
+
+    `position` is the session's; `history` may be a part of it, if the log cannot be read.
+    """
     if pending.expired and not pending.cancelled:
-        return failed(pending, history, "expired", "its deadline passed; nothing was added")
+        return failed(pending, position, "expired", "its deadline passed; nothing was added")
     if not isinstance(pending.request, Generate):
-        return failed(pending, history, "expired", "cancelled before it was carried out; nothing was added")
+        return failed(pending, position, "expired", "cancelled before it was carried out; nothing was added")
     waited_s = monotonic() - pending.received_s
     return Generated(
         id=pending.request.id,
         seq=pending.seq,
-        position=history.position,
+        position=position,
         text="",
         tokens=(),
         finish_reason="cancelled",

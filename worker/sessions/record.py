@@ -16,13 +16,14 @@ import structlog
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BEGAN_HEADER, HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Closed,
     Failed,
     Generate,
     Generated,
+    UnknownResult,
     decode_request,
     decode_result,
 )
@@ -53,7 +54,8 @@ class Pending:
     """A request without a result.
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any.
-    `stored` is the log's time of the request. `held_text` is the text not yet published when an answer was
+    `first` is the body of the id's first result, if the request repeats the id. `stored` is the log's time of
+    the request. `held_text` is the text not yet published when an answer was
     ended early; `published` is the task, if any, that reads the answer's chunks from the token stream.
     For its spans: `parent` is the publisher's, `phases` are what the turn has spent its time on, and of the
     answer `num_resumed` tokens are a dead worker's.
@@ -69,6 +71,7 @@ class Pending:
     held_text: str = ""
     published: TaskHandle[list[Chunk]] | None = None
     named: str | None = None
+    first: bytes = b""
     parent: Mapping[str, str] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
     num_resumed: int = 0
@@ -154,7 +157,8 @@ class Record:
         self.last: tuple[int, Pending, Result] | None = None
         self._early: dict[int, _EarlyResult] = {}
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
-        self._proof: Entry | None = None  # the last result that changed the history
+        self._proof: Entry | None = None  # the last result that proves the history
+        self._last_position = 0  # as the last result that changed the history says
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._last_checkpointed = self.history.conversation  # at the last checkpoint
         self._num_since_checkpoint = 0  # results since then
@@ -167,8 +171,29 @@ class Record:
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_checkpointed = self.history.conversation
         self._bytes_since_start = checkpoint.bytes_since_start
+        self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
+
+    @property
+    def position(self) -> int:
+        """The session's position, as results say it that change nothing; 0 while the session is closed.
+
+        If this worker cannot continue the log, the position that the log says.
+        """
+        if self.diverged is not None:
+            return self._last_position
+        return 0 if self.history.closed else self.history.position
+
+    def digest(self, history: History) -> str:
+        """Return the digest that vouches for a result with `history` behind it.
+
+        If this worker cannot continue the log, the history is not whole and vouches for nothing: then this is
+        the log's last digest.
+        """
+        if self.diverged is not None and self._proof is not None:
+            return self._proof.headers[HISTORY_HEADER]
+        return history.digest()
 
     def next_delta(self, in_seq: int) -> Delta | None:
         """Return the next checkpoint, of the history after the request at `in_seq`; None if not due.
@@ -276,9 +301,13 @@ class Record:
             return
         result, out = recorded.result, recorded.entry
         # A close without a session before it belongs to a forgotten session with its entries gone: its digest
-        # proves nothing here. Nor does that of a request cancelled behind an unanswered close.
+        # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a
+        # repeat: earlier versions answered repeats with an empty history, if they could not read the log.
         is_of_forgotten = isinstance(result, Closed) and not self.history.exists
-        proves = HISTORY_HEADER in out.headers and not is_of_forgotten and not _changes_nothing(result)
+        changes = result.repeat_of is None and not _changes_nothing(result)
+        proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
+        if changes:
+            self._last_position = 0 if isinstance(result, Closed) else result.position or 0
         self.proven_seq = entry.seq if proves else 0
         self._num_since_checkpoint += 1
         if self.last is None or self.last[0] < out.seq:
@@ -287,7 +316,10 @@ class Record:
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         if proves and (self._proof is None or self._proof.seq < out.seq):
             self._proof = out
-        if request is None or result.repeat_of is not None or self.diverged is not None:
+        if self.diverged is not None or not changes:
+            return
+        if request is None or isinstance(result, UnknownResult):
+            self._diverge_by_version(entry, result, out)
             return
         try:
             self.history = self._fold.replay(self.history, request, result)
@@ -298,6 +330,15 @@ class Record:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
+
+    def _diverge_by_version(self, request: Entry, result: Result, out: Entry) -> None:
+        """Note that a newer version has answered a request, or in a way, that is unknown here."""
+        what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
+        version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
+        self.diverged = (
+            f"a newer version ({version}) has answered the request at sequence {request.seq}, {what} that"
+            " this version does not know: serve the session with that version, or go on in a new session"
+        )
 
     def _diverge(self, why: str, entry: Entry) -> None:
         model = entry.headers.get(MODEL_HEADER, "an unknown model")
@@ -339,4 +380,6 @@ def _early_result(entry: Entry) -> _EarlyResult | None:
 
 
 def _changes_nothing(result: Result) -> bool:
-    return isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
+    if isinstance(result, Generated):
+        return not result.tokens and result.finish_reason == "cancelled"
+    return isinstance(result, Failed)

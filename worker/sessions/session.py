@@ -32,6 +32,7 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
     encode,
+    encode_repeat,
     failure,
 )
 from turnkeep_client.subjects import session_key
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from worker.wire.retention import Retention
 
     from .answered import AnsweredAt
-    from .attempts import Attempts, DeviceLock
+    from .attempts import Attempts, SharedLock
     from .checkpoint import Delta
     from .execution import Execution
     from .gate import Gate
@@ -102,7 +103,7 @@ class Services:
     shares: Shares
     attempts: Attempts
     retention: Retention
-    device_lock: DeviceLock
+    device_lock: SharedLock
     model: str
     worker: str
     build: str
@@ -166,6 +167,11 @@ class Session:
         record = self._record
         behind = self._delivered is not None or self._rung_seq > record.in_seq
         return bool(record.pending) or record.has_more or behind
+
+    @property
+    def diverged(self) -> str | None:
+        """Why this worker cannot continue the session's log; None if it can."""
+        return self._record.diverged
 
     @property
     def size_bytes(self) -> int:
@@ -271,16 +277,28 @@ class Session:
 
     async def _fold(self, record: Record) -> None:
         """Read requests with their results, page by page, up to the first request without a result."""
-        journal, until = self._services.journal, self._rung_seq
-        if self._num_failures >= self._services.attempts.max_attempts:
+        attempts = self._services.attempts
+        if self._num_failures >= attempts.max_attempts:
             record.mark_diverged("its log cannot be read, this worker's log says why")
-        if self._in_doubt:
-            # A dead worker may have acknowledged requests behind the delivered one.
-            until = max(until, await journal.last_seq(self.key, "in"))
-            if not self._note.reads:  # else this worker has counted the attempt already
-                self._note = await self._services.attempts.begin_reading(self.key)
-            if self._note.reads > self._services.attempts.max_attempts:
-                record.mark_diverged(f"reading its log has ended {self._note.reads - 1} workers")
+        if not self._in_doubt:
+            await self._read_log(record, self._rung_seq)
+            if not record.pending or record.pending[0].seq >= self._first_seq:
+                record.last = None
+                return
+            # A new request came before the redelivery of the old one, which may have crashed a worker.
+            self._in_doubt, self._note = True, await attempts.note(self.key)
+            return
+        # A dead worker may have acknowledged requests behind the delivered one.
+        until = max(self._rung_seq, await self._services.journal.last_seq(self.key, "in"))
+        async with attempts.reading(self.key) as self._note:
+            num_ended = self._note.reads
+            if num_ended > attempts.max_attempts:
+                record.mark_diverged(f"reading its log has ended {num_ended} workers")
+            await self._read_log(record, until)
+
+    async def _read_log(self, record: Record, until: int) -> None:
+        """See `_fold`; `until` is the last request that is known to be in the log."""
+        journal = self._services.journal
         deltas: list[Delta] = []
         record.has_more = more_results = True
         if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
@@ -298,18 +316,12 @@ class Session:
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.add_results(results)
-        if not self._in_doubt and record.pending and record.pending[0].seq < self._first_seq:
-            # A new request came before the redelivery of the old one, which may have crashed a worker.
-            self._in_doubt = True
-            self._note = await self._services.attempts.begin_reading(self.key)
         record.end_fold()
         if deltas and record.diverged is None:
             for delta in deltas:
                 self._trail.add(delta)
             # The next result must name it: a session may be put away after each, and would read ever more.
             await self._trail.stored()
-        if not self._in_doubt:
-            record.last = None
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
 
@@ -355,7 +367,8 @@ class Session:
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
         if not await self._begun(pending):
-            if await self._commit(pending, withdrawn(pending, self.history), None):
+            result = withdrawn(pending, self.history, self._record.position)
+            if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
             if not pending.done.is_set() or await self._find_answered(request_id) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
@@ -523,7 +536,7 @@ class Session:
             seq=pending.seq,
             id=pending.id,
             request=pending.type,
-            position=history.position,
+            position=self._record.position,
             attempts=num_attempts,
             reason=reason,
             worker=self._services.worker,
@@ -531,7 +544,7 @@ class Session:
         )
         await self._services.journal.append(self.key, "dead", encode(letter))
         message = f"{reason} ({num_attempts} attempts); to try again send it under a new id"
-        return failed(pending, history, "internal", message), history
+        return failed(pending, self._record.position, "internal", message), history
 
     async def fail(self, error: Exception) -> None:
         """Count a failure for an unknown reason, and forget the session: its log is read anew.
@@ -550,20 +563,20 @@ class Session:
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
         """Return a request's result and the history after it. Raises errors only for a stop, fence or cut."""
-        history = self.history
+        history, position = self.history, self._record.position
         try:
             return await self._try(pending, history)
         except RefusedError as error:
-            return failed(pending, history, error.code, str(error)), history
+            return failed(pending, position, error.code, str(error)), history
         except NoMemoryError as error:
-            return failed(pending, history, "memory_exceeded", str(error)), history
+            return failed(pending, position, "memory_exceeded", str(error)), history
         except DeviceFaultError as error:
-            return failed(pending, history, "internal", f"the forward pass failed: {error}"), history
+            return failed(pending, position, "internal", f"the forward pass failed: {error}"), history
         except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
             log.exception("a request failed for an unknown reason")
-            return failed(pending, history, "internal", f"{type(error).__name__}: {error}"), history
+            return failed(pending, position, "internal", f"{type(error).__name__}: {error}"), history
 
     async def _try(self, pending: Pending, history: History) -> tuple[Result, History]:
         request = pending.request
@@ -575,9 +588,9 @@ class Session:
         if known is not None:
             return await self._repeated(request, pending, known), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
-            return withdrawn(pending, history), history
+            return withdrawn(pending, history, self._record.position), history
         if pending.expired and not await self._published(pending):
-            return withdrawn(pending, history), history
+            return withdrawn(pending, history, self._record.position), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
         self._services.fold.check(history, request)
@@ -596,8 +609,8 @@ class Session:
             raise RefusedError(
                 "invalid_request", "this id was used before, and its result is gone from the log"
             )
-        first = decode_result(body)
-        return msgspec.structs.replace(first, seq=pending.seq, repeat_of=known.at.in_seq)
+        pending.first = body
+        return msgspec.structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
 
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
         """Store a result and the history after it, then wake all who wait for the result.
@@ -616,12 +629,12 @@ class Session:
                 raise FencedError("a result is not this worker's")
             in_turn, history = history is not None, history or self.history
             try:
-                out_seq = await self._store(result, history)
+                out_seq = await self._store(pending, result, history)
             except TooLargeError as error:
                 history = self.history
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
-                result = failed(pending, history, "invalid_request", message)
-                out_seq = await self._store(result, history)
+                result = failed(pending, record.position, "invalid_request", message)
+                out_seq = await self._store(pending, result, history)
             record.committed(pending, out_seq, history)
             if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
                 self._trail.add(delta)
@@ -641,17 +654,21 @@ class Session:
             await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)
         return True
 
-    async def _store(self, result: Result, history: History) -> int:
+    async def _store(self, pending: Pending, result: Result, history: History) -> int:
         """Commit a result after the last one. Entries that are no results of this session do not fence."""
         journal, record = self._services.journal, self._record
+        if result.repeat_of is None or not pending.first:
+            body = encode(result)
+        else:
+            body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
         headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
         if not isinstance(result, Failed):
-            headers[HISTORY_HEADER] = history.digest()
+            headers[HISTORY_HEADER] = record.digest(history)
         if self._trail.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._trail.link)
         while True:
             try:
-                return await journal.commit(self.key, result, record.out_seq, headers)
+                return await journal.commit(self.key, body, record.out_seq, headers)
             except FencedError:
                 entries, _ = await journal.page(self.key, "out", record.out_seq)
                 if not entries or record.add_results(entries):

@@ -18,7 +18,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Chunk, Result, decode_chunk, decode_result, encode, failure
+from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
@@ -211,14 +211,13 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
 
-    async def commit(self, key: SessionKey, result: Result, after: int, headers: Mapping[str, str]) -> int:
-        """Store a result directly after the session's result at sequence `after` (0: as the first).
+    async def commit(self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str]) -> int:
+        """Store a result's body directly after the session's result at sequence `after` (0: as the first).
 
         Returns its sequence. Raises `FencedError` if another result came first, `TooLargeError` if the stream
         does not permit its size.
         """
         subject = self._subjects.of(key, "commit")
-        body = encode(result)
         pause_s = 0.1
         while True:
             try:

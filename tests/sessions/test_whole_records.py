@@ -1,0 +1,258 @@
+"""What a worker that could not read a session's whole log says, and what it must not say.
+
+The sessions, logs and requests of `test_fold`; a killed worker is a task that is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_fold import STORED, World, tampered
+
+from cache.names.tokens import as_tokens
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import Append, Close, Generate, Open, Rewind, UnknownResult, encode
+from worker.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: More lives than any limit on attempts has.
+MANY = 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    return World(tokenizer)
+
+
+def given_up(world: World) -> None:
+    """Start a worker that reads the session's log no more, as reading it has ended many before."""
+    world.log.notes = [json.dumps({"reads": MANY}).encode()]
+    world.crash()
+
+
+async def again(world: World, request: Any) -> Any:
+    """Publish a request whose delivery came before, to another worker."""
+    seq = world.log.add("in", encode(request))
+    world.ring(seq, encode(request), again=True)
+    await world.session.run()
+    return world.result(seq)
+
+
+ASKED: dict[str, Any] = {
+    "append": Append(id="a", text="one"),
+    "generate": Generate(id="g", text="more", max_tokens=3),
+    "rewind": Rewind(id="r", position=2),
+    "close": Close(id="c"),
+    "open": Open(id="o"),
+}
+
+
+@pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
+async def test_a_repeat_that_a_worker_answers_unread_ends_no_session(world: World, repeated: Any) -> None:
+    for request in ASKED.values():
+        await world.ask(request)
+    await world.ask(Append(id="last", text="one"))
+    given_up(world)
+    answer = await again(world, repeated)
+    assert answer.repeat_of
+    refused = await world.ask(Append(id="b", text="two"))
+    assert (refused.code, refused.position) == ("history_diverged", 3)
+    world.crash()
+    appended = await world.ask(Append(id="d", text="three"))
+    assert appended.position == 8
+
+
+async def test_a_session_with_a_digest_of_nothing_on_a_repeat_goes_on(world: World) -> None:
+    """Earlier versions wrote such repeats."""
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="a", text="one"))
+    nothing = {HISTORY_HEADER: as_tokens().digest()}
+    world.log.entries = tampered(world.log.entries, -1, headers=nothing)
+    world.crash()
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    await world.assert_fold_is_life()
+
+
+async def test_a_failure_of_an_unread_session_says_the_position_that_the_log_says(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    given_up(world)
+    refused = await again(world, Append(id="b", text="two"))
+    assert (refused.code, refused.position) == ("history_diverged", 3)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_a_failure_on_a_closed_session_says_position_0_before_and_after_a_restart(
+    world: World, forget: bool
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Close(id="c", forget=forget))
+    before = await world.ask(Append(id="b", text="two"))
+    world.crash()
+    after = await world.ask(Append(id="d", text="two"))
+    assert (before.code, before.position) == (after.code, after.position) == ("unknown_session", 0)
+
+
+async def test_a_session_that_waits_behind_a_last_attempt_counts_no_reading(world: World) -> None:
+    """It was read in each life, and none of them ended by it."""
+    await world.ask(Append(id="a", text="one"))
+    seq = world.log.add("in", encode(Append(id="b", text="two")))
+    for _ in range(MANY):
+        world.crash()
+        world.ring(seq, again=True)
+        async with AsyncExitStack() as alone:
+            lock = world.session._services.device_lock
+            await alone.enter_async_context(lock.enter(lambda: False, alone=True))
+            life = asyncio.create_task(world.session.run())
+            while not world.session.pending:  # noqa: ASYNC110 - the session says nothing as it begins to wait
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            life.cancel()
+    world.crash()
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert world.result(seq).position == 6
+
+
+async def ended_by_reading(world: World, seq: int) -> bool:
+    """Let a worker die as it reads the session's log; say whether it tried to."""
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def endless(*_: Any, **__: Any) -> None:
+        begun.set()
+        await never.wait()
+
+    world.crash()
+    world.session._trail.find = endless  # type: ignore[method-assign,assignment]
+    world.ring(seq, again=True)
+    life = asyncio.create_task(world.session.run())
+    began = asyncio.create_task(begun.wait())
+    await asyncio.wait([life, began], return_when=asyncio.FIRST_COMPLETED)
+    notes = list(world.log.notes)
+    for task in (life, began):
+        task.cancel()
+    await asyncio.wait([life, began])
+    if begun.is_set():
+        world.log.notes = notes  # a killed process takes nothing back
+    return begun.is_set()
+
+
+async def test_a_log_that_ends_its_readers_is_given_up(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    seq = world.log.add("in", encode(Append(id="b", text="two")))
+    num_ended = 0
+    while await ended_by_reading(world, seq):
+        num_ended += 1
+        assert num_ended < MANY
+    assert num_ended == 4, "once beside others, then three times with no other log read"
+    world.crash()
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert world.result(seq).code == "history_diverged"
+
+
+async def test_a_worker_that_is_stopped_as_it_reads_takes_the_reading_back(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    seq = world.log.add("in", encode(Append(id="b", text="two")))
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def endless(*_: Any, **__: Any) -> None:
+        begun.set()
+        await never.wait()
+
+    world.crash()
+    world.session._trail.find = endless  # type: ignore[method-assign,assignment]
+    world.ring(seq, again=True)
+    life = asyncio.create_task(world.session.run())
+    await begun.wait()
+    assert json.loads(world.log.notes[-1])["reads"] == 1
+    life.cancel()
+    await asyncio.wait([life])
+    assert "reads" not in json.loads(world.log.notes[-1])
+
+
+async def test_a_reading_that_ended_well_is_no_mark_against_the_next(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    seq = world.log.add("in", encode(Append(id="b", text="two")))
+    for _ in range(MANY):
+        assert await ended_by_reading(world, seq)
+        world.crash()
+        world.ring(seq, again=True)
+        await world.session.catch_up()
+    await world.session.run()
+    assert world.result(seq).position == 6
+
+
+def changed(world: World, **fields: Any) -> None:
+    """Change the last result, as a later version might have written it, and start another worker."""
+    body = json.loads(world.log.entries[-1].body) | fields
+    build = {BUILD_HEADER: "worker=w version=9.1"}
+    world.log.entries = tampered(world.log.entries, -1, body=json.dumps(body).encode(), headers=build)
+    world.crash()
+
+
+async def test_an_answer_that_ended_for_a_new_reason_is_answered_once_and_goes_on(world: World) -> None:
+    asked = await world.ask(Generate(id="g", text="one", max_tokens=3))
+    changed(world, finish_reason="content_filter")
+    answer = await world.ask(Append(id="a", text="two"))
+    assert answer.position == asked.position + 3
+    assert [result.seq for result in world.results] == [1, 3]
+    assert world.result(1).finish_reason == "content_filter"
+
+
+async def test_a_failure_with_a_new_code_is_answered_once(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Rewind(id="r", position=99))
+    changed(world, code="out_of_credit")
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    repeated = await world.ask(Rewind(id="r", position=99))
+    assert (repeated.code, repeated.repeat_of) == ("out_of_credit", 3)
+
+
+NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"prefill": 1}}}
+
+
+@pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
+async def test_a_result_of_a_shape_that_is_not_known_is_a_result(world: World, fields: Any) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="b", text="two"))
+    changed(world, **fields)
+    refused = await world.ask(Append(id="c", text="three"))
+    assert (refused.code, refused.position) == ("history_diverged", 6)
+    assert "newer version" in refused.message
+    assert "9.1" in refused.message
+    assert [result.seq for result in world.results] == [1, 3, 5]
+    repeated = await world.ask(Append(id="b", text="two"))
+    assert isinstance(repeated, UnknownResult)
+    assert (repeated.repeat_of, repeated.position) == (3, 6)
+
+
+async def test_a_repeat_has_the_fields_that_are_not_known_here(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    changed(world, weather={"sky": "blue"})
+    await world.ask(Append(id="a", text="one"))
+    body = json.loads(world.log.entries[-1].body)
+    assert (body["seq"], body["repeat_of"], body["weather"]) == (3, 1, {"sky": "blue"})
+
+
+async def test_an_answered_request_that_is_not_known_here_is_a_newer_version_s(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    world.log.entries[0] = type(world.log.entries[0])(
+        1, "in", STORED, b'{"type":"append","id":"a","text":"one","mood":"good"}', {}
+    )
+    world.crash()
+    refused = await world.ask(Append(id="b", text="two"))
+    assert refused.code == "history_diverged"
+    assert "newer version" in refused.message
+    assert [result.seq for result in world.results] == [1, 3]
