@@ -2,8 +2,13 @@
 
     python tests/soak/attack.py --kills 300 --server-kills 60 --requests 4000 --seed 1
 
+    python tests/soak/attack.py --kills 60 --requests 900 --other OTHER/.venv/bin/python
+
 Half of the requests come from a raw connection and half from `turnkeep_client`. The kills are spread over
-the requests; a quarter of them hit a worker that is still starting. All counts of faults should be 0.
+the requests; a quarter of them hit a worker that is still starting, and the share `--crash-loops` of them
+come in rows of eight, 0.2 to 2 s after the worker was ready. At the end a fresh worker is asked in each
+session. All counts of faults should be 0. With `--other`, the interpreter of another version's environment,
+that version's worker and this one's take turns on the log, as in upgrades and rollbacks.
 
 A worker cannot tell a kill from outside from a request that ends it. Kills that come as fast as here end
 several workers over one request by chance, so `max_attempts` is more than the 3 of its default; with 3 a few
@@ -16,9 +21,11 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
 import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +41,7 @@ from harness import (
     report,
     tiny_model,
 )
+from parts import CAN_FORK
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
@@ -41,8 +49,6 @@ from turnkeep_client.messages import decode_request, encode
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from harness import Verdict
 
     from turnkeep_client.client import Client
@@ -50,6 +56,8 @@ if TYPE_CHECKING:
 SETTLE_S = 30.0
 TENANTS = ("a", "b", "c")
 SESSIONS = 7
+#: Kills in a row, shortly after the worker is ready.
+LOOP = 8
 #: What sessions are opened under, by chance; the texts are long enough to leave these windows.
 CACHES: tuple[dict[str, Any], ...] = (
     {},
@@ -58,6 +66,23 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"policy": "paged", "resident": 260, "prefill": "exact"},
 )
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+class TwoVersions(Target):
+    """Workers of this version and of another one, in turns on one log and one directory."""
+
+    def __init__(self, data_dir: Path, model: Path, other: Path, *options: str) -> None:
+        super().__init__(data_dir, model, *options)
+        self._ours = self.process.command
+        # -P: not the version in the folder that it is started in.
+        self._others = [str(other), "-P", *self._ours[1:]]
+
+    def start(self) -> None:
+        """Start the version that did not run last."""
+        is_ours = self.process.command is self._others
+        self.process.command = self._ours if is_ours else self._others
+        self.process.forks = is_ours and CAN_FORK
+        super().start()
 
 
 @dataclass
@@ -69,6 +94,7 @@ class Attack:
     num_requests: int
     num_kills: int
     num_server_kills: int
+    crash_loops: float = 0.0
     acked: dict[int, tuple[SessionKey, bytes]] = field(default_factory=dict)
     sent: int = 0
     kills: int = 0
@@ -166,9 +192,18 @@ class Attack:
     async def kill(self) -> None:
         """Kill worker and server again and again, at moments of every kind."""
         rng, start_s = self.rng, 2.0
+        left_in_loop = 0
         while self.kills < self.num_kills:
             begun_s = monotonic()
-            if rng.random() < 0.25:
+            if not left_in_loop and rng.random() < self.crash_loops / (
+                self.crash_loops + LOOP * (1 - self.crash_loops)
+            ):
+                left_in_loop = LOOP
+            if left_in_loop:
+                left_in_loop -= 1
+                await self.target.ready()
+                await asyncio.sleep(rng.uniform(0.2, 2.0))
+            elif rng.random() < 0.25:
                 await asyncio.sleep(rng.uniform(0, start_s))
             else:
                 await self.target.ready()
@@ -193,13 +228,22 @@ def _seen(task: asyncio.Task[None]) -> None:
 
 
 async def attack(
-    where: Path, *, requests: int, kills: int, server_kills: int, seed: int, max_attempts: int = 20
+    where: Path,
+    *,
+    requests: int,
+    kills: int,
+    server_kills: int,
+    seed: int,
+    max_attempts: int = 20,
+    crash_loops: float = 0.0,
+    other: Path | None = None,
 ) -> tuple[Attack, Verdict]:
     """Run the attack; returns what it did and what the oracle says."""
     model = tiny_model(where, endless=True, hidden_size=128)  # heads whose keys can be sketched
     options = ("--ack-wait-s", "0.5", "--min-free-disk", "0", "--max-attempts", str(max_attempts))
-    victim = Target(where / "data", model, *options)
-    run = Attack(victim, random.Random(seed), requests, kills, server_kills)
+    data = where / "data"
+    victim = TwoVersions(data, model, other, *options) if other else Target(data, model, *options)
+    run = Attack(victim, random.Random(seed), requests, kills, server_kills, crash_loops)
     victim.start()
     try:
         await victim.ready()
@@ -218,12 +262,28 @@ async def attack(
             await killing
             await victim.ready()
             verdict = await settled(victim, run, heard, model)
+            await ask_fresh(victim, heard, run, verdict)
         await heard.nc.close()
     finally:
         victim.stop()
     for fault in run.client_faults:
         verdict.blame("contradicting", fault)
     return run, verdict
+
+
+async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict) -> None:
+    """Ask a worker without snapshots in each session, and count refusals as contradictions."""
+    victim.process.kill()
+    shutil.rmtree(victim.process.data_dir / "snapshots", ignore_errors=True)
+    victim.start()
+    await victim.ready()
+    for key in {key for key, _ in run.acked.values()}:
+        opened, _, _ = await heard.send(key, {"type": "open", "id": "fresh-open"})
+        result, _, _ = await heard.send(
+            key, {"type": "generate", "id": "fresh", "text": "x", "max_tokens": 2}
+        )
+        if result["type"] != "generated":
+            verdict.blame("contradicting", f"{key}: a fresh worker answers {opened} and then {result}")
 
 
 async def settled(victim: Target, run: Attack, heard: Heard, model: Path) -> Verdict:
@@ -243,6 +303,8 @@ async def main() -> bool:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-attempts", type=int, default=20)
+    parser.add_argument("--crash-loops", type=float, default=0.0, help="share of the kills")
+    parser.add_argument("--other", type=Path, help="the interpreter of another version's environment")
     given = parser.parse_args()
     begun_s = monotonic()
     async with folder() as where:
@@ -251,6 +313,7 @@ async def main() -> bool:
             verdict,
             ("seed", given.seed),
             ("max_attempts", given.max_attempts),
+            ("share of crash loops", given.crash_loops),
             ("minutes", f"{(monotonic() - begun_s) / 60:.1f}"),
             ("kills of the worker", run.kills),
             ("kills of the server", run.server_kills),
