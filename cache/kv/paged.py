@@ -6,7 +6,7 @@ to a sketch of every key: its channels in two bits. Device thread only.
 
 A fact is found by a few heads, at one of a question's tokens: what counts is the largest share of its
 attention that any head gives a chunk. Means over heads do not find it, nor do bounds
-over pages of keys as in "Quest" (arXiv 2406.10774), of as many bytes: see `docs/adr`.
+over pages of keys as in "Quest" (arXiv 2406.10774), of as many bytes (ADR 0041).
 """
 
 from __future__ import annotations
