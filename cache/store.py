@@ -184,7 +184,7 @@ class Store:
             queue_bytes=queue_bytes,
             free_bytes=opened.free_bytes,
             quarantined_bytes=opened.quarantined_bytes,
-            noted=opened.identities,
+            noted=opened.noted,
             on_end=self._write_ended,
             monotonic=monotonic,
         )

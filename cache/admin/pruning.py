@@ -49,7 +49,7 @@ def opened(directory: Path, access: Access = PLAIN) -> Iterator[tuple[Folder, Ca
         folder.claim()
         folder.clear_tmp()
         with closing(Catalog(folder)) as catalog:
-            index, _ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
+            index, *_ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
             yield folder, catalog, index
     finally:
         folder.close()

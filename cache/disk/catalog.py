@@ -107,6 +107,7 @@ class Catalog:
             rows = source.execute("SELECT * FROM snapshot").fetchall()
             db.executemany(_PUT, [(*row, *(1, None)[len(row) - 6 :]) for row in rows])  # of any version
             db.executemany("INSERT INTO pin VALUES (?, ?, ?)", source.execute("SELECT * FROM pin"))
+            db.executemany("INSERT INTO model VALUES (?, ?)", source.execute("SELECT * FROM model"))
         return db
 
     def _connect(self) -> sqlite3.Connection:

@@ -34,13 +34,17 @@ _MANY_ROWS: Final = 10_000
 
 @dataclass(slots=True)
 class Opened:
-    """What opening has found. Folder and catalog are open, and belong to the writer from here on."""
+    """What opening has found. Folder and catalog are open, and belong to the writer from here on.
+
+    `identities` have snapshots; of these the catalog has only the `noted` ones if it could not be written.
+    """
 
     folder: Folder
     catalog: Catalog
     index: Index
     pins: list[Pin]
     identities: set[bytes]
+    noted: set[bytes]
     rejected: int
     quarantined_bytes: int
     free_bytes: int
@@ -64,19 +68,21 @@ def open_directory(
             with ThreadPoolExecutor(1) as beside:  # SQLite checks its file without the GIL
                 names = beside.submit(folder.names)
                 catalog = Catalog(folder)
-            index, rejected = reconcile(folder, catalog, names.result(), clock)
+            index, rejected, adopted = reconcile(folder, catalog, names.result(), clock)
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # a collection of it would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
             catalog.note_identities([identity])
             if model:
                 catalog.name_model(identity, model)
+        noted = set(catalog.identities())
         return Opened(
             folder,
             catalog,
             index,
             catalog.pins(),
-            {identity, *catalog.identities()},
+            noted | adopted | {identity},
+            noted,
             rejected,
             folder.quarantined_bytes(),
             folder.free_bytes(),

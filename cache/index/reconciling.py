@@ -6,6 +6,7 @@ a file; otherwise the catalog is repaired row by row.
 
 from __future__ import annotations
 
+import sqlite3
 from operator import attrgetter, ne
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,11 @@ _log = structlog.get_logger("turnkeep.cache")
 
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
-) -> tuple[Index, int]:
-    """Return the index of what is stored, and how many files were doubtful. `files` are the folder's names.
+) -> tuple[Index, int, set[bytes]]:
+    """Return the index of what is stored, the number of doubtful files, and the identities of adopted ones.
+
+    `files` are the folder's names. If the catalog cannot be written, the index is right nevertheless, and the
+    next start repairs the catalog.
 
     A file without a row is adopted from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
@@ -44,9 +48,9 @@ def reconcile(
     if _is_in_order(stored, files, folder.access):
         index = Index(clock, stored)
         if index.is_whole:
-            return index, 0
-    stored, doubtful = _mended(folder, catalog, stored, files)
-    return Index(clock, stored), doubtful
+            return index, 0, set()
+    stored, doubtful, identities = _mended(folder, catalog, stored, files)
+    return Index(clock, stored), doubtful, identities
 
 
 def _is_in_order(stored: list[Row], files: set[str], access: Access) -> bool:
@@ -64,7 +68,9 @@ def _is_in_order(stored: list[Row], files: set[str], access: Access) -> bool:
     return there <= files and not any(map(access.digest_of, files - there))
 
 
-def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) -> tuple[list[Row], int]:
+def _mended(
+    folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
+) -> tuple[list[Row], int, set[bytes]]:
     access = folder.access
     known = {
         row.digest: row
@@ -74,7 +80,7 @@ def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) 
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := access.digest_of(file)) is not None} - known.keys()
     adopted: dict[bytes, Row] = {}
-    identities = set()
+    identities: set[bytes] = set()
     doubtful = 0
     for digest in strays:
         try:
@@ -97,16 +103,23 @@ def _mended(folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]) 
         else:
             orphans.append(row)
             folder.remove(row.digest)
-    catalog.remove([*wrong, *orphans])
-    catalog.put(row for row in kept.values() if row.proof is None)
-    if identities:
-        catalog.note_identities(identities)
+    _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if row.proof is None])
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
         # A kill between a file and its row causes an adopted or lost one: normal, so only information.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
-    return list(kept.values()), doubtful
+    return list(kept.values()), doubtful, identities
+
+
+def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking: list[Row]) -> None:
+    try:
+        catalog.remove(wrong)
+        if identities:
+            catalog.note_identities(identities)  # before the rows: a file with a row is not adopted again
+        catalog.put(lacking)
+    except sqlite3.Error as error:  # a full disk
+        _log.error("index_not_written", error=str(error))
 
 
 def _is_right(row: Row) -> bool:

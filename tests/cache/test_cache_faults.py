@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -330,6 +330,54 @@ async def test_a_process_that_may_open_no_file_more_doubts_none(open_store, tmp_
     assert store.stats().rejected == 0
     assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
     assert await restored(store, "a", TOKENS) == len(TOKENS)
+
+
+@pytest.fixture
+def no_room():
+    """Lets the process make no file longer, for as long as it is entered: a full disk without a mount."""
+
+    @contextmanager
+    def lacking():
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return lacking
+
+
+def without_rows(db) -> None:
+    """Do what a disk does that fills up: the file finds room, and its row does not."""
+    db.execute("DELETE FROM snapshot WHERE start > 0")
+    db.execute("DELETE FROM model")
+
+
+def of_an_older_version(db) -> None:
+    """Leave a file that must be written before it can be used."""
+    db.execute("ALTER TABLE snapshot DROP COLUMN proof")
+    db.execute("PRAGMA user_version=2")
+
+
+@pytest.mark.parametrize("left", [without_rows, of_an_older_version])
+async def test_what_an_index_lacks_is_served_from_a_full_disk_and_can_be_forgotten(
+    open_store, tmp_path, no_room, left
+) -> None:
+    for kv_dtype in ("float32", "int8"):
+        store = await open_store(identity=identity(kv_dtype=kv_dtype))
+        save_all(store, "a", TOKENS)
+        await store.close()
+    with closing(sqlite3.connect(tmp_path / "cache" / "index.sqlite")) as db, db:
+        left(db)
+    with no_room(), capture_logs() as logs:
+        store = await open_store()
+        assert "index_not_written" in [log["event"] for log in logs]
+        assert await restored(store, "a", TOKENS) == 10
+        assert store.stats().stored == 6
+        assert store.forget("a", TOKENS) == 6, "the other model's files too"
+        assert await store.barrier(5)
+        assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
 async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_path) -> None:
