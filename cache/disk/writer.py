@@ -40,8 +40,8 @@ _log = structlog.get_logger("turnkeep.cache")
 
 #: Why a snapshot was dropped.
 #: queue_full: the disk is slower than the device. too_large: the snapshot exceeds a limit by itself.
-#: disk_limit: no room, and nothing to evict. disk_error: writing is paused after a failure. no_parent: the
-#: prefix before it was lost. memory: the device needs the memory. closing: the store is closing.
+#: disk_limit: no room, and nothing to evict. disk_error: writing is paused after a failure, or has ended.
+#: no_parent: the prefix before it was lost. memory: the device needs the memory. closing: the store closes.
 DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
 
 #: Errors of a write when a folder was removed, or something else is in the place of a file.
@@ -164,6 +164,9 @@ class Writer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
+        #: Whether a job ended with a fault of the program: no snapshot is written from then on. Set by the
+        #: thread.
+        self._failed = False
         #: What could not be removed from the disk or the catalog. Belongs to the thread.
         self._left: dict[bytes, Row] = {}
         #: Identities in the catalog. Only the thread adds to them.
@@ -175,8 +178,8 @@ class Writer:
 
     @property
     def paused(self) -> bool:
-        """Whether writing is paused after a failure. Safe on any thread."""
-        return self._monotonic() < self._paused_until
+        """Whether writing is paused after a failure, or has ended. Safe on any thread."""
+        return self._failed or self._monotonic() < self._paused_until
 
     @property
     def room_bytes(self) -> int:
@@ -330,9 +333,16 @@ class Writer:
         job = self._jobs.get()
         if job is None:
             return False
-        job.work()
+        measured = None
         try:
-            self._loop.call_soon_threadsafe(self._finish, job, self._measured())
+            job.work()
+            measured = self._measured()
+        except Exception:  # noqa: BLE001  # the thread must go on: barriers wait for it, removals need it
+            if not self._failed:
+                _log.exception("snapshot_writer_failed")
+            self._failed = True
+        try:
+            self._loop.call_soon_threadsafe(self._finish, job, measured)
         except RuntimeError:  # the event loop is closed
             return False
         return True
@@ -340,6 +350,9 @@ class Writer:
     def _write(self, write: Write) -> None:
         encoded = write.encoded
         if self._end_if_abandoned(write) or encoded is None:
+            return
+        if self._failed:
+            write.state = WriteState.FAILED
             return
         write.state = WriteState.WRITING
         digest = write.row.digest
@@ -426,7 +439,7 @@ class Writer:
                 clean = self._cleared and not any(row.is_of(packed) for row in self._left.values())
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
-            job.clean = clean and self._catalog.purge_log()
+            job.clean = clean and not self._failed and self._catalog.purge_log()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             _log.error("erasure_failed", error=str(error) or repr(error))
 

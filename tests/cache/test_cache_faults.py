@@ -209,6 +209,38 @@ async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkey
     assert await restored(store, "a", [1, 2]) == 2
 
 
+async def test_a_fault_of_the_program_in_a_removal_ends_the_saving_and_nothing_else(
+    open_store, monkeypatch
+) -> None:
+    store, gate = await open_store(monotonic=Clock()), threading.Event()
+    save_all(store, "a", TOKENS)
+    save_all(store, "b", TOKENS)
+    assert await store.barrier(5)
+
+    def fail(*_) -> None:
+        assert gate.wait(10)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(Folder, "remove", fail)
+        store.forget("a", TOKENS)
+        assert all(save_all(store, "c", TOKENS)), "queued behind it"
+        gate.set()
+        assert await store.barrier(5)
+        assert not (await store.erase("a", TOKENS)).settled
+    assert [log["event"] for log in logs] == ["snapshot_writer_failed"]
+    assert (store.stats().durable, store.stats().failed, store.stats().in_flight) == (6, 3, 0)
+    span = Span(0, BLOCK)
+    assert (store.room(), store.wanted("c", TOKENS, 0, 10)) == (0, [])
+    assert not store.save("c", TOKENS, span, cut(TOKENS, span))
+    assert store.stats().dropped == {"disk_error": 1}
+    assert_sum_rule(store)
+    assert await restored(store, "b", TOKENS) == 10, "what is stored is still served"
+    store.forget("b", TOKENS)
+    assert await store.close(), "the thread ends as ever"
+    assert await restored(await open_store(), "b", TOKENS) == 0
+
+
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
 async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, monkeypatch, error) -> None:
     """SQLite without memory is no `sqlite3.Error`."""
