@@ -25,6 +25,7 @@ from cache.names.tokens import TOKEN_BYTES
 from . import private
 from .access import PLAIN, SEAL
 from .header import read_name
+from .syncing import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,10 +112,9 @@ class Folder:
             fresh = self.tmp / SEAL
             with open(fresh, "w", opener=private.opener) as file:
                 file.write(self.access.mark)
-                file.flush()
-                os.fsync(file.fileno())
+            sync(fresh, through=True)
             fresh.rename(self.directory / SEAL)
-            _sync(self.directory)
+            sync(self.directory, through=True)
 
     def path(self, digest: bytes) -> Path:
         """Return the path of a snapshot."""
@@ -147,7 +147,7 @@ class Folder:
     def place(self, path: Path, digest: bytes) -> None:
         """Move a complete, synced file to its place, and sync the directory."""
         path.rename(self.path(digest))
-        _sync(self.snapshots)
+        sync(self.snapshots)
 
     def repair(self, digest: bytes) -> None:
         """Recreate missing subfolders, and remove whatever is in the place of a snapshot's file.
@@ -201,7 +201,7 @@ class Folder:
         """Sync the subfolders, so that removals survive a power failure."""
         for subfolder in (self.snapshots, self.tmp, self.quarantined):
             with suppress(FileNotFoundError):  # a removed folder has no files to sync
-                _sync(subfolder)
+                sync(subfolder, through=True)
 
     def quarantined_bytes(self) -> int:
         """Return the bytes in quarantine, which count against the disk limit."""
@@ -237,14 +237,6 @@ def _within(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except FileNotFoundError:
         return []
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _discard(path: Path) -> None:

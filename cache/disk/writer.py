@@ -87,7 +87,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class PinNote:
-    """A change of pins for the catalog; `made` says that it is on disk."""
+    """A change of pins for the catalog; `made` says that it is on disk, synced."""
 
     pins: list[Pin]
     on: bool
@@ -404,7 +404,8 @@ class Writer:
 
     def _make_gaps(self, rows: list[Row]) -> None:
         # A start takes up a file whose row has no size; a row without its file would break the chain.
-        self._in_catalog(self._catalog.put, [row._replace(size_bytes=0) for row in rows])
+        put = partial(self._catalog.put, durable=True)
+        self._in_catalog(put, [row._replace(size_bytes=0) for row in rows])
         self._remove_files(rows)
 
     def _remove(self, rows: list[Row]) -> None:

@@ -4,6 +4,9 @@
  * them does what it was armed for. Calls by the thread that armed it are counted apart as well.
  *
  * HANG alone is about reads: none below `directory` returns until the disk is disarmed.
+ *
+ * Of one file that is watched, it notes how long it was when it was last synced: a power failure may take what
+ * was appended since then.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -48,20 +51,41 @@ long faults_disarm(void) { armed = 0; return seen; }
 
 long faults_seen_here(void) { return seen_here; }
 
+static char watched[4096];
+static atomic_long synced = 0;
+
+void faults_watch(const char *path) {
+    snprintf(watched, sizeof watched, "%s", path);
+    synced = 0;
+}
+
+long faults_synced(void) { return synced; }
+
 static int below(const char *path) {
     size_t length = strlen(directory);
     return armed && path != NULL && strncmp(path, directory, length) == 0
         && (path[length] == '/' || path[length] == '\0');
 }
 
-static int fd_below(int fd) {
-    char link[64], path[4096];
-    if (!armed) return 0;
+/* Find the path of an open file; an empty one if it has none. */
+static char *path_of(int fd, char path[4096]) {
+    char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 0) return 0;
-    path[length] = '\0';
-    return below(path);
+    ssize_t length = readlink(link, path, 4095);
+    path[length < 0 ? 0 : length] = '\0';
+    return path;
+}
+
+static int fd_below(int fd) {
+    char path[4096];
+    return armed && below(path_of(fd, path));
+}
+
+static int note_synced(int fd) {
+    char path[4096];
+    struct stat found;
+    if (armed && strcmp(path_of(fd, path), watched) == 0 && fstat(fd, &found) == 0) synced = found.st_size;
+    return 0;
 }
 
 static void die(void) {
@@ -109,8 +133,8 @@ WRITES(pwrite, ssize_t, (int fd, const void *data, size_t n, off_t at), real(fd,
 WRITES(pwrite64, ssize_t, (int fd, const void *data, size_t n, off64_t at), real(fd, data, n / 2, at),
        real(fd, data, n, at))
 WRITES(writev, ssize_t, (int fd, const struct iovec *parts, int n), real(fd, parts, n / 2), real(fd, parts, n))
-CHANGES(fsync, int, (int fd), fd_below(fd), real(fd))
-CHANGES(fdatasync, int, (int fd), fd_below(fd), real(fd))
+CHANGES(fsync, int, (int fd), fd_below(fd), real(fd) || note_synced(fd) ? -1 : 0)
+CHANGES(fdatasync, int, (int fd), fd_below(fd), real(fd) || note_synced(fd) ? -1 : 0)
 CHANGES(ftruncate, int, (int fd, off_t n), fd_below(fd), real(fd, n))
 CHANGES(ftruncate64, int, (int fd, off64_t n), fd_below(fd), real(fd, n))
 CHANGES(rename, int, (const char *one, const char *other), below(one), real(one, other))

@@ -3,7 +3,7 @@
 `killed DIR`: the same life again and again, each in a directory of its own, killed at the n-th change of the
 disk or in the middle of it. `failing DIR`: the same, where the n-th change fails, or all from there on.
 `touched DIR`: counts what the event loop's own thread asks of the disk. `hanging DIR`: reads hang for a
-while, and then until the process has ended.
+while, and then until the process has ended. `powerless DIR`: leaves what a power failure would leave of it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import ctypes
 import errno
 import json
 import os
+import shutil
 import sqlite3
 import sys
 from pathlib import Path
 
 import structlog
-from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
+from test_cache_reach import POLICY, save
 
 from cache import store as store_module
 from cache.names.errors import CacheError
@@ -30,7 +32,8 @@ ONE, TWO = [1, *range(9)], [2, *range(9)]
 
 LIBC = ctypes.CDLL(None)
 LIBC.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_long] * 2, ctypes.c_int, ctypes.c_long]
-LIBC.faults_disarm.restype = LIBC.faults_seen_here.restype = ctypes.c_long
+for count in (LIBC.faults_disarm, LIBC.faults_seen_here, LIBC.faults_synced):
+    count.restype = ctypes.c_long
 
 
 class Clock:
@@ -203,9 +206,48 @@ async def hanging(base: Path) -> None:
     print(json.dumps({"stuck": stuck}))
 
 
+async def powerless(base: Path) -> None:
+    """Leave what a power failure would leave of the index's log after a pin, of gaps, and of an erasure."""
+    log = base / "cache" / "index.sqlite-wal"
+
+    async def reopened() -> Store:
+        """Open with a new log, which grows at its end alone."""
+        store = await opened(base / "cache", Clock())
+        LIBC.faults_watch(str(log).encode())
+        arm(base / "cache", COUNT)
+        return store
+
+    def fail_as(name: str) -> None:
+        shutil.copytree(base / "cache", base / name)
+        os.truncate(base / name / log.name, LIBC.faults_synced())
+
+    store = await reopened()
+    chain, tokens = store.chain("a", POLICY), ONE * 10
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        save(store, LAYOUT.under(POLICY), chain, tokens[:end], end - BLOCK)
+    save_all(store, "a", ONE)
+    save_all(store, "a", TWO)
+    await store.close()
+
+    store = await reopened()
+    assert (await store.pin("a", ONE)).noted
+    fail_as("pinned")
+    chain = store.chain("a", POLICY)
+    store.set_limits(max_bytes=20_000)
+    while store.stats().free_bytes < 0:
+        await store.barrier(10)
+    await store.barrier(10)
+    assert any(node.is_gap for node in store.match(chain, tokens).nodes)
+    fail_as("gaps")
+    assert (await store.erase("a", TWO)).settled
+    print(json.dumps({"kept": LIBC.faults_synced(), "erased": log.stat().st_size}))
+    await store.close()
+
+
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 scenario, place = sys.argv[1], Path(sys.argv[2])
 if scenario == "killed":
     killed(place)
 else:
-    asyncio.run({"failing": failing, "touched": touched, "hanging": hanging}[scenario](place))
+    scenarios = {"failing": failing, "touched": touched, "hanging": hanging, "powerless": powerless}
+    asyncio.run(scenarios[scenario](place))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from made_kv import assert_is_kv_of, assert_sum_rule, save_all
+from test_cache_reach import POLICY
 
 from cache.admin import survey
 
@@ -117,6 +118,19 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 def test_a_disk_that_hangs_on_reads_holds_up_neither_loads_nor_the_end(faulty_disk, base) -> None:
     """A read that does not return keeps its thread: there are two, and the process ends with them."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
+
+
+@pytest.mark.process
+async def test_what_is_said_to_be_on_disk_outlives_a_power_failure(faulty_disk, base, open_store) -> None:
+    """A pin that was noted, a gap whose file is gone, and that nothing is left of an erasure."""
+    found = run(faulty_disk, "powerless", base)
+    store = await open_store(directory=base / "pinned")
+    assert store.stats().kept_bytes > 0
+    await store.close()
+    store = await open_store(directory=base / "gaps")
+    assert store.match(store.chain("a", POLICY), ONE * 10).num_tokens == 100
+    await store.close()
+    assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
 
 async def test_a_directory_that_is_removed_costs_what_was_in_it(open_store, tmp_path) -> None:

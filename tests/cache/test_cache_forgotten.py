@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sqlite3
 import stat
@@ -253,6 +254,32 @@ async def test_a_directory_that_cannot_be_synced_is_not_settled(open_store, monk
 
     monkeypatch.setattr(os, "fsync", failing)
     assert not (await store.erase("a", TOKENS, 10)).settled
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EIO])
+async def test_what_is_promised_reaches_through_the_cache_of_a_macs_disk(
+    open_store, tmp_path, monkeypatch, code
+) -> None:
+    """There a plain fsync ends in it. Snapshots have checksums and are not promised, so they need no more."""
+    synced, fsynced, fsync = [], [], os.fsync
+
+    def full_sync(fd: int, command: int) -> None:
+        assert command == 51
+        synced.append(os.fstat(fd).st_ino)
+        if code:
+            raise OSError(code, "no")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full_sync)
+    store = await stored(open_store, TOKENS)
+    assert synced == []
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsynced.append(os.fstat(fd).st_ino), fsync(fd)))
+    assert (await store.erase("a", TOKENS, 10)).settled == (code != errno.EIO)
+    if code != errno.EIO:
+        names = ["snapshots", "tmp", "quarantine", "index.sqlite-wal"]
+        assert synced == [(tmp_path / "cache" / name).stat().st_ino for name in names]
+        assert fsynced == (synced if code else []), "where the file system has no such command"
+    assert store._catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
 
 
 async def test_an_index_that_keeps_the_rows_is_not_settled(open_store, tmp_path, monkeypatch) -> None:
