@@ -31,6 +31,7 @@ from .messages import (
     Generated,
     InfoRequest,
     Metrics,
+    MetricsRequest,
     Open,
     Opened,
     Pinned,
@@ -45,8 +46,8 @@ from .subjects import ID_RULE, SessionKey, Subjects
 
 REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
 RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
-CONTROLS: Final = (InfoRequest, CancelRequest, PinRequest, UnpinRequest)
-CONTROL_REPLIES: Final = (SessionInfo, Cancelled, Pinned, Unpinned, Failed)
+CONTROLS: Final = (InfoRequest, MetricsRequest, CancelRequest, PinRequest, UnpinRequest)
+CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Failed)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")

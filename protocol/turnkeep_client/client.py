@@ -18,19 +18,28 @@ from nats.js.errors import APIError, NoStreamResponseError
 
 from .calls import Call, ResultFeeds, Stored, expect
 from .direct import DirectGets
-from .errors import InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
+from .errors import (
+    InvalidMessageError,
+    NoServerError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    TurnkeepError,
+)
 from .log import Entry, entry
 from .messages import (
     Generate,
     Generated,
     Metrics,
+    MetricsRequest,
     Request,
+    decode_control_reply,
     decode_metrics,
     decode_request,
     decode_result,
     encode,
 )
-from .nats_client import Nats, refusal
+from .nats_client import Nats, refusal, unreachable
 from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
 from .stream import LogStream, StreamError
@@ -81,9 +90,9 @@ async def connect(
     """Connect to NATS and return a client; use it as an async context manager, or close it.
 
     `nats_options` are passed to nats-py's `connect` (credentials, TLS). An open client that loses its
-    connection reconnects without limit, and waiting calls continue. Raises `NoWorkerError` if no server can
-    be reached within `connect_timeout_s`, `NotPermittedError` if one refuses the credentials or TLS,
-    `InvalidMessageError` for a bad tenant or prefix.
+    connection reconnects without limit, and waiting calls continue. Raises `NoServerError` once every server
+    has refused the connection, or after `connect_timeout_s`; `NotPermittedError` if one refuses the
+    credentials or TLS; `InvalidMessageError` for a bad tenant or prefix.
     """
     check_id("tenant", tenant)
     wire = _NatsWire(Subjects(prefix))
@@ -207,6 +216,12 @@ class Client:
         """
         return await self._wire.backlog()
 
+    async def worker_metrics(self) -> Metrics:
+        """Ask the worker for its metrics of now. Raises `NoWorkerError`."""
+        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
+        reply = await self._wire.ask(subject, encode(MetricsRequest()), self._control_timeout_s)
+        return expect(Metrics, decode_control_reply(reply))
+
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed.
 
@@ -221,7 +236,11 @@ class Client:
 
 
 class _RefusedError(Exception):
-    """The first connection was refused; the message says why."""
+    """The server refuses this user; the message says why."""
+
+
+class _UnreachedError(Exception):
+    """No server could be reached; the message says why."""
 
 
 class _NatsWire:
@@ -233,6 +252,7 @@ class _NatsWire:
         self.closed = False
         self._is_leaving = False
         self._may_be_refused = True  # until it is connected for the first time
+        self._num_to_try = 1  # servers that were not tried yet
         self.watchers: set[asyncio.Event] = set()
         self._nats = Nats()
         self._gets = DirectGets(self._nats, timeout_s=READ_S)
@@ -242,10 +262,12 @@ class _NatsWire:
         self._denial = ""
 
     async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
+        urls = url.split(",")
+        self._num_to_try = len(urls)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._nats.connect(
-                    url.split(","),
+                    urls,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
@@ -257,10 +279,10 @@ class _NatsWire:
         except _RefusedError as error:
             await self._nats.abandon()
             raise NotPermittedError(f"the NATS server at {shown(url)} {error}") from None
-        except _NATS_ERRORS as error:
+        except (_UnreachedError, *_NATS_ERRORS) as error:
             await self._nats.abandon()
             why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
-            raise NoWorkerError(f"no NATS server at {shown(url)}: {why}") from None
+            raise NoServerError(f"no NATS server at {shown(url)}: {why}") from None
         self._may_be_refused = False
         self._connected.set()
 
@@ -485,7 +507,12 @@ class _NatsWire:
         if self._may_be_refused and (why := refusal(error)):
             self._may_be_refused = False  # more errors may come while the connection closes
             raise _RefusedError(why)  # nats-py would try again until the timeout
-        self._last_error = str(error) or type(error).__name__
+        why = unreachable(error)
+        self._last_error = why or str(error) or type(error).__name__
+        if self._may_be_refused and why:
+            self._num_to_try -= 1
+            if self._num_to_try == 0:
+                raise _UnreachedError(why)
         if "permissions violation" in self._last_error.lower():
             self._denial = self._last_error.lower()
 

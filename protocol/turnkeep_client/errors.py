@@ -55,6 +55,10 @@ class NoWorkerError(TurnkeepError):
     """No answer: there is no NATS server at the address, or no worker connected to it."""
 
 
+class NoServerError(NoWorkerError):
+    """There is no NATS server at the address."""
+
+
 class NotPermittedError(TurnkeepError):
     """The NATS server refuses this user, or does not allow it to publish or subscribe."""
 

@@ -410,6 +410,10 @@ class InfoRequest(
     snapshot: bool = False
 
 
+class MetricsRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="metrics"):
+    """Ask for the worker's metrics (on the `ctl` of any session, which need not exist)."""
+
+
 class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
     """Stop a waiting or running request of the session (on `ctl`)."""
 
@@ -440,7 +444,7 @@ class UnpinRequest(
     )
 
 
-ControlRequest = InfoRequest | CancelRequest | PinRequest | UnpinRequest
+ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
@@ -625,7 +629,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     worker: Metrics
 
 
-ControlReply = SessionInfo | Cancelled | Pinned | Unpinned | Failed
+ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Failed
 
 _T = TypeVar("_T")
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import socket
 import ssl
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +48,16 @@ def refusal(error: Exception) -> str | None:
     if "authorization" in text or "authentication" in text:
         return "refuses the credentials; check the file, the user and password, or the token"
     return None
+
+
+def unreachable(error: Exception) -> str | None:
+    """Say why no server can be reached at an address, if it is no use to try again at once; else None."""
+    if isinstance(error, socket.gaierror):
+        return "the host name is not known"
+    # asyncio raises a bare OSError without a number if all addresses of a name refuse.
+    if isinstance(error, ConnectionRefusedError) or (type(error) is OSError and error.errno is None):
+        return "connection refused"
+    return os.strerror(error.errno).lower() if type(error) is OSError and error.errno else None
 
 
 class Nats(Client):

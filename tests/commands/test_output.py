@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
+from command_runs import command as run
 from command_runs import environment, turnkeep, where
 
 from worker.commands.cli import main
@@ -81,6 +82,18 @@ async def test_info_names_the_device_as_people_do(local_worker: Callable) -> Non
     assert any(f" on {device}," in line for device in ("cpu", "metal", "cuda")), line
     raw = json.loads((await asyncio.to_thread(turnkeep, "info", "s", "--json", *where(worker))).stdout)
     assert raw["worker"]["device"] in ("cpu", "metal", "cuda")
+
+
+async def test_info_without_a_session_asks_the_worker(local_worker: Callable) -> None:
+    """It waits for no metrics message: this worker publishes its next one in an hour."""
+    worker = await local_worker(metrics_interval_s=3600.0, metrics_tenants=5)
+    await worker.client.session("s").append(text="hello")
+    shown = await run("info", *where(worker))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"^worker +test$", shown.stdout, re.MULTILINE)
+    raw = json.loads((await run("info", "--json", *where(worker))).stdout)
+    assert (raw["type"], raw["requests"]["append"]) == ("metrics", {"ok": 1})
+    assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
 
 
 @pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])

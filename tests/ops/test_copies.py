@@ -192,7 +192,8 @@ async def test_a_damaged_file_is_one_line_and_imports_nothing(local_worker: Star
     file.write_bytes(whole)
     done = await command("import", file, "--nats", worker.settings.nats, "--prefix", "none")
     assert done.stderr == (
-        "turnkeep: there is no log of the prefix 'none'; start a worker with: turnkeep serve\n"
+        "turnkeep: there is no log of the prefix 'none'; start a worker with: turnkeep serve"
+        f" --nats {worker.settings.nats} --prefix none\n"
     )
 
 

@@ -317,8 +317,9 @@ def test_a_port_in_use_is_one_line(nats_url: str) -> None:
 
 def test_no_nats_server_is_one_line() -> None:
     port = free_port()
-    assert refused("--nats", f"nats://127.0.0.1:{port}").startswith(
-        f"turnkeep: no NATS server at nats://127.0.0.1:{port}: "
+    assert refused("--nats", f"nats://127.0.0.1:{port}") == (
+        f"turnkeep: no NATS server at nats://127.0.0.1:{port}: connection refused;"
+        " start it, or name another one with --nats"
     )
 
 

@@ -29,6 +29,7 @@ from turnkeep_client.messages import (
     Generate,
     InfoRequest,
     Message,
+    MetricsRequest,
     Open,
     Opened,
     Pinned,
@@ -72,6 +73,7 @@ EXAMPLES = [
         seq=4, id="r4", request="append", position=0, attempts=3, reason="it ends", worker="w", model="m"
     ),
     InfoRequest(),
+    MetricsRequest(),
     CancelRequest(id="r4"),
     Cancelled(id="r4", was="running"),
     PinRequest(position=128),

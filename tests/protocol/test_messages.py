@@ -25,6 +25,7 @@ from turnkeep_client.messages import (
     Generate,
     InfoRequest,
     Message,
+    MetricsRequest,
     Open,
     Opened,
     Rewind,
@@ -152,9 +153,9 @@ def test_every_chunk_comes_back_as_it_was(chunk) -> None:
 
 
 def test_control_and_metrics_come_back_as_they_were() -> None:
-    for control in (InfoRequest(), CancelRequest(id="g1")):
+    for control in (InfoRequest(), MetricsRequest(), CancelRequest(id="g1")):
         assert decode_control(encode(control)) == control
-    for reply in (session_info(), Cancelled(id="g1", was="running")):
+    for reply in (session_info(), metrics("w1"), Cancelled(id="g1", was="running")):
         assert decode_control_reply(encode(reply)) == reply
     assert decode_metrics(encode(metrics("w1"))) == metrics("w1")
 

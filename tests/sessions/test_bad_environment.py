@@ -17,6 +17,7 @@ import nats.errors
 import pytest
 from click.testing import CliRunner
 
+from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.commands.cli import main
 
@@ -279,19 +280,30 @@ def test_help_needs_nothing_but_the_program() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_without_a_nats_server_every_command_says_how_to_start_one(tmp_path: Path) -> None:
+async def test_without_a_nats_server_every_command_says_what_helps(tmp_path: Path) -> None:
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
     serve = asyncio.to_thread(turnkeep, "serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
     others = [asyncio.to_thread(turnkeep, *command, "--nats", NOBODY) for command in commands]
     served, *done = await asyncio.gather(serve, *others)
     check_one_line(served, 1, f"no NATS server answers at {NOBODY}", "nats-server -js")
     for each in done:
-        check_one_line(each, 1, f"no NATS server at {NOBODY}", "turnkeep serve")
+        check_one_line(
+            each, 1, f"no NATS server at {NOBODY}: connection refused", "name another one with --nats"
+        )
+
+
+def test_without_a_worker_of_its_own_a_command_says_how_to_start_one(tmp_path: Path) -> None:
+    port = free_port()
+    options = ("--data-dir", tmp_path, "--nats-port", port)
+    serve = f"start a worker with: turnkeep serve --data-dir {tmp_path} --nats-port {port}"
+    check_one_line(turnkeep("info", *options), 1, f"no NATS server at nats://127.0.0.1:{port}", serve)
 
 
 def test_a_command_on_a_server_without_a_worker_says_so(nats_url: str) -> None:
     options = ("--nats", nats_url, "--prefix", "nobody-here")
-    check_one_line(turnkeep("ask", "hello", *options), 1, "no worker", "turnkeep serve")
+    serve = f"start a worker with: turnkeep serve --nats {nats_url} --prefix nobody-here"
+    check_one_line(turnkeep("ask", "hello", *options), 1, "no worker", serve)
+    check_one_line(turnkeep("info", *options), 1, "no worker serves nobody-here", serve)
     check_one_line(turnkeep("info", "s", *options), 1, "no worker serves nobody-here.default.s.ctl")
     check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
 from worker.datadir import TOKEN_NAME
 from worker.formatting import size
@@ -69,8 +69,6 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except SettingsError as error:
             _fail(str(error), 2)
-        except NoWorkerError as error:
-            _fail(f"{error}; start a worker with: turnkeep serve", 1)
         except TurnkeepError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
@@ -295,7 +293,7 @@ def open_session(
 @as_json
 @with_settings(*CLIENT_SETTINGS)
 def info(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
-    """Show a session and its worker; without SESSION, show the next metrics message."""
+    """Show a session and its worker; without SESSION, show the worker alone."""
     from .control import info as run
 
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, as_json=as_json))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import UNSET
 
-from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import encode
 from worker.formatting import size, span
 
@@ -27,9 +24,9 @@ async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None
 
 
 async def info(client: Client, name: str | None, *, as_json: bool) -> None:
-    """Show a session and its worker, or without a session the next metrics message."""
+    """Show a session and its worker, or the worker alone."""
     if name is None:
-        metrics = await _next_metrics(client)
+        metrics = await client.worker_metrics()
         if as_json:
             click.echo(encode(metrics))
             return
@@ -121,11 +118,3 @@ def _print_metrics(metrics: Metrics) -> None:
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"
     rows.append(("  since the start", f"{written}, {lost}, {snapshots.evicted} evicted"))
     table(("worker", metrics.worker), rows)
-
-
-async def _next_metrics(client: Client) -> Metrics:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(15):
-            async for metrics in client.metrics():
-                return metrics
-    raise NoWorkerError("no worker has published metrics for 15 s")

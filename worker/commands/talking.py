@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from turnkeep_client.errors import NotPermittedError
+from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerError
+from turnkeep_client.redact import shown
 from worker.datadir import TOKEN_NAME
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
+
+from .installed import program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -56,5 +60,21 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
 
     try:
         return asyncio.run(run())
+    except NoServerError as error:
+        helps = f"start a worker with: {_serve(settings)}"
+        if settings.nats is not None:
+            helps = "start it, or name another one with --nats"
+        raise NoWorkerError(f"{error}; {helps}") from None
+    except NoWorkerError as error:
+        raise NoWorkerError(f"{error}; start a worker with: {_serve(settings)}") from None
     except asyncio.CancelledError:
         sys.exit(_TERMINATED)
+
+
+def _serve(settings: Settings) -> str:
+    """Return the command that starts the worker which a command with these settings looks for."""
+    standard, words = type(settings)(), [program(), "serve"]
+    for name in ("data_dir", "nats_port", "prefix") if settings.nats is None else ("nats", "prefix"):
+        if (value := getattr(settings, name)) != getattr(standard, name):
+            words += [f"--{name.replace('_', '-')}", shown(value) if name == "nats" else str(value)]
+    return shlex.join(words)

@@ -13,6 +13,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     CancelRequest,
     InfoRequest,
+    MetricsRequest,
     Pinned,
     Progress,
     SessionInfo,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from msgspec import UnsetType
 
     from cache.store import Store
-    from turnkeep_client.messages import ControlReply, ControlRequest, Failed, Metrics, PinRequest
+    from turnkeep_client.messages import ControlReply, Failed, Metrics, PinRequest
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
 
@@ -68,10 +69,14 @@ class Control:
             request = decode_control(body)
         except InvalidMessageError as error:
             return failure(error.request_id, "invalid_request", str(error))
+        if isinstance(request, MetricsRequest):
+            return self._metrics()
         with self._sessions.in_use(key) as session:
             return await self._answer(session, request)
 
-    async def _answer(self, session: Session, request: ControlRequest) -> ControlReply:
+    async def _answer(
+        self, session: Session, request: InfoRequest | CancelRequest | PinRequest | UnpinRequest
+    ) -> ControlReply:
         key = session.key
         if isinstance(request, CancelRequest):
             try:

@@ -13,7 +13,7 @@ import structlog
 from anyio import fail_after
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.nats_client import Nats, refusal
+from turnkeep_client.nats_client import Nats, refusal, unreachable
 from turnkeep_client.redact import redact
 from turnkeep_client.redact import shown as shown_urls
 from worker.concurrency import shielded
@@ -69,7 +69,9 @@ async def connect(
         await _check_server(client, shown, min_payload_bytes, timeout_s)
     except TimeoutError:
         await shielded(client.abandon)
-        reason = f" ({_first_line(watch.failures[-1])})" if watch.failures else ""
+        reason = ""
+        if watch.failures:
+            reason = f" ({unreachable(watch.failures[-1]) or _first_line(watch.failures[-1])})"
         raise BrokerError(
             f"no NATS server answers at {shown} within {timeout_s:g} s{reason}; start one there with"
             " JetStream (nats-server -js), or leave out --nats to run the worker's own"
