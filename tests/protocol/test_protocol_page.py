@@ -9,10 +9,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from scripted_worker import KEY, TEXTS, FakeWorker, NatsServer, generated, plain_result
+from scripted_worker import KEY, FakeWorker, NatsServer, generated, plain_result
 
+from tests.parts import free_port
 from turnkeep_client.errors import ERROR_CODES, RETRYABLE, InvalidMessageError
 from turnkeep_client.messages import (
     Append,
@@ -27,28 +29,79 @@ from turnkeep_client.messages import (
     failure,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import Awaitable, Callable
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
-async def test_the_example_runs_as_it_is_written(server: NatsServer, worker: FakeWorker) -> None:
-    """With raw nats-py and nothing of ours; only the address and the session's name are the test's."""
-    found = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+def fenced(beginning: str, language: str, page: str = PAGE) -> str:
+    """Find the first example in this language behind these words."""
+    found = re.search(rf"```{language}\n(.*?)```", page[page.index(beginning) :], re.DOTALL)
     assert found is not None
-    program = (
-        found[1]
-        .replace("nats://127.0.0.1:4222", server.url)
-        .replace("default.demo", f"default.{KEY.session}")
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 20)
+    return found[1]
+
+
+@pytest.fixture
+async def shell(
+    local_worker: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Awaitable[Process]]:
+    """A shell beside a worker with its own server, whose token it has to ask for as the page says."""
+    port = free_port()
+    worker = await local_worker(nats=None, nats_port=port, prefix="turnkeep")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("TURNKEEP_DATA_DIR", str(worker.settings.data_dir))
+    monkeypatch.setenv("TURNKEEP_NATS_PORT", str(port))
+    monkeypatch.delenv("NATS_URL", raising=False)
+    url = fenced("## An example", "sh")
+
+    async def start(command: str) -> Process:
+        script = f"{url}exec {command}"
+        return await asyncio.create_subprocess_exec(
+            *("bash", "-ec", script),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    return start
+
+
+async def output(process: Process) -> str:
+    out, err = await asyncio.wait_for(process.communicate(), 60)
     assert err == b""
-    assert out.decode().startswith("".join(TEXTS) + "\n generated {'prompt_tokens': 3")
-    asked = Generate(
-        id="turn-1", max_tokens=32, messages=(Message(role="user", content="Name three primes."),)
-    )
-    assert [request for _, request in worker.requests] == [asked]
+    return out.decode()
+
+
+async def test_the_examples_in_python_run_as_they_are_written(
+    shell: Callable[[str], Awaitable[Process]], tmp_path: Path
+) -> None:
+    (tmp_path / "example.py").write_text(fenced("## An example", "python"))
+    (tmp_path / "consumer.py").write_text(fenced("### A durable consumer", "python"))
+    (tmp_path / "ask.py").write_text(fenced("## Without any of our code", "python", README))
+    assert re.search(r"\n generated \{'prompt_tokens': \d", await output(await shell("python example.py")))
+    assert await output(await shell("python ask.py")) != ""
+    consumer = await shell("python consumer.py")
+    assert consumer.stdout is not None
+    line = await asyncio.wait_for(consumer.stdout.readline(), 60)
+    consumer.kill()
+    await consumer.wait()
+    assert re.match(rb"demo \d+ \{'prompt_tokens': \d", line)
+
+
+@pytest.mark.registry
+@pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed")
+async def test_the_example_in_javascript_runs_as_it_is_written(
+    shell: Callable[[str], Awaitable[Process]], tmp_path: Path
+) -> None:
+    (tmp_path / "example.mjs").write_text(fenced("The same in JavaScript", "js"))
+    install = fenced("The same in JavaScript", "sh")
+    await output(await shell(install.replace("npm install", "npm install --silent --no-audit --no-fund")))
+    said = await output(await shell("node example.mjs"))
+    assert re.search(r"\n generated \{\s+prompt_tokens: \d", said), said
 
 
 def test_every_error_code_stands_there_with_its_retryable() -> None:
@@ -80,36 +133,8 @@ def test_the_fields_of_openai_that_the_page_refuses_are_refused_and_the_others_t
         assert (f"has no field {name!r}" in said) == (refused or in_message), name
 
 
-def example(beginning: str, language: str, url: str) -> str:
-    """Find the example behind these words, with the test's server and session."""
-    behind = PAGE[PAGE.index(beginning) :]
-    found = re.search(rf"```{language}\n(.*?)```", behind, re.DOTALL)
-    assert found is not None
-    return found[1].replace("nats://127.0.0.1:4222", url).replace("default.demo", f"default.{KEY.session}")
-
-
-async def test_the_example_in_javascript_runs_as_it_is_written(
-    server: NatsServer, worker: FakeWorker, tmp_path: Path
-) -> None:
-    """Needs node, and the npm packages in a `node_modules` that NODE_PATH names."""
-    node = shutil.which("node")
-    paths = [Path(each) for each in os.environ.get("NODE_PATH", "").split(os.pathsep) if each]
-    modules = next((path for path in paths if (path / "@nats-io" / "jetstream").is_dir()), None)
-    if node is None or modules is None or not (modules / "@nats-io" / "transport-node").is_dir():
-        pytest.skip("node, or @nats-io/transport-node and @nats-io/jetstream on NODE_PATH, are not installed")
-    (tmp_path / "node_modules").symlink_to(modules)  # modules of this kind are not found by NODE_PATH
-    (tmp_path / "example.mjs").write_text(example("The same in JavaScript", "js", server.url))
-    process = await asyncio.create_subprocess_exec(
-        node, str(tmp_path / "example.mjs"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 20)
-    assert err == b""
-    assert out.decode().startswith("".join(TEXTS) + "\n generated {")
-    assert [request.id for _, request in worker.requests] == ["turn-1"]
-
-
 async def test_the_agent_loop_runs_as_it_is_written_and_again_after_it_died(
-    server: NatsServer, worker: FakeWorker
+    server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run gets the first one's answers; a tool that says something else changes nothing."""
     said: list[str] = []
@@ -132,7 +157,8 @@ async def test_the_agent_loop_runs_as_it_is_written_and_again_after_it_died(
         await fake.result(result)
 
     worker.script = script
-    program = example("### An agent loop", "python", server.url).replace("agent-1", KEY.session)
+    monkeypatch.setenv("NATS_URL", server.url)
+    program = fenced("### An agent loop", "python").replace("agent-1", KEY.session)
     for text in (program, program.replace("24 degrees", "25 degrees")):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", text, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
