@@ -36,8 +36,8 @@ from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.text import TextStream
 
-from .history import RefusedError
-from .policies import chosen, misfit, seen
+from .history import RefusedError, seen
+from .policies import chosen, misfit
 
 if TYPE_CHECKING:
     from cache.names.policy import Policy

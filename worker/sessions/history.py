@@ -7,7 +7,7 @@ The live path and the replay of a log use the same functions, so both lead to th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec.structs import replace as replace_fields
@@ -29,7 +29,7 @@ from turnkeep_client.messages import (
 )
 from worker.text.templates import Conversation, TemplateError
 
-from .policies import recorded
+from .policies import in_words, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,6 +98,14 @@ class History:
             seen_from = min(policy.visible_from(len(tokens)), len(tokens) - KEPT)
             tokens = tokens.shortened(min(seen_from, conversation.begins))
         return replace(self, conversation=conversation, tokens=tokens)
+
+
+def seen(history: History) -> dict[str, Any]:
+    """Build the fields about the policy of the result that leads to `history`; none for `full`."""
+    cache = in_words(history.policy) if history.exists else None
+    if cache is None:
+        return {}
+    return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
 
 
 @dataclass(frozen=True, slots=True)

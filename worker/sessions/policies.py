@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW, SessionCache
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import CachePolicy
-
-    from .history import History
 
 
 def chosen(cache: CachePolicy, default: Policy) -> Policy:
@@ -65,14 +63,6 @@ def in_words(policy: Policy) -> SessionCache | None:
         prefill = "exact" if policy.exact else None
         return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins, prefill=prefill)
     return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
-
-
-def seen(history: History) -> dict[str, Any]:
-    """Build the fields about the policy of the result that leads to `history`; none for `full`."""
-    cache = in_words(history.policy) if history.exists else None
-    if cache is None:
-        return {}
-    return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
 
 
 def recorded(cache: SessionCache | None) -> Policy:

@@ -16,7 +16,7 @@ import structlog
 from anyio import Lock, sleep
 
 from cache.names.errors import CutOffError
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
@@ -638,14 +638,7 @@ class Session:
             record.committed(pending, out_seq, history)
             if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
                 self._trail.add(delta)
-        outcome = result.code if isinstance(result, Failed) else "ok"
-        services.telemetry.requests[pending.type][outcome] += 1
-        services.telemetry.tenants.count_request(self.key.tenant, outcome)
-        if isinstance(result, Appended | Generated) and result.repeat_of is None:
-            services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
-        if services.traces is not None and isinstance(pending.request, Append | Generate):
-            services.traces.add(turn_times(self.key, pending, result, services.model))
-        log.info("answered", type=pending.type, outcome=outcome, seq=pending.seq, position=history.position)
+        self._count(pending, result)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:
             await services.retention.forget(self.key, pending.seq, out_seq)
@@ -653,6 +646,21 @@ class Session:
             num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
             await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)
         return True
+
+    def _count(self, pending: Pending, result: Result) -> None:
+        """Count a stored result, and trace its turn."""
+        services = self._services
+        outcome = result.code if isinstance(result, Failed) else "ok"
+        counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat has any code of the log
+        services.telemetry.requests[pending.type][counted] += 1
+        services.telemetry.tenants.count_request(self.key.tenant, counted)
+        if isinstance(result, Appended | Generated) and result.repeat_of is None:
+            services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
+        if services.traces is not None and isinstance(pending.request, Append | Generate):
+            services.traces.add(turn_times(self.key, pending, result, services.model))
+        log.info(
+            "answered", type=pending.type, outcome=outcome, seq=pending.seq, position=self._record.position
+        )
 
     async def _store(self, pending: Pending, result: Result, history: History) -> int:
         """Commit a result after the last one. Entries that are no results of this session do not fence."""
