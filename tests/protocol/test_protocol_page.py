@@ -81,7 +81,7 @@ async def test_the_examples_in_python_run_as_they_are_written(
 ) -> None:
     (tmp_path / "example.py").write_text(fenced("## An example", "python"))
     (tmp_path / "consumer.py").write_text(fenced("### A durable consumer", "python"))
-    (tmp_path / "ask.py").write_text(fenced("## Without any of our code", "python", README))
+    (tmp_path / "ask.py").write_text(fenced("## Without the client library", "python", README))
     assert re.search(r"\n generated \{'prompt_tokens': \d", await output(await shell("python example.py")))
     assert await output(await shell("python ask.py")) != ""
     consumer = await shell("python consumer.py")
