@@ -29,6 +29,7 @@ test: $(STAMP) ## Run the tests
 
 soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 -m soak
+	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q -n 2 -m 'hypothesis and not soak'
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_saboteurs.py
 

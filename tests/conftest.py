@@ -22,8 +22,9 @@ from worker.models.blas import preload
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("any pace", deadline=None)
+# How long an example takes says how busy the machine is. `make soak` runs more examples.
+EXAMPLES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50"))
+settings.register_profile("any pace", deadline=None, max_examples=EXAMPLES)
 settings.load_profile("any pace")
 
 from parts import (  # noqa: E402

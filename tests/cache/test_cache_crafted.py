@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xxhash
 from click.testing import CliRunner
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
 
@@ -249,7 +249,6 @@ HEADER = _header()
 PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 
 
-@settings(max_examples=int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "300")), deadline=None)
 @given(headers())
 @example(HEADER)
 @example(HEADER.replace(b"[1,2,4,3]", b"[1,2,4,3,1]"))

@@ -160,7 +160,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+TestAdmission.settings = settings(stateful_step_count=50)
 
 
 def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", priority: int = 0) -> Claim:

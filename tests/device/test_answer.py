@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
@@ -37,7 +37,6 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
     return [answer.push(token) for token in tokens if answer.finish_reason is None]
 
 
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_a_replay_of_k_tokens_stands_where_the_answer_stood(tokenizer, new_answer, data) -> None:
     """At every point: same texts from there on, same end, same text when cancelled right there."""

@@ -91,7 +91,6 @@ def test_draws_follow_the_distribution_of_the_filters_definitions(sampling: Samp
     st.sampled_from([0.3, 1.0, 3.0]),
     st.sets(st.integers(0, VOCABULARY - 1)),
 )
-@settings(deadline=None, max_examples=60)
 def test_no_combination_of_filters_draws_what_it_excludes(
     seed, top_k, top_p, min_p, temperature, seen
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from worker.device.scheduler import AGE_STEPS, Scheduler, Step
 
@@ -186,7 +186,6 @@ def test_the_last_token_of_a_prompt_gets_its_row_by_priority() -> None:
     assert carry_out(scheduler).prefill == ((low, 1),)
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.integers(1, 4), st.integers(1, 20), SCRIPT)
 def test_nobody_is_lost_starved_or_run_twice(
     max_rows: int, budget: int, script: list[tuple[str, int, str, bool]]

@@ -193,7 +193,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["packaged", *NEAR]), begin=st.booleans(), turns=TURNS)
 def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
     tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]

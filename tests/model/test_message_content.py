@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Rust
@@ -363,7 +363,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), TEXTS), min_size=1, max_size=4),

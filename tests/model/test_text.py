@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from worker.text.text import TextStream
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-MANY = settings(max_examples=300, deadline=None)
 #: The packaged vocabulary lacks some bytes of characters that nobody has assigned.
 TEXTS = st.text(
     st.sampled_from("aab \n<|>é数🙂\u200d\u0301\ufffd")
@@ -40,7 +39,6 @@ def expected(text: str, stop: list[str]) -> str:
     return text
 
 
-@MANY
 @given(tokens=RANDOM)
 def test_the_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, tokens: list[int]) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)
@@ -48,7 +46,6 @@ def test_the_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, tokens: list
     assert "".join(pieces(tokenizer, tokens, [])[0]) == whole
 
 
-@MANY
 @given(text=TEXTS)
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text, at_start=False)
@@ -56,7 +53,6 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert "".join(pieces(tokenizer, tokens, [])[0]) == text
 
 
-@MANY
 @given(
     tokens=RANDOM | TEXTS,
     stop=st.lists(st.text("aab \n<|>é数🙂\u0301", min_size=1, max_size=4), max_size=6),
@@ -74,7 +70,6 @@ def test_stop_strings_cut_wherever_they_lie(
     assert stopped == any(string in whole for string in stop)
 
 
-@MANY
 @given(
     text=TEXTS, stop=st.lists(st.text("aab é🙂", min_size=1, max_size=4), max_size=4), cut=st.integers(0, 30)
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_fold import OPERATIONS, World, assert_same, live
 
@@ -112,7 +112,6 @@ async def whole(world: World) -> Session:
     return await without_checkpoints(world).refolded()
 
 
-@settings(deadline=None, max_examples=150)
 @given(operations=OPERATIONS, policy=st.sampled_from([FULL, WINDOW]))
 def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
     tokenizer: Tokenizer, operations: list[tuple[str, Any]], policy: Policy

@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 from anyio import TaskHandle
-from hypothesis import given, settings
+from hypothesis import given
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
@@ -374,7 +374,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=250)
 @given(operations=OPERATIONS)
 def test_the_log_folds_to_what_the_session_was_when_it_lived(tokenizer, operations) -> None:
     """Requests of every kind, good and bad; repeats, conflicts, cancellations out of order, crashes."""
