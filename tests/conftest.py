@@ -41,6 +41,16 @@ from worker.app import App  # noqa: E402
 from worker.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
+#: Fixtures that mount file systems.
+MOUNTING = {"mounted", "disk_image", "read_only"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that mount file systems."""
+    for item in items:
+        if MOUNTING & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.mounts)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -30,6 +30,8 @@ from turnkeep_client.client import connect
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.packaging
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "ops" / "deploy"
 MANIFEST = (DEPLOY / "kubernetes.yaml").read_text()

@@ -17,6 +17,8 @@ from worker.sessions.session import Session
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.packaging
+
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
 
 

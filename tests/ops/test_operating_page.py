@@ -20,6 +20,8 @@ from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import encode
 from turnkeep_client.subjects import Subjects
 
+pytestmark = pytest.mark.packaging
+
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
 
 

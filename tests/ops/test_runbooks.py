@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.parts import WorkerProcess
 
+pytestmark = pytest.mark.packaging
+
 PAGE = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
 COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.strip().splitlines()

@@ -20,6 +20,8 @@ from worker.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.packaging
+
 ROOT = Path(__file__).parents[2]
 MKDOCS = ROOT / ".venv" / "docs" / "bin" / "mkdocs"
 PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"]

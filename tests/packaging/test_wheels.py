@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.registry, pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.packaging, pytest.mark.registry, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 class Environment:
