@@ -177,6 +177,24 @@ async def test_while_paused_offers_are_dropped_with_their_reason(open_store, mon
     assert_sum_rule(store)
 
 
+async def test_a_snapshot_is_synced_before_it_gets_its_name(open_store, tmp_path, monkeypatch) -> None:
+    store, fsync, happened = await open_store(), os.fsync, []
+    tmp, snapshots = (tmp_path / "cache" / name for name in ("tmp", "snapshots"))
+
+    def noted(fd) -> None:
+        inode = os.fstat(fd).st_ino
+        names = {path.stat().st_ino: path.stem for path in (*tmp.iterdir(), *snapshots.iterdir())}
+        where = "folder" if inode == snapshots.stat().st_ino else names[inode]
+        happened.append((where, len(list(snapshots.iterdir()))))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save_all(store, "a", TOKENS)
+    assert await store.barrier(5)
+    files = [nth_file(tmp_path, n).stem for n in range(3)]
+    assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
+
+
 async def test_a_file_whose_rename_was_not_synced_is_taken_back(open_store, tmp_path, monkeypatch) -> None:
     """It failed, so it is not counted as stored; then it must not turn up at the next start either."""
     store = await open_store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sqlite3
 from contextlib import closing, suppress
 
@@ -16,7 +17,7 @@ from cache.disk.folder import Folder
 from cache.index import gaps
 from cache.index.nodes import Node
 from cache.names.errors import CacheError, CutOffError, PinRefusedError
-from cache.names.policy import FULL
+from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, seen
 from cache.names.tokens import Boundary, Tokens, as_tokens
 
@@ -76,6 +77,26 @@ async def test_a_session_goes_on_behind_the_disk_limit(open_store) -> None:
     match = store.match(chain, TOKENS)
     assert match.num_tokens == 400
     assert_restored(await store.load(match), LIMITED, TOKENS)
+
+
+async def test_sinks_of_more_than_a_block_stay(open_store) -> None:
+    """While a session grows, and when only what a restore holds is left of it."""
+    policy = Policy(10, 6)
+    store = await limited(open_store, 12)
+    chain = store.chain("a", policy)
+    for end in range(BLOCK, 201, BLOCK):
+        save(store, LAYOUT.under(policy), chain, TOKENS[:end], end - BLOCK)
+        assert await store.barrier(5)
+    match = store.match(chain, TOKENS[:200])
+    assert match.num_tokens == 200
+    assert any(node.is_gap for node in match.nodes)
+    needed = {0, 4, 8, 188, 192, 196}
+    assert {node.start for node in gaps.needed_by(match.nodes[-1])} == needed
+    store.set_limits(max_bytes=0)
+    for _ in range(20):
+        store._room._shrink()
+    assert {node.start for node in store._index if not node.is_gap} == needed
+    assert_restored(await store.load(match), LAYOUT.under(policy), TOKENS[:200])
 
 
 async def test_a_chain_with_gaps_survives_restarts(open_store) -> None:
@@ -248,6 +269,28 @@ async def test_a_kill_before_the_file_of_a_gap_is_gone_costs_nothing(open_store)
     assert not store._index.get(gap.digest).is_gap
     assert store.match(store.chain("a", POLICY), TOKENS).num_tokens == 100
     assert store.stats().rejected == 0
+
+
+async def test_a_kill_behind_the_removal_of_a_gap_s_file_costs_nothing(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    """The row was there first: a row with a size and without a file would end the chain before it."""
+    store, remove, lives = await limited(open_store, 8), Folder.remove, []
+
+    def copied(folder, digest) -> None:
+        remove(folder, digest)
+        lives.append(tmp_path / str(len(lives)))
+        shutil.copytree(tmp_path / "cache", lives[-1])
+
+    await grown(store, store.chain("a", POLICY), 32)
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "remove", copied)
+        await grown(store, store.chain("a", POLICY), 48)
+    assert len(lives) >= 2
+    for directory in lives:
+        store = await limited(open_store, 8, directory=directory)
+        found = store.match(store.chain("a", POLICY), TOKENS).num_tokens
+        assert found >= 36, directory.name
 
 
 async def test_what_a_session_needs_is_told_without_its_middle(open_store, monkeypatch) -> None:

@@ -186,6 +186,30 @@ def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
         snapshot_format.prove(path, KEY)
 
 
+#: What `test_sealed_files_are_the_same_in_every_version` writes, as the first version did.
+GOLDEN = (
+    "dHVybmtlZXAgc2VhbGVkAQABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f0josgVfUK2ep31Qkct9IlH41eEfca1e5"
+    "2vi6jG54gojhu5PizJNxX7oIpv8Eba8mo17QNEGfOQrJsLlb5FtkSI9jqXycWzOWjdZregpns00pt0cuBhg0hMQGy0rNY+9z"
+    "heA6JNXzgznOtPQ75BJB5TSTkr9tv96791U11KbX6jk="
+)
+
+
+def test_sealed_files_are_the_same_in_every_version(tmp_path, monkeypatch) -> None:
+    """A salt, two full chunks and a part of one, of which the last is marked as such."""
+    monkeypatch.setattr(sealing, "_CHUNK", 32)
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    path, contents = tmp_path / KEY.file_name(bytes(32)), bytes(range(80))
+    with path.open("w+b", buffering=0) as file:
+        writer = KEY.writer(file.fileno(), path)
+        writer.write([memoryview(contents)])
+        writer.finish()
+        assert base64.b64encode(path.read_bytes()).decode() == GOLDEN
+        assert KEY.reader(file.fileno(), path).read(80) == contents
+        file.truncate(len(base64.b64decode(GOLDEN)) - 16 - sealing._TAG)
+        with pytest.raises(DoubtfulSnapshotError, match="damaged"):
+            KEY.reader(file.fileno(), path).read(64)
+
+
 def test_a_file_is_written_twice_under_keys_that_differ(tmp_path) -> None:
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
     encoded = snapshot_format.encode(name, identity(), cut(TOKENS, blocks.Span(0, 4)))

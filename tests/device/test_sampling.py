@@ -156,6 +156,12 @@ def test_every_seed_that_a_request_may_name_is_taken(seed: int) -> None:
     assert 0 <= int(draw(mx.array(logits(1)), Sampling(1.0, seed=seed), 2**31, ()).item()) < VOCABULARY
 
 
+def test_every_bit_of_a_seed_counts() -> None:
+    values, seeds = logits(1), [5, *(5 | 1 << bit for bit in (31, 32, 48, 62))]
+    drawn = [tuple(draws(values, Sampling(1.5, seed=seed), 20).tolist()) for seed in seeds]
+    assert len({*drawn}) == len(seeds)
+
+
 def test_the_penalty_leaves_the_models_own_logits_alone() -> None:
     values = mx.array(logits(3))
     before = np.array(values)

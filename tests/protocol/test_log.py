@@ -9,6 +9,8 @@ import pytest
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.log import derived_seed
+from turnkeep_client.subjects import session_key
 
 
 async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
@@ -36,6 +38,12 @@ async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
     assert found[0].build == {}
     assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
     assert len(await worker.client.log("one")) == 2
+
+
+def test_a_derived_seed_is_the_same_in_every_version() -> None:
+    """Answers that an older worker began go on with it, and recorded logs are replayed with it."""
+    assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
+    assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
 
 
 async def test_a_closed_client_reads_no_log(local_worker):

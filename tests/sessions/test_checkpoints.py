@@ -352,6 +352,13 @@ def damage_message(world: World) -> None:
     world.log.entries[index] = replace(entry, body=entry.body.replace(b"a", b"b"))
 
 
+def replace_message(world: World) -> None:
+    """Somebody has put a well-made one in its place, with the same tokens and without the answered ids."""
+    index = Link.parse(last_named(world)).seq - 1
+    forged(world, ids=b"")
+    world.log.entries[index] = replace(world.log.entries[index], body=world.log.entries[-1].body)
+
+
 def lose_one(world: World) -> None:
     """A part of the trail was removed from the log: of the last checkpoint, the first message."""
     begun = [each for each in checkpoints(world) if json.loads(each.body)["begins"]][-1]
@@ -402,6 +409,7 @@ def forged_result(world: World) -> None:
     "tamper",
     [
         damage_message,
+        replace_message,
         lose_one,
         name_nonsense,
         name_another_entry,
