@@ -25,6 +25,7 @@ from .disk.readers import Readers
 from .disk.restore import ChainFile, ReadOutcome, Restored, release_thread, restore
 from .disk.rows import Pin
 from .disk.writer import DropReason, Write, Writer
+from .index.behind import Behind
 from .index.opening import Opened, open_directory
 from .index.pins import Pinned
 from .index.prefixes import Prefixes
@@ -167,6 +168,7 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int,
+        keep_behind: int | None,
         model: str,
         monotonic: Callable[[], float],
     ) -> None:
@@ -190,11 +192,13 @@ class Store:
         )
         self._monotonic = monotonic
         self._removal = Removal(self._index, self._writer)
+        self._behind = Behind(self._index, keep_behind)
         self._room = Room(
             self._index,
             self._writer,
             opened.pins,
             self._removal,
+            self._behind,
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
         )
@@ -217,6 +221,7 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
+        keep_behind: int | None = None,
         model: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -227,7 +232,8 @@ class Store:
         Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout` is
         what the model's own caches hold: a file that differs goes to quarantine. If it has states, KV can be
         restored only up to the end of a snapshot with a state. `queue_bytes` bounds what waits in memory for
-        the disk; `min_free_bytes` of the file system stay free. `model` is the model's name in listings.
+        the disk; `min_free_bytes` of the file system stay free. What no layer sees is evicted once it lies
+        `keep_behind` tokens behind; None: once there is no room. `model` is the model's name in listings.
         `clock` (seconds since 1970) orders uses, `monotonic` times the pauses after failed writes. `access`
         has the directory's key. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
@@ -239,6 +245,7 @@ class Store:
             max_bytes=max_bytes,
             queue_bytes=queue_bytes,
             min_free_bytes=min_free_bytes,
+            keep_behind=keep_behind,
             model=model,
             monotonic=monotonic,
         )
@@ -254,6 +261,7 @@ class Store:
         root = blocks.root(form.digest, tenant)
         if form.layout.reach != FULL:
             self._index.limit(root, form.layout.reach)
+            self._behind.follow(root, form.layout.reach)
         chain = Chain(root, form.identity.block_tokens, policy)
         if of is None:
             return chain

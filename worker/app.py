@@ -308,6 +308,7 @@ class App:
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
+                keep_behind=settings.keep_behind,
                 model=loaded.folder.name,
                 access=access,
             )

@@ -394,6 +394,11 @@ class Settings:
         _size(_MIB), 20 * _GIB, "disk space for snapshots; least recently used ones are evicted"
     )
     min_free_disk: int = _setting(_size(0), _GIB, "disk space that snapshots must leave free")
+    keep_behind: int | None = _setting(
+        _or("all", None, _count(0, 2**31)),
+        4096,
+        "tokens behind a session's end whose KV stays on disk although no layer sees it any more",
+    )
     writer_queue: int = _setting(
         _size(_MIB),
         512 * _MIB,

@@ -222,11 +222,16 @@ class Writer:
         work = partial(self._unlink, rows, quarantined=quarantined)
         self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
 
-    def make_gaps(self, rows: list[Row]) -> None:
-        """Queue the removal of files whose rows stay, with a size of 0. Never waits."""
+    def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
+        """Queue the removal of files whose rows stay, with a size of 0. Never waits.
+
+        A file whose row cannot be written stays until the next start, unless its room is `needed`.
+        """
         size_bytes = sum(row.size_bytes for row in rows)
         self.unlinking_bytes += size_bytes
-        self._jobs.put(_Job(partial(self._make_gaps, rows), partial(self._unlinked, size_bytes)))
+        self._jobs.put(
+            _Job(partial(self._make_gaps, rows, needed=needed), partial(self._unlinked, size_bytes))
+        )
 
     def use(self, used: int, digest: bytes) -> None:
         """Queue the last use of a snapshot for the catalog."""
@@ -402,11 +407,11 @@ class Writer:
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
-    def _make_gaps(self, rows: list[Row]) -> None:
+    def _make_gaps(self, rows: list[Row], *, needed: bool) -> None:
         # A start takes up a file whose row has no size; a row without its file would break the chain.
         put = partial(self._catalog.put, durable=True)
-        self._in_catalog(put, [row._replace(size_bytes=0) for row in rows])
-        self._remove_files(rows)
+        if self._in_catalog(put, [row._replace(size_bytes=0) for row in rows]) or needed:
+            self._remove_files(rows)
 
     def _remove(self, rows: list[Row]) -> None:
         """Remove files and rows. Failures are kept for the next erasure; the next start finds them too."""

@@ -40,6 +40,8 @@ class Index:
         self._reaches: dict[bytes, Policy] = {}
         #: Called with every node that was added or removed.
         self.changed: Callable[[Node], None] = lambda _: None
+        #: Called with every node that was stored or released, or has lost a child, if nothing holds it.
+        self.settled: Callable[[Node], None] = lambda _: None
         self._fill(stored)
 
     def _fill(self, stored: Sequence[Row]) -> None:
@@ -274,6 +276,7 @@ class Index:
         self._push((node,) if node.evictable else ())
         if node not in self._held:
             self._push(gaps.passed_by(node))
+            self.settled(node)
 
     def _push(self, nodes: Iterable[Node]) -> None:
         """Push nodes on the heap that may be evicted, or may become gaps once nothing sees them."""

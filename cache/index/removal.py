@@ -13,7 +13,7 @@ import structlog
 from cache.disk.writer import DropReason, WriteState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from cache.disk.rows import Row
     from cache.disk.writer import Write, Writer
@@ -53,10 +53,18 @@ class Removal:
                 need_bytes -= row.size_bytes
                 victims.append(row)
         if gaps:
-            self._writer.make_gaps(gaps)  # before the removals, which may be of the same nodes
+            self._writer.make_gaps(gaps, needed=True)  # before the removals, which may be of the same nodes
         if removed:
             self._writer.unlink(removed)
         return victims
+
+    def make_gaps(self, nodes: Sequence[Node]) -> None:
+        """Evict nodes that no session sees any more, although there is room."""
+        rows = [node.row for node in nodes]
+        for node in nodes:
+            self._index.make_gap(node)
+        if rows:
+            self._writer.make_gaps(rows)
 
     def discard(self, nodes: Iterable[Node]) -> int:
         """Discard these nodes, children first, except those that other nodes continue; return how many.

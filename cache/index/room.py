@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cache.disk.rows import Pin
     from cache.disk.writer import Writer
 
+    from .behind import Behind
     from .index import Index
     from .pins import TrackedPin
     from .removal import Removal
@@ -63,6 +64,7 @@ class Room:
         writer: Writer,
         pins: Iterable[Pin],
         removal: Removal,
+        behind: Behind,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -73,6 +75,7 @@ class Room:
         self._index = index
         self._writer = writer
         self._removal = removal
+        self._behind = behind
         self._pins = Pins(index, pins)
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
@@ -109,8 +112,8 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if the limits are exceeded."""
-        if self._step is None and self._excess() > 0:
+        """Schedule evictions if the limits are exceeded, or if snapshots may lie too far behind."""
+        if self._step is None and (self._behind or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
@@ -161,8 +164,10 @@ class Room:
 
     def _shrink(self) -> None:
         self._step = None
+        self._removal.make_gaps(self._behind.take(EVICT_LIMIT))
         excess = self._excess()
-        if excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT):
+        has_evicted = excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT)
+        if has_evicted or self._behind:
             self.check()
 
     def _evict(self, need_bytes: int, limit: int) -> int:

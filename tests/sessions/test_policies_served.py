@@ -126,6 +126,48 @@ async def test_after_a_restart_a_session_in_a_window_costs_what_is_new(
     assert await live(True, "restarted") == await live(False, "alone")
 
 
+async def test_a_session_without_end_takes_bounded_disk_and_answers_as_an_undisturbed_one(
+    local_worker: Callable, endless_model: Path, tmp_path: Path
+) -> None:
+    """Over restarts, and behind a rewind to where nothing is stored any more: that is prefilled again."""
+
+    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], int]:
+        settings = {
+            "model": str(endless_model),
+            "data_dir": tmp_path / name,
+            "prefix": f"{tmp_path.name}-{name}",
+            **changes,
+        }
+        answers, sizes = [], []
+        for part in range(4):
+            worker = await local_worker(**settings)
+            session = worker.client.session("s", cache=CACHE)
+            if part == 3:
+                await session.rewind(250)
+            for turn in range(3):
+                answer = await session.generate(tokens=[5 + part + turn] * 80, max_tokens=20)
+                answers.append(answer.tokens)
+                if turn == 0:
+                    prefilled = answer.usage.prefilled_tokens
+            store = worker.app._store
+            await session.info()  # a result is heard before the worker goes on
+            assert await store.barrier(5)
+            while store._behind:
+                store._room._shrink()
+            await worker.stop()
+            files = (tmp_path / name).rglob("*.safetensors")
+            sizes.append(sum(path.stat().st_size for path in files))
+        return answers, sizes, prefilled
+
+    answers, sizes, prefilled = await live("bounded", keep_behind=64)
+    expected, all_sizes, restored = await live("all", keep_behind=None)
+    assert answers == expected
+    assert max(sizes[1:3]) < 1.2 * sizes[0] < 0.5 * all_sizes[0]
+    assert all_sizes[2] > 2.8 * all_sizes[0]
+    assert prefilled == 250 + 80 - BLOCK, "all but the block that has its sinks"
+    assert restored < 80 + 2 * BLOCK
+
+
 @pytest.fixture
 def soon_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are left out in parts of 32, with each fourth result."""
