@@ -1,4 +1,4 @@
-"""One file that holds a session's log, and perhaps its KV: written, checked and read, put into another log.
+"""One file that holds a session's log, and perhaps its KV: written, checked and read.
 
 A plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV snapshots as
 `turnkeep cache export` writes them. Requests without a result are left out: two logs would
@@ -9,40 +9,41 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
+import re
 import tarfile
 import tempfile
-from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
+from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from turnkeep_client import __version__
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
-from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
-from turnkeep_client.messages import Close, Closed, decode_request, decode_result
-from turnkeep_client.stream import LastSequenceError, Unsent
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
+from turnkeep_client.messages import decode_request, decode_result
+from turnkeep_client.subjects import SessionKey, session_key
 
 from .record import pair_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from turnkeep_client.client import Client
+    from collections.abc import Iterator, Sequence
 
 FORMAT: Final = 1
-#: Exchanges that are stored together; JetStream takes 1,000 messages at most, and an exchange is up to three.
-_TOGETHER: Final = 300
-#: Attempts to store some exchanges in a log that others write too, with half as many from time to time.
-_ATTEMPTS: Final = 60
 #: Members that are no snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
+#: Precedes the digest of what is before it, at the end of `session.json`; earlier versions wrote none.
+_CHECKSUM: Final = b',"checksum":"'
+#: The headers of results that a file has. All others are left out: the server obeys some of them.
+HEADERS: Final = (MODEL_HEADER, HISTORY_HEADER, BUILD_HEADER)
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f]")
+
+#: Each part of the log has its time zone: times with and without one cannot be compared.
+_Time = Annotated[datetime, Meta(tz=True)]
 
 
 class CopyError(TurnkeepError):
@@ -60,21 +61,25 @@ class Manifest(Struct, frozen=True, kw_only=True):
     tenant: str
     session: str
     model: str | None
-    began: datetime
+    began: _Time
     exchanges: int
     digest: str
     kv: tuple[tuple[str, int], ...] = ()
     identity: str | None = None
 
 
+class _Form(Struct):
+    format: int
+
+
 class Line(Struct, frozen=True, kw_only=True):
     """A request and its result, with the sequences and times that they had in their log."""
 
     seq: int
-    stored: datetime
+    stored: _Time
     request: msgspec.Raw
     answered_seq: int
-    answered: datetime
+    answered: _Time
     result: msgspec.Raw
     headers: dict[str, str]
 
@@ -117,7 +122,7 @@ def export(
             model=exchanges[-1].answered.model,
             began=exchanges[0].asked.stored,
             exchanges=len(exchanges),
-            digest=blake2b(log, digest_size=16).hexdigest(),
+            digest=_digest(log),
             kv=tuple((member.name, member.size) for member in members),
             identity=identity,
         )
@@ -127,7 +132,7 @@ def export(
             os.fdopen(made, "wb") as file,
             tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
         ):
-            for name_, content in ((_SESSION, encoder.encode(manifest)), (_LOG, log)):
+            for name_, content in ((_SESSION, _signed(encoder.encode(manifest))), (_LOG, log)):
                 member = tarfile.TarInfo(name_)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -143,48 +148,93 @@ def _headers(answered: Entry) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def _signed(manifest: bytes) -> bytes:
+    """Add the digest of a manifest to its end."""
+    return manifest[:-1] + _CHECKSUM + _digest(manifest[:-1]).encode() + b'"}'
+
+
 def read(source: Path) -> tuple[Manifest, list[Line]]:
     """Read a file and check all of it but the snapshots' contents. Raises `CopyError`."""
+    if not source.is_file():
+        raise CopyError(f"{source} is no file; save the export to one first")
     try:
-        with tarfile.open(source, "r:") as tar:
-            manifest = _manifest(source, _content(tar, _SESSION))
-            log = _content(tar, _LOG)
-            found = tuple((member.name, member.size) for member in tar.getmembers()[2:])
-            last = tar.getmembers()[-1]
-            if source.stat().st_size < last.offset_data + last.size:
-                raise tarfile.ReadError("it ends too early")
-        if blake2b(log, digest_size=16).hexdigest() != manifest.digest or found != manifest.kv:
-            raise tarfile.ReadError("its content is not what was written")
+        with source.open("rb") as file:
+            members = _members(file)
+            manifest = _manifest(source, _content(file, members, _SESSION))
+            log = _content(file, members, _LOG)
+            found = tuple((member.name, member.size) for member in members)
         lines = msgspec.json.Decoder(Line).decode_lines(log)
-        for line in lines:
-            decode_request(bytes(line.request))
-            decode_result(bytes(line.result))
+        if (_digest(log), found, len(lines)) != (manifest.digest, manifest.kv, manifest.exchanges):
+            raise tarfile.ReadError("its content is not what was written")
+        _check(manifest, lines)
     except InvalidMessageError as error:
         raise CopyError(
             f"{source} was written by turnkeep {manifest.version}, and this one cannot read it: {error}"
         ) from None
-    except (tarfile.TarError, msgspec.DecodeError, UnicodeDecodeError, EOFError) as error:
+    except RecursionError:
+        raise CopyError(
+            f"{source} is no sound export of a session (it nests too deep); export it again"
+        ) from None
+    except (tarfile.TarError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CopyError(f"{source} is no sound export of a session ({error}); export it again") from None
     except OSError as error:
         raise CopyError(f"{source} cannot be read: {error.strerror}") from None
     return manifest, lines
 
 
-def _content(tar: tarfile.TarFile, name: str) -> bytes:
-    member = tar.next()
-    file = tar.extractfile(member) if member is not None and member.name == name else None
-    if file is None:
+def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
+    """Raise `InvalidMessageError` or `tarfile.ReadError` unless a log can hold all of this."""
+    session_key(manifest.tenant, manifest.session)
+    for line in lines:
+        decode_request(bytes(line.request))
+        decode_result(bytes(line.result))
+        if any(map(_CONTROL.search, line.headers.values())):
+            raise tarfile.ReadError("a header has a line break or another control character")
+
+
+def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Yield an archive's members, with the file at the start of the member's content.
+
+    They must be plain files: a sparse one of 512 bytes would be gigabytes in memory, and a link is another
+    member. Raises `tarfile.TarError`.
+    """
+    end, at = os.fstat(file.fileno()).st_size, 0
+    while (block := file.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
+        member = tarfile.TarInfo.frombuf(block, "ascii", "backslashreplace")
+        if member.type not in {tarfile.REGTYPE, tarfile.AREGTYPE}:
+            raise tarfile.ReadError(f"{member.name!r} is no plain file")
+        at += tarfile.BLOCKSIZE
+        if not 0 <= member.size <= end - at:
+            raise tarfile.ReadError("it ends too early")
+        yield member
+        at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        file.seek(at)
+
+
+def _content(file: IO[bytes], members: Iterator[tarfile.TarInfo], name: str) -> bytes:
+    member = next(members, None)
+    if member is None or member.name != name:
         raise tarfile.ReadError(f"there is no {name} where it belongs")
-    return file.read()
+    return file.read(member.size)
 
 
 def _manifest(source: Path, content: bytes) -> Manifest:
-    form = json.loads(content).get("format")
+    form = msgspec.json.decode(content, type=_Form).format
     if form != FORMAT:
         raise CopyError(
             f"{source} has format {form}, and this version reads {FORMAT}; take the other version"
         )
-    return msgspec.json.decode(content, type=Manifest)
+    signed, is_signed, digest = content.rpartition(_CHECKSUM)
+    if is_signed and digest != _digest(signed).encode() + b'"}':
+        raise tarfile.ReadError("its content is not what was written")
+    manifest = msgspec.json.decode(content, type=Manifest)
+    if _CONTROL.search(f"{manifest.version}{manifest.model}"):
+        raise tarfile.ReadError("a name in it has a line break or another control character")
+    return manifest
 
 
 def of_file(source: Path) -> list[Entry]:
@@ -197,65 +247,3 @@ def of_file(source: Path) -> list[Entry]:
         build, body = words(line.headers.get(BUILD_HEADER, "")), bytes(line.result)
         found.append(Entry(line.answered_seq, key, "out", line.answered, body, model, history, build))
     return found
-
-
-class Import:
-    """Puts a session into a log, so that a worker finds no request of it without its result."""
-
-    def __init__(self, client: Client, key: SessionKey) -> None:
-        self._stream, self._subjects, self._key = client.stored, client.subjects, key
-        self._new_seqs: dict[int, int] = {}
-
-    async def check(self) -> None:
-        """Raise `CopyError` if the log has such a session."""
-        if await self._stream.subjects(self._key.tenant, self._key.session):
-            raise CopyError(
-                f"the log has a session {self._key} already; import it under another name, with --as"
-            )
-
-    async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none; up to 300 at a time appear at once. Raises `CopyError`."""
-        await self.check()
-        await self._stream.allow_batches()
-        done = 0
-        try:
-            while done < len(lines):
-                done += await self._store(lines[done : done + _TOGETHER], first=done == 0)
-                progress(done, len(lines), "importing")
-        except BaseException:
-            if done:
-                await self._stream.purge(self._key)
-            raise
-
-    async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
-        """Store some of the exchanges together; return how many."""
-        for attempt in range(_ATTEMPTS):
-            some = lines[: max(1, len(lines) >> (attempt // 6))]
-            last = await self._stream.last_seq()
-            try:
-                await self._stream.store(list(self._messages(some, last + 1, first=first)), last)
-            except LastSequenceError:  # somebody else has written
-                continue
-            return len(some)
-        raise CopyError("others write to the log all the time; import the session when it is less busy")
-
-    def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
-        """Yield what the log is to hold: results name sequences, which are those of the new log."""
-        for line in lines:
-            headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
-            first = False
-            self._new_seqs[line.seq] = seq
-            yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), headers)
-            seq += 1
-            result = msgspec.json.decode(line.result, type=dict[str, msgspec.Raw])
-            result["seq"] = msgspec.Raw(str(self._new_seqs[line.seq]).encode())
-            if (of := result.get("repeat_of")) is not None:
-                new = self._new_seqs.get(json.loads(bytes(of)), 1)
-                result["repeat_of"] = msgspec.Raw(str(new).encode())
-            if isinstance(decode_request(bytes(line.request)), Close) and isinstance(
-                decode_result(bytes(line.result)), Closed
-            ):  # by this note the session leaves the log in time
-                yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
-                seq += 1
-            yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), line.headers)
-            seq += 1

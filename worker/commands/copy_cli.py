@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from cache.admin import archive, survey
 from cache.names.errors import CacheError, DirectoryLockedError
-from ops.log import copies
+from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import session_key
 from worker.formatting import size
@@ -102,7 +102,7 @@ def import_(
             _check_kv(manifest, key.tenant, settings, source)
 
         async def run(client: Client) -> str:
-            into = copies.Import(client, key)
+            into = importing.Import(client, key)
             await into.check()
             if kv:
                 _import_kv(settings, source)

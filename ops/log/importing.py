@@ -1,0 +1,116 @@
+"""Puts a session that was exported into a log: all of it, or nothing. Knows nothing of files or KV."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.log import BEGAN_HEADER
+from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from turnkeep_client.stream import LastSequenceError, Unsent
+
+from .copies import HEADERS, CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.subjects import SessionKey
+
+    from .copies import Line
+
+#: Exchanges that are stored together; JetStream takes 1,000 messages at most, and an exchange is up to three.
+_TOGETHER: Final = 300
+#: Attempts to store some exchanges in a log that others write too, with half as many from time to time.
+_ATTEMPTS: Final = 60
+
+
+class Import:
+    """Puts a session into a log, so that a worker finds no request of it without its result."""
+
+    def __init__(self, client: Client, key: SessionKey) -> None:
+        self._stream, self._subjects, self._key = client.stored, client.subjects, key
+        self._new_seqs: dict[int, int] = {}
+        self._first: tuple[int, Unsent] | None = None
+
+    async def check(self) -> None:
+        """Raise `CopyError` if the log has such a session."""
+        if await self._stream.subjects(self._key.tenant, self._key.session):
+            raise CopyError(
+                f"the log has a session {self._key} already; import it under another name, with --as"
+            )
+
+    async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
+        """Store all exchanges, or none; up to 300 at a time appear at once. Raises `CopyError`."""
+        await self.check()
+        await self._stream.allow_batches()
+        done = 0
+        try:
+            while done < len(lines):
+                done += await self._store(lines[done : done + _TOGETHER], first=done == 0)
+                progress(done, len(lines), "importing")
+        except BaseException as error:
+            await self._remove(error, is_begun=done > 0)
+            raise
+
+    async def _remove(self, error: BaseException, *, is_begun: bool) -> None:
+        """Remove what was stored. Raises `CopyError` if that fails."""
+        try:
+            if is_begun or await self._is_stored():
+                await self._stream.purge(self._key)
+        except TurnkeepError as why:
+            raise CopyError(
+                f"{str(error) or type(error).__name__}; a part of {self._key} may be in the log, since it"
+                f" could not be removed ({why}); close that session with forget before you import it again"
+            ) from None
+
+    async def _is_stored(self) -> bool:
+        """Whether the log has the first request, though its answer to that was lost.
+
+        Otherwise a session of this name is another one, which a client has begun meanwhile.
+        """
+        if self._first is None:
+            return False
+        seq, sent = self._first
+        stored = await self._stream.get(self._key, "in", seq)
+        return stored is not None and stored.body == sent.body and BEGAN_HEADER in stored.headers
+
+    async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
+        """Store some of the exchanges together; return how many."""
+        for attempt in range(_ATTEMPTS):
+            some = lines[: max(1, len(lines) >> (attempt // 6))]
+            last = await self._stream.last_seq()
+            messages = list(self._messages(some, last + 1, first=first))
+            if first:
+                self._first = last + 1, messages[0]
+            try:
+                await self._stream.store(messages, last)
+            except LastSequenceError:  # somebody else has written
+                continue
+            return len(some)
+        raise CopyError("others write to the log all the time; import the session when it is less busy")
+
+    def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
+        """Yield what the log is to hold: results name sequences, which are those of the new log."""
+        for line in lines:
+            headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
+            first = False
+            self._new_seqs[line.seq] = seq
+            yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), headers)
+            seq += 1
+            result = msgspec.json.decode(line.result, type=dict[str, msgspec.Raw])
+            result["seq"] = msgspec.Raw(str(self._new_seqs[line.seq]).encode())
+            if (of := result.get("repeat_of")) is not None:
+                new = self._new_seqs.get(json.loads(bytes(of)), 1)
+                result["repeat_of"] = msgspec.Raw(str(new).encode())
+            if isinstance(decode_request(bytes(line.request)), Close) and isinstance(
+                decode_result(bytes(line.result)), Closed
+            ):  # by this note the session leaves the log in time
+                yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
+                seq += 1
+            headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
+            yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
+            seq += 1
