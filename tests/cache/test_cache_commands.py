@@ -331,3 +331,14 @@ async def test_a_cache_that_can_only_be_read_is_looked_at_all_the_same(open_stor
     found = survey.inspect(folder / "cache")
     assert [chain.model.name for chain in found.chains] == ["tiny", "tiny", ""]
     assert survey.verify(folder / "cache", lambda done, total: None).doubtful == []
+
+
+async def test_an_export_overwrites_a_file_only_with_force(filled, turnkeep, tmp_path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    refused = turnkeep("export", "--all", target, code=1).stderr
+    assert "already; choose another name, or overwrite it with --force" in refused
+    assert target.read_text() == "mine"
+    turnkeep("export", "--all", "--force", target)
+    with tarfile.open(target) as tar:
+        assert len(tar.getmembers()) == len(snapshots(filled))

@@ -249,3 +249,18 @@ async def test_a_file_is_replayed_as_the_log_is(local_worker: Start, tmp_path: P
     done = await command("replay", "--file", file, "--speed", "max", *where(worker))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same: 1 sessions, 2 requests" in done.stdout
+
+
+async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:
+    worker = await local_worker()
+    await worker.client.session("garden").append(tokens=[5])
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    done = await command("export", "garden", target, *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"turnkeep: there is a file {target} already; choose another name, or overwrite it with --force\n"
+    )
+    assert target.read_text() == "mine"
+    assert (await command("export", "garden", target, "--force", *where(worker))).returncode == 0
+    assert copies.read(target)[0].exchanges == 1

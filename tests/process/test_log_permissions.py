@@ -24,7 +24,7 @@ ARGUMENTS = {
     "dead list": [],
     "dead show": ["s", "turn-7"],
     "export": ["s", "file"],
-    "export --kv": ["s", "file"],
+    "export --kv": ["s", "with-kv"],
     "dead drop": ["s", "turn-9"],
     "dead retry": ["s", "turn-7"],
     "replay": ["s", "--speed", "max"],

@@ -25,7 +25,7 @@ from worker.formatting import size, span
 from worker.keys import cache_access
 from worker.settings import parse_duration, parse_size
 
-from .flags import as_json, load_settings, with_settings
+from .flags import as_json, check_target, force_option, load_settings, with_settings
 from .printing import table
 from .progress import terminal_progress
 
@@ -317,6 +317,7 @@ def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], *
 @click.argument("digests", nargs=-1, metavar="[DIGEST]...")
 @click.argument("target", type=click.Path(path_type=Path), metavar="FILE.tar")
 @click.option("--all", "everything", is_flag=True, help="Export all chains.")
+@force_option
 @_cache_options()
 def export(
     directory: Path | None,
@@ -324,11 +325,13 @@ def export(
     digests: tuple[str, ...],
     target: Path,
     everything: bool,
+    force: bool,
     **flags: Any,
 ) -> None:
     """Write chains, named as in `ls`, to a tar file that another cache can import; it is not encrypted."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
+    check_target(target, force=force)
     place, settings = _existing_cache(directory, config, flags)
     carried = archive.export(place, None if everything else digests, target, cache_access(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")

@@ -19,7 +19,7 @@ from turnkeep_client.subjects import session_key
 from worker.formatting import size
 from worker.keys import cache_access
 
-from .flags import load_settings, tenant_option, with_settings
+from .flags import check_target, force_option, load_settings, tenant_option, with_settings
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, talk
 
@@ -51,14 +51,18 @@ def _one_line() -> Iterator[None]:
 @click.argument("target", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE")
 @tenant_option
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
+@force_option
 @with_settings("cache_key_file", *CLIENT_SETTINGS)
-def export(config: Path | None, session: str, target: Path, tenant: str, kv: bool, **flags: Any) -> None:
+def export(
+    config: Path | None, session: str, target: Path, tenant: str, kv: bool, force: bool, **flags: Any
+) -> None:
     """Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.
 
     Requests without a result are left out.
     """
     settings = load_settings(config, flags)
     key = session_key(tenant, session)
+    check_target(target, force=force)
 
     async def run(client: Client) -> copies.Manifest:
         entries = await client.log(session)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from turnkeep_client.errors import TurnkeepError
 from worker import settings as settings_module
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from worker.settings import Settings
 
+force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 tenant_option = click.option(
     "--tenant",
@@ -26,6 +28,14 @@ tenant_option = click.option(
     show_default=True,
     help="Tenant that the session belongs to.",
 )
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise `TurnkeepError` if a file would be overwritten without `force`."""
+    if target.exists() and not force:
+        raise TurnkeepError(
+            f"there is a file {target} already; choose another name, or overwrite it with --force"
+        )
 
 
 def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
