@@ -284,8 +284,9 @@ class Appended(_Bounded, frozen=True, tag="appended"):
     """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`, all of the session's but the last.
 
     The following generate runs the last token, whose logits give the answer's first one. An empty append has
-    zeros. `rewritten_from` is set if the chat template changed earlier text: the tokens from that position on
-    were replaced and prefilled again.
+    zeros. `kv_live_bytes` is the KV that the next token sees; under `paged` with the sketches, which are of
+    all tokens. `rewritten_from` is set if the chat template changed earlier text: the tokens from that
+    position on were replaced and prefilled again.
     """
 
     tokens: int

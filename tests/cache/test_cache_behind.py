@@ -153,7 +153,7 @@ async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(ope
     """A row with a size and no file would break the chain, and cost the session's end."""
     put = Catalog.put
 
-    def fail(self, rows, *, synced=False) -> None:
+    def fail(self, rows, *, durable=False) -> None:
         if synced:
             raise sqlite3.OperationalError("disk I/O error")
         put(self, rows)
