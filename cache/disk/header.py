@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
-from cache.names.snapshot import CARRIED, ITEM_BYTES, STATE, Layout, Name, States, sections
+from cache.names.snapshot import CARRIED, ITEM_BYTES, MOST_TOKEN_BYTES, STATE, Layout, Name, States, sections
 
 from .access import PLAIN
 
@@ -201,6 +201,8 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     name = Name(bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1")
     if name.span.end != int(end) or name.digest.hex() != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
+    if len(name.tokens) > MOST_TOKEN_BYTES:
+        raise DoubtfulSnapshotError("more tokens than a snapshot has")
     found = tuple(
         Section(int(claims[at + CHECKSUM_CHARS : at + SECTION_CHARS], 16), claims[at : at + CHECKSUM_CHARS])
         for at in range(0, len(claims), SECTION_CHARS)

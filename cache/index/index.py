@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from cache.disk.rows import Row
+from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES, num_common
 
 from . import gaps
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.names.snapshot import Name
-
-#: More than the packed tokens of any snapshot: searches behind a name look at this many bytes.
-MOST_BYTES: Final = 1 << 16
 
 
 class Index:
@@ -347,7 +345,7 @@ class Index:
         open_ends = [(parent, 0)]
         while open_ends:
             parent, at = open_ends.pop()
-            for node in self._prefix_children(parent, packed[at : at + MOST_BYTES]):
+            for node in self._prefix_children(parent, packed[at : at + MOST_TOKEN_BYTES]):
                 found.append(node)
                 open_ends.append((node.digest, at + len(node.tokens)))
         return found

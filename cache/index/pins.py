@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES
-
-from .index import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,7 +133,7 @@ class Pins:
         while open_ends:
             name, at = open_ends.pop()
             before = tracked.paths[name].found if name in tracked.paths else {}
-            found = self._found(name, tokens[at : at + MOST_BYTES])
+            found = self._found(name, tokens[at : at + MOST_TOKEN_BYTES])
             tracked.paths[name] = _Path(at, found)
             self._watching.setdefault(name, set()).add(tracked)
             for node in before.keys() - found.keys():

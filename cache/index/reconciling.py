@@ -17,6 +17,7 @@ from cache.disk.header import read_header
 from cache.disk.rows import Row, columns, proofs
 from cache.names.blocks import DIGEST_BYTES, link
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES
 
 from .index import Index
@@ -139,11 +140,11 @@ def _is_right(row: Row) -> bool:
 
 
 def _fits(fields: Columns) -> bool:
-    """Whether names have their length, tokens are complete, and numbers are integers from 0 on."""
+    """Whether names have their length, tokens are complete and not too many, numbers integers from 0 on."""
     digests, parents, starts, tokens, sizes, used, *_ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}
-        and not any(size % TOKEN_BYTES for size in set(map(len, tokens)))
+        and not any(size % TOKEN_BYTES or size > MOST_TOKEN_BYTES for size in set(map(len, tokens)))
         and {*map(type, starts), *map(type, sizes), *map(type, used)} <= {int}
         and min(min(starts, default=0), min(sizes, default=0)) >= 0
     )

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 
+#: The most tokens of a snapshot, in bytes; a block has 8,192 at the most. Searches behind a name look at as
+#: many, so what had more would never be found, and not be removed.
+MOST_TOKEN_BYTES: Final = TOKEN_BYTES << 14
 #: Prefix of the names of a state's tensors. All other tensors are cut by tokens, along axis 2.
 STATE: Final = "state."
 #: Prefix of the names of a carrier's tensors, which are of more tokens than the carrier's own: see `carried`.

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOKENS = [5, 6, 7, 8]
+#: More than a block may have.
+MANY = [5] * 16_385
 #: A digit that Python takes for one.
 ZERO = "\N{ARABIC-INDIC DIGIT ZERO}"
 ROOT = blocks.root(identity().digest(), "a")
@@ -142,6 +144,41 @@ async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
             assert isinstance(found.exception, SystemExit | None), command
 
 
+async def test_no_import_brings_what_forget_would_not_find(tmp_path, open_store) -> None:
+    """`forget` follows blocks as long as a worker makes them, and each import and start does."""
+    store = await open_store()
+    name, kv = Name(blocks.root(identity().digest(), "a"), 0, pack(MANY)), cut(MANY, Span(0, len(MANY)))
+    assert await store.close()
+    layout = b"".join(bytes(tensor.data) for tensor in kv)
+    fields = {"tokens": pack(MANY).hex(), "end": str(len(MANY)), "parent": name.parent.hex()}
+    content, file = grown(sound(tmp_path), fields, len(MANY), layout)
+    assert [one["reason"] for one in imported(tmp_path, content, file)["skipped"]] == [
+        "more tokens than a snapshot has"
+    ]
+    (tmp_path / "cache" / "snapshots" / file).write_bytes(content)
+    store = await open_store()
+    assert (await store.erase("a", MANY)).settled
+    assert await store.close()
+    assert not [path for path in (tmp_path / "cache").rglob("*.safetensors") if path.name == file]
+
+
+def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes) -> tuple[bytes, str]:
+    """Change a sound file such that all of it fits so many tokens, which nothing here would write."""
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    fields = json.loads(whole[8:end])
+    at = 0
+    for name, tensor in fields.items():
+        if name != "__metadata__":
+            tensor["shape"][2] = num_tokens
+            size = len(payload) // (len(fields) - 1)
+            tensor["data_offsets"] = [at, at + size]
+            at += size
+    sections = xxhash.xxh3_128(payload).hexdigest() + f"{len(payload):016x}"
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    padded = text + b" " * (-len(text) % 8)
+    return crafted(struct.pack("<Q", len(padded)) + padded + payload, changes | {"sections": sections})
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -151,8 +188,9 @@ async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
         Row(b"d" * 32, b"p" * 32, -4, pack(TOKENS), 9, 1),
         Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS)[:5], 9, 1),
         Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS), -9, 1),
+        Row(blocks.link(b"p" * 32, pack(MANY)), b"p" * 32, 0, pack(MANY), 9, 1),
     ],
-    ids=repr,
+    ids=lambda row: repr(row)[:200],
 )
 async def test_an_index_into_which_such_a_file_came_earlier_is_mended(tmp_path, open_store, row) -> None:
     """Its rows are as they were put down: their proofs are right, and no start would ever find a fault."""
