@@ -74,11 +74,8 @@ class Dashboard:
 
     async def listen(self) -> None:
         """Hear the workers, until the client is closed."""
-        known: set[str] = set()
         async for metrics in self._client.metrics():
-            self._fleet.hear(metrics)
-            if metrics.worker not in known:
-                known.add(metrics.worker)
+            if self._fleet.hear(metrics):
                 self._is_new.set()  # so that a page shows it at once
 
     async def keep(self) -> NoReturn:

@@ -1,13 +1,16 @@
 """The workers that were heard of lately: the last metrics messages of each, and how long ago they came.
 
-What `exporter`, `top` and `dashboard` show is computed from this alone. No I/O.
+What `exporter`, `top` and `dashboard` show is computed from this alone. No I/O. Whoever may publish on the
+metrics subject can forge messages: those that no worker can have sent are ignored, and memory has limits.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import Struct, structs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +19,13 @@ if TYPE_CHECKING:
 
 #: A worker that has missed this many messages is silent.
 _MISSED: Final = 3
+#: Workers that are kept, and messages of each, at the most.
+MAX_WORKERS: Final = 1000
+MAX_MESSAGES: Final = 16
+#: Limits of a message: of its numbers, texts, and the entries of a mapping (1,000 tenants may be named).
+_MAX_NUMBER: Final = 2**63
+_MAX_TEXT: Final = 4096
+_MAX_ENTRIES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +60,33 @@ class Fleet:
         #: When the last message came, and the messages, never empty. A list is replaced, not changed.
         self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
-    def hear(self, metrics: Metrics) -> None:
-        """Take a worker's message."""
+    def hear(self, metrics: Metrics) -> bool:
+        """Take a worker's message. Returns whether the worker is new."""
         now_s = self._clock()
         gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
         for name in gone:
             del self._heard[name]
+        is_new = metrics.worker not in self._heard
+        if not _is_possible(metrics) or (is_new and not self._make_room(now_s)):
+            return False
         _, messages = self._heard.get(metrics.worker, (0.0, []))
         if messages and messages[-1].uptime_s > metrics.uptime_s:
             messages = []  # a new run of the worker, whose counters begin at 0
         kept = [one for one in messages if metrics.uptime_s - one.uptime_s <= self._window_s]
+        if len(kept) > 1 and kept[-1].uptime_s - kept[-2].uptime_s <= self._window_s / (MAX_MESSAGES - 2):
+            kept.pop()  # so frequent messages are not all kept
         self._heard[metrics.worker] = (now_s, [*kept, metrics])
+        return is_new
+
+    def _make_room(self, now_s: float) -> bool:
+        """Have a place for one more worker, if need be that of the one that has been silent for longest."""
+        if len(self._heard) < MAX_WORKERS:
+            return True
+        name, (heard_s, messages) = min(self._heard.items(), key=lambda item: item[1][0])
+        if Sighting(messages[-1], now_s - heard_s).up:
+            return False
+        del self._heard[name]
+        return True
 
     def sightings(self) -> list[Sighting]:
         """Return the workers that are not forgotten, by name."""
@@ -71,3 +97,20 @@ class Fleet:
             if now_s - heard_s <= self._forget_s
         ]
         return sorted(found, key=lambda one: one.metrics.worker)
+
+
+def _is_possible(value: Any) -> bool:
+    """Say whether a worker can have sent a message, or a part of one."""
+    match value:
+        case int() | float():
+            return abs(value) < _MAX_NUMBER
+        case str():
+            return len(value) <= _MAX_TEXT
+        case tuple():
+            return len(value) <= _MAX_ENTRIES and all(map(_is_possible, value))
+        case dict():
+            return len(value) <= _MAX_ENTRIES and all(map(_is_possible, (*value, *value.values())))
+        case Struct():
+            return all(map(_is_possible, structs.astuple(value)))
+        case _:
+            return True  # an optional field that was not sent

@@ -50,12 +50,17 @@ class History:
         self._points: dict[str, list[_Point]] = {}
 
     def take(self, sightings: Sequence[Sighting], at_s: float) -> None:
-        """Add a point for each worker. A silent one has no figures, which is a gap in its course."""
+        """Add a point for each worker. A silent one has no figures, which is a gap in its course.
+
+        A point that comes soon after the last one replaces it.
+        """
         now, points = {}, {}
         for one in sightings:
             name, figures = one.metrics.worker, Figures(one)
             values = tuple(of(one, figures) if one.up else None for of in SERIES.values())
-            kept = (point for point in self._points.get(name, ()) if at_s - point[0] <= self._keep_s)
+            kept = [point for point in self._points.get(name, ()) if at_s - point[0] <= self._keep_s]
+            if len(kept) > 1 and kept[-1][0] - kept[-2][0] < self.step_s / 2:
+                kept.pop()
             points[name] = [*kept, (at_s, values)]
             now[name] = {
                 "model": one.metrics.model,
