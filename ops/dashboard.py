@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import click
 
@@ -27,6 +27,7 @@ from turnkeep_client.errors import TurnkeepError
 from .concurrency import until_one_ends
 from .fleet import Fleet
 from .history import History
+from .hosts import REFUSAL, may_ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,6 +136,10 @@ class _Server(ThreadingHTTPServer):
         # The base class's asks DNS for this machine's name, which may take seconds, and is not needed.
         TCPServer.server_bind(self)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that hangs up is no fault
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD, and nothing else."""
@@ -149,11 +154,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with what a path has."""
-        if not self._is_own_name():
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        if not may_ask(self.client_address[0], self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain=REFUSAL)
             return
-        asked = urlsplit(self.path)
-        found = self.content(asked.path, parse_qs(asked.query))
+        path, _, query = self.path.partition("?")
+        found = self.content(path, parse_qs(query))
         if found is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
@@ -174,15 +179,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
         """Log nothing: pages ask every few seconds."""
-
-    def _is_own_name(self) -> bool:
-        """Say whether a request names this machine, where only it is listened to.
-
-        A foreign page could else have its own name point to 127.0.0.1, and read what is served there.
-        """
-        if not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
-            return True
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        with contextlib.suppress(ValueError):
-            return name == "localhost" or ipaddress.ip_address(name).is_loopback
-        return False

@@ -16,9 +16,11 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
 from .concurrency import until_one_ends
 from .fleet import Fleet
+from .hosts import REFUSAL, may_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from prometheus_client.metrics_core import Metric
 
@@ -87,6 +89,7 @@ def serving(exporter: Exporter, address: str, port: int) -> Iterator[str]:
         raise ExporterError(
             f"cannot listen on {address}:{port} ({error.strerror}); choose another --address or --port"
         ) from None
+    server.set_app(_guarded(server.get_app()))  # type: ignore[arg-type]  # its stub has None for no app
     try:
         host = f"[{address}]" if ":" in address else address
         yield f"http://{host}:{server.server_port}/metrics"
@@ -94,3 +97,15 @@ def serving(exporter: Exporter, address: str, port: int) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _guarded(app: WSGIApplication) -> WSGIApplication:
+    """Refuse requests for names that are not this machine's."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if may_ask(environ["REMOTE_ADDR"], environ.get("HTTP_HOST", "")):
+            return app(environ, start_response)
+        start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+        return [f"{REFUSAL}\n".encode()]
+
+    return answer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import (
     BrokenResourceError,
+    CancelScope,
     ClosedResourceError,
     DelimiterNotFound,
     IncompleteRead,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_BYTES: Final = 8192
 _PATIENCE_S: Final = 5.0
-#: Connections beyond this are closed at once, so that they cannot use up the process's files.
+#: Beyond this the oldest connection is closed: idle ones can neither use up the process's files nor keep a
+#: probe, which sends its request at once, from its answer.
 _MAX_OPEN: Final = 64
 
 
@@ -44,7 +46,8 @@ class HealthServer:
         """`paths` lists for each path what speaks against 200: nothing, or reasons for a 503."""
         self._endpoint = endpoint
         self._paths = paths
-        self._num_open = 0
+        #: The open connections, the oldest first; a dict because sets have no order.
+        self._open: dict[CancelScope, None] = {}
 
     async def open(self) -> None:
         """Listen. Raises `HealthError`."""
@@ -62,15 +65,20 @@ class HealthServer:
             await self._listener.serve(self._handle)
 
     async def _handle(self, stream: SocketStream) -> None:
-        self._num_open += 1
+        if len(self._open) >= _MAX_OPEN:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        patience = move_on_after(_PATIENCE_S)
+        self._open[patience] = None
         try:
             async with stream:
-                with move_on_after(_PATIENCE_S if self._num_open <= _MAX_OPEN else 0):
+                with patience:
                     await stream.send(await self._answer(stream))
         except (BrokenResourceError, ClosedResourceError, IncompleteRead):
             pass  # the client has hung up
         finally:
-            self._num_open -= 1
+            self._open.pop(patience, None)
 
     async def _answer(self, stream: SocketStream) -> bytes:
         try:

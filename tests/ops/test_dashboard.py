@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import re
 import shlex
@@ -24,6 +23,7 @@ from ops.dashboard import PAGE, DashboardError, serving
 from ops.fleet import Fleet
 from ops.history import SERIES, History
 from tests.commands.command_runs import command, environment
+from tests.ops.test_exporter import get
 from tests.ops.test_operating_page import block
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
@@ -81,15 +81,6 @@ def served(watched: Watched) -> Iterator[str]:
         yield url
 
 
-def get(url: str, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
-    connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    found = answer.status, answer.read().decode(), dict(answer.getheaders())
-    connection.close()
-    return found
-
-
 def test_a_course_has_the_figures_of_each_moment() -> None:
     course = Watched(100, "w1").history.course("w1")
     assert course["at_s"] == [5 * step for step in range(1, 21)]
@@ -135,6 +126,36 @@ def test_a_page_on_loopback_is_for_names_of_this_machine(host: str) -> None:
     with served(Watched(5, "w1")) as url:
         assert get(url, Host=host)[0] == 200
         assert get(url, Host="rebound.example")[0] == 421
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ("GET / HTTP/1.1\r\nHost: [", 421),
+        ("GET / HTTP/1.1\r\nHost: [::1", 421),
+        ("GET http://[/ HTTP/1.1\r\nHost: localhost", 404),
+    ],
+)
+def test_a_malformed_request_is_refused_without_a_traceback(
+    asked: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(Watched(5, "w1")) as url:
+        host, _, port = url.split("/")[2].partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{asked}\r\n\r\n".encode())
+            assert connection.makefile().readline().split()[1:2] == [str(status)]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with served(Watched(5, "w1")) as url:
+        host, _, port = url.split("/")[2].partition(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        connection.close()
+        assert get(url)[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_the_page_asks_no_other_address() -> None:

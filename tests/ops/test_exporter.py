@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from msgspec import UNSET, structs
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ops.exporter import serving
 from ops.exposition import COUNTERS, GAUGES, HISTOGRAMS, families
 from ops.fleet import Fleet
 from tests.commands.command_runs import environment, turnkeep
@@ -181,6 +183,15 @@ def test_the_page_about_running_it_has_every_name() -> None:
     assert rows == expected
 
 
+def get(url: str, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode(), dict(answer.getheaders())
+    connection.close()
+    return found
+
+
 class Exporter:
     """`turnkeep exporter` as a process."""
 
@@ -295,6 +306,23 @@ async def test_without_nats_the_exporter_says_so_and_comes_back(
         await publisher.close()
     finally:
         server.kill()
+
+
+class Page:
+    """What scrapes are answered from, without NATS."""
+
+    def collect(self) -> Iterator[Any]:
+        return families([], None, connected=True)
+
+
+def test_scrapes_on_loopback_are_for_names_of_this_machine() -> None:
+    with serving(Page(), "127.0.0.1", 0) as url:  # type: ignore[arg-type]  # only its families are asked for
+        for host in ("localhost:80", "127.0.0.1", "[::1]:9422"):
+            status, body, _ = get(url, "/metrics", Host=host)
+            assert (status, "turnkeep_nats_connected 1.0" in body) == (200, True)
+        for host in ("rebound.example", "[", ""):
+            status, body, _ = get(url, "/metrics", Host=host)
+            assert (status, body) == (421, "ask for localhost or 127.0.0.1, not for another name\n")
 
 
 def refused(*arguments: object, serves: bool = False) -> str:
