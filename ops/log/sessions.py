@@ -1,10 +1,12 @@
 """What is in the log: its sessions, and of each its state, by its last result and the number of its entries.
 
-Reads one entry of a session, so that 100,000 sessions take seconds. Only sizes need all entries.
+Reads one entry of a session, so that 100,000 sessions take seconds. Sizes need all entries, first words the
+first ones.
 """
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal
@@ -13,7 +15,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
+from turnkeep_client.messages import Append, Generate, decode_request
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
 
-State = Literal["idle", "waiting", "failed", "closed"]
+State = Literal["idle", "waiting", "failed", "closed", "forgotten"]
 #: What `order` can sort by; with the largest first, except names.
 ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
@@ -30,8 +34,10 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 class SessionRow(Struct, frozen=True, kw_only=True):
     """One session. `last` is when its last result was stored, or its last request if that waits.
 
-    `state` is `waiting` while requests have no result; `failed` if the last one was. `position` is None if
-    the last result has none. `dead` counts dead letters. `size_bytes` is None unless it was asked for.
+    `state` is `waiting` while requests have no result; `failed` if workers refuse all of them, since they do
+    not get the history that the log proves; `forgotten` if only the close is left of it. `position` is None
+    if the last result has none. `dead` counts dead letters. `size_bytes` and `begins`, the first words of
+    what the user said, are None unless they were asked for.
     """
 
     tenant: str
@@ -45,13 +51,21 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     model: str | None
     worker: str | None
     size_bytes: int | None = None
+    begins: str | None = None
 
 
 class _Outcome(Struct):
     type: str = ""
     position: int | None = None
+    code: str = ""
+    forgotten: int | None = None
 
 
+#: Characters of a session's first words.
+_WORDS: Final = 55
+#: Entries in which they are looked for: before the first question there may be an open and a system message.
+_FIRST: Final = 3
+_AT_ONCE: Final = 32
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
@@ -80,11 +94,10 @@ def _row(
         except (msgspec.DecodeError, UnicodeDecodeError):  # not a worker's
             outcome = _Outcome()
     last = max(one.headers["Nats-Time-Stamp"] for one in (result, request) if one is not None)
-    ended: dict[str, State] = {"closed": "closed", "failed": "failed"}
     return SessionRow(
         tenant=key.tenant,
         session=key.session,
-        state="waiting" if request is not None else ended.get(outcome.type, "idle"),
+        state="waiting" if request is not None else _state(outcome, was_closed="closed" in kinds),
         waiting=max(kinds.get("in", 0) - kinds.get("out", 0), 0),
         position=outcome.position,
         last=datetime.fromisoformat(last),
@@ -93,6 +106,54 @@ def _row(
         model=headers.get(MODEL_HEADER),
         worker=words(headers.get(BUILD_HEADER, "")).get("worker"),
     )
+
+
+def _state(outcome: _Outcome, *, was_closed: bool) -> State:
+    """Name the state of a session by its last result; `was_closed` if the log has a note of a close."""
+    match outcome:
+        case _Outcome(type="closed"):
+            return "closed" if outcome.forgotten is None else "forgotten"
+        case _Outcome(type="failed", code="history_diverged"):
+            return "failed"
+        case _Outcome(type="failed", code="unknown_session") if was_closed:
+            return "closed"
+    return "idle"
+
+
+async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
+    """Add the first words of the sessions, read from the first entries of each."""
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def read(row: SessionRow) -> SessionRow:
+        async with places:
+            entries = await client.stored.first(SessionKey(row.tenant, row.session), "in", _FIRST)
+        return replace(row, begins=_first_words(one.body for one in entries))
+
+    return list(await asyncio.gather(*map(read, rows)))
+
+
+def _first_words(bodies: Iterable[bytes]) -> str | None:
+    """Return the first words of the user in a session's first requests, else those of anybody."""
+    others = ""
+    for body in bodies:
+        try:
+            request = decode_request(body)
+        except InvalidMessageError:  # refused by the worker, too
+            continue
+        if not isinstance(request, Append | Generate):
+            continue
+        said = [("user", request.text)] if request.text else []
+        said += [(message.role, str(message.content or "")) for message in request.messages or ()]
+        for role, text in said:
+            if role == "user" and text.strip():
+                return _shortened(text)
+            others = others or text
+    return _shortened(others) if others.strip() else None
+
+
+def _shortened(text: str) -> str:
+    words = " ".join(text[: 4 * _WORDS].split())
+    return words if len(words) <= _WORDS else f"{words[:_WORDS]}..."
 
 
 async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*") -> list[SessionRow]:

@@ -120,6 +120,12 @@ class LogStream:
                 return one if one.seq == seq else None
         return None
 
+    async def first(self, key: SessionKey, kind: SessionKind, num: int) -> list[Stored]:
+        """Read the first entries of a session, up to `num`. Needs `$JS.API.DIRECT.GET.<log>`."""
+        request = {"seq": 1, "next_by_subj": self._subjects.of(key, kind), "batch": num}
+        async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
+            return await anext(batches, [])
+
     async def delete(self, seq: int) -> None:
         """Remove one entry. Needs `$JS.API.STREAM.MSG.DELETE.<log>`."""
         await self._api.api(

@@ -27,7 +27,8 @@ async def test_the_commands_run_as_they_are_written(
 ) -> None:
     monkeypatch.setattr(Session, "_attempt", venomous)
     worker = await local_worker(max_attempts=1)
-    await worker.client.session("garden").generate(text="What is red?", max_tokens=8)
+    for name in ("garden", "kitchen", "diary", "diary"):
+        await worker.client.session(name).generate(text="What is red?", max_tokens=8)
     for dead in ("turn-7", "turn-9"):
         with pytest.raises(RequestFailedError):
             await worker.client.session("garden").append(text="VENOM", request_id=dead)

@@ -29,6 +29,9 @@ ARGUMENTS = {
     "dead retry": ["s", "turn-7"],
     "replay": ["s", "--speed", "max"],
     "import": ["file", "--as", "copy"],
+    "rewind": ["s"],
+    "close": ["s"],
+    "rm": ["s"],
 }
 
 

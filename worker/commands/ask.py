@@ -11,13 +11,14 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 
+from .close_cli import removed
 from .stream import stream
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
-#: How long to wait for the close of a session that was opened for one question.
+#: How long to wait until a session that was made for one question is removed.
 _CLOSE_S: Final = 2.0
 
 
@@ -46,7 +47,7 @@ def decoded(body: bytes) -> str:
 
 
 async def ask(client: Client, name: str | None, text: str, system: str | None, sampling: Sampling) -> bool:
-    """Stream the answer, then close a session opened for it. Returns False if Ctrl-C ended it."""
+    """Stream the answer, then remove a session that was made for it. Returns False if Ctrl-C ended it."""
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     messages = [{"role": "user", "content": text}]
     if system:
@@ -57,4 +58,4 @@ async def ask(client: Client, name: str | None, text: str, system: str | None, s
     finally:
         if name is None:
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
-                await session.close(timeout_s=_CLOSE_S)
+                await removed(session, _CLOSE_S)

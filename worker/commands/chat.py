@@ -14,6 +14,7 @@ from turnkeep_client.session import build
 
 from . import control
 from .ask import decoded
+from .close_cli import start_of_last
 from .exchanges import last_exchanges
 from .screen import printable, wrapped
 from .stream import stream
@@ -158,14 +159,9 @@ class _Chat:
         count = int(words or 1) if len(words) < 10 and (words.isdecimal() or not words) else 0
         if count < 1:
             raise InvalidMessageError(f"{words!r} is not valid; it must be a number of exchanges")
-        past = await last_exchanges(self._client, self._name, count)
-        if len(past) < count:
-            raise InvalidMessageError(f"the session has {len(past)} exchanges, not {count}")
-        start = past[-count].start
-        if start is None:
-            raise InvalidMessageError("the chat template rewrote the text before it; rewind further")
+        start, exchange = await start_of_last(self._client, self._name, count)
         await self._session.rewind(start, timeout_s=_PATIENCE_S)
-        _say(f"Removed: {_end_of(past[-count].question)}")
+        _say(f"Removed: {_end_of(exchange.question)}")
 
     async def _info(self, _: str) -> None:
         await control.info(self._client, self._name, as_json=False)

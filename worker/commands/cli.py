@@ -41,10 +41,13 @@ _INTERRUPTED = 130
 _ELSEWHERE: Final = {
     "bench": ("worker.commands.bench_cli", "bench"),
     "cache": ("worker.commands.cache_cli", "cache"),
+    "close": ("worker.commands.close_cli", "close"),
     "dead": ("worker.commands.log_cli", "dead"),
     "export": ("worker.commands.copy_cli", "export"),
     "import": ("worker.commands.copy_cli", "import_"),
     "replay": ("worker.commands.replay", "replay"),
+    "rewind": ("worker.commands.close_cli", "rewind"),
+    "rm": ("worker.commands.close_cli", "rm"),
     "sessions": ("worker.commands.log_cli", "sessions"),
     "size": ("worker.commands.size_cli", "size"),
     "show": ("worker.commands.log_cli", "show"),

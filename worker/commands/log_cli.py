@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request, Result
 
+#: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
+_WITH_WORDS = 1000
+
 
 @click.command()
 @click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     "--state",
     "states",
     multiple=True,
-    type=click.Choice(["idle", "waiting", "failed", "closed", "dead"]),
-    help="Only in this state; may be repeated. dead: with dead letters.",
+    type=click.Choice(["idle", "waiting", "failed", "closed", "forgotten", "dead"]),
+    help="Only in this state; may be repeated. dead: with dead letters. [default: all but forgotten]",
 )
 @click.option("--since", metavar="TIME", callback=moment, help="Only those at work since: 2h, 2026-11-20.")
 @click.option("--until", metavar="TIME", callback=moment, help="Only those not at work since.")
@@ -63,36 +66,47 @@ def sessions(
 
     The log knows no worker's memory: `turnkeep info SESSION` says what runs now.
     """
-    from ops.log.sessions import list_sessions, measured, order
+    from ops.log.sessions import begun, list_sessions, measured, order
 
     def wanted(row: SessionRow) -> bool:
         return (
-            (not states or row.state in states or ("dead" in states and row.dead > 0))
+            (
+                (row.state in states if states else row.state != "forgotten")
+                or ("dead" in states and row.dead > 0)
+            )
             and (since is None or row.last >= since)
             and (until is None or row.last < until)
         )
 
-    async def read(client: Client) -> tuple[int, list[SessionRow]]:
+    async def read(client: Client) -> tuple[str, list[SessionRow]]:
         found = await list_sessions(client, tenant, match)
         rows = [row for row in found if wanted(row)]
-        sized = await measured(client, rows, tenant) if with_bytes or by == "bytes" else rows
-        return len(found), order(sized, by)
+        if with_bytes or by == "bytes":
+            rows = await measured(client, rows, tenant)
+        rows = order(rows, by)
+        rows = (rows[::-1] if reverse else rows)[:limit]
+        hidden = 0 if states else sum(row.state == "forgotten" for row in found)
+        note = f"; not listed: {hidden} that were forgotten" if hidden else ""
+        return f"{len(rows)} of {len(found) - hidden} sessions{note}", [
+            *await begun(client, rows[:_WITH_WORDS]),
+            *rows[_WITH_WORDS:],
+        ]
 
-    num, rows = talk(load_settings(config, flags), "default", read)
-    rows = (rows[::-1] if reverse else rows)[:limit]
+    count, rows = talk(load_settings(config, flags), "default", read)
     if as_json:
         click.echo(encode({"sessions": rows}))
         return
     _print_sessions(rows)
-    click.echo(f"{len(rows)} of {num} sessions")
+    click.echo(count)
 
 
 def _print_sessions(rows: list[SessionRow]) -> None:
     sized = any(row.size_bytes is not None for row in rows)
-    heads = ("session", "tenant", "state", "position", "last", "entries", "worker", "model")
+    heads = ["session", "tenant", "state", "position", "last", "entries", "worker", "model"]
+    heads += ["size", "begins"] if sized else ["begins"]
     now = datetime.now(UTC)
     lines = [
-        (
+        [
             row.session,
             row.tenant,
             _state(row),
@@ -101,12 +115,13 @@ def _print_sessions(rows: list[SessionRow]) -> None:
             str(row.entries),
             row.worker or "-",
             row.model or "-",
-            *((size(row.size_bytes or 0),) if sized else ()),
-        )
+            *([size(row.size_bytes or 0)] if sized else []),
+            printable(row.begins or "-"),
+        ]
         for row in rows
     ]
     if lines:
-        table((*heads, *(("size",) if sized else ())), lines)
+        table(heads, lines)
 
 
 def _state(row: SessionRow) -> str:

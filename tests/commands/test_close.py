@@ -1,0 +1,136 @@
+"""`turnkeep close`, `rm` and `rewind`, and what `turnkeep ask` leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_runs import command, turnkeep, where
+
+from turnkeep_client.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+
+async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
+    """The sessions that are listed, each with its state."""
+    done = await command("sessions", "--json", *options, *where(worker))
+    assert done.returncode == 0, done.stderr
+    return {row["session"]: row["state"] for row in json.loads(done.stdout)["sessions"]}
+
+
+async def contents(worker: LocalWorker) -> bytes:
+    """All that the log says, of any session."""
+    return b"".join([entry.body for entry in await worker.client.log()])
+
+
+async def test_sessions_are_closed_and_removed(local_worker: Start) -> None:
+    worker = await local_worker()
+    for name in ("a", "b", "c"):
+        await worker.client.session(name).append(text="a secret")
+    done = await command("close", "a", "b", *where(worker))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "closed a at position 8\nclosed b at position 8\n"
+    for removed in (("close", "--forget", "c"), ("rm", "b")):  # also one that is closed already
+        done = await command(*removed, *where(worker))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"removed {removed[-1]} from the log and the worker's disk\n"
+    assert await states(worker) == {"a": "closed"}
+    assert await states(worker, "--state", "forgotten") == {"b": "forgotten", "c": "forgotten"}
+    assert (await contents(worker)).count(b"a secret") == 1, "that of a"
+    listed = await command("sessions", *where(worker))
+    assert listed.stdout.endswith("1 of 1 sessions; not listed: 2 that were forgotten\n")
+
+
+@pytest.mark.parametrize("deed", [("close",), ("rm",), ("rewind",)])
+async def test_a_name_that_is_no_session_is_one_line_and_makes_none(
+    local_worker: Start, deed: tuple[str, ...]
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("s").append(text="x")
+    done = await command(*deed, "typo", *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("turnkeep: unknown_session: there is no such session")
+    assert list(await states(worker)) == ["s"]
+
+
+async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    ends = [(await session.append(text="x")).position]
+    for word in ("one", "two", "three"):
+        messages = [{"role": "user", "content": word}]
+        ends.append((await session.generate(messages=messages, max_tokens=2)).position)
+
+    async def rewind(*options: object) -> tuple[str, int]:
+        done = await command("rewind", "s", *options, *where(worker))
+        return done.stdout or done.stderr, (await session.info()).position
+
+    assert await rewind() == (f"rewound s to position {ends[2]}; removed: three\n", ends[2])
+    assert await rewind("--last", 5) == ("turnkeep: the session has 2 exchanges, not 5\n", ends[2])
+    assert await rewind("--last", 2) == (f"rewound s to position {ends[0]}; removed: one\n", ends[0])
+    assert await rewind("--position", 0) == ("rewound s to position 0\n", 0)
+    said, _ = await rewind("--position", 9)
+    assert said.startswith("turnkeep: invalid_request: cannot rewind to 9")
+    said, _ = await rewind("--position", 0, "--last", 1)
+    assert "give --last or --position, not both" in said
+
+
+async def test_ask_leaves_nothing_behind_also_where_it_failed(local_worker: Start) -> None:
+    worker = await local_worker()
+    for text, code in (("a secret", 0), ("a secret " * 400, 1)):
+        done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))
+        assert done.returncode == code, done.stderr
+    assert await states(worker) == {}
+    assert b"a secret" not in await contents(worker)
+
+
+async def test_a_refused_request_does_not_fail_its_session(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.append(text="x")
+    for state, deed in (("idle", session.rewind(99)), ("closed", session.append(text="y"))):
+        with pytest.raises(RequestFailedError):
+            await deed
+        assert await states(worker) == {"s": state}
+        if state == "idle":
+            await session.close()
+
+
+async def test_sessions_are_listed_with_their_first_words(local_worker: Start) -> None:
+    worker = await local_worker()
+    said: list[tuple[str, list[Any]]] = [
+        (
+            "chat",
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "A\nlong \x1b[2J" + "q" * 90},
+            ],
+        ),
+        ("system", [{"role": "system", "content": "Be brief."}]),
+    ]
+    for name, messages in said:
+        session = worker.client.session(name)
+        await session.open()
+        for message in messages:
+            await session.append(messages=[message])
+    await worker.client.session("text").append(text="once upon a time")
+    await worker.client.session("ids").append(tokens=[5, 6])
+    done = await command("sessions", "--json", *where(worker))
+    begins = {row["session"]: row["begins"] for row in json.loads(done.stdout)["sessions"]}
+    assert begins == {
+        "chat": "A long \x1b[2J" + "q" * 44 + "...",
+        "system": "Be brief.",
+        "text": "once upon a time",
+        "ids": None,
+    }
+    shown = await command("sessions", *where(worker))
+    assert "once upon a time" in shown.stdout
+    assert "\x1b" not in shown.stdout, "what was said controls no terminal"

@@ -1,0 +1,141 @@
+"""The commands `close`, `rm` and `rewind`: what ends a session, or a part of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+
+from .exchanges import last_exchanges
+from .flags import load_settings, tenant_option, with_result_timeout, with_settings
+from .screen import printable
+from .talking import CLIENT_SETTINGS, talk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Closed
+    from turnkeep_client.session import Session
+
+    from .exchanges import Exchange
+
+#: Characters that are shown of the question at which a rewind ends.
+_SHOWN = 60
+
+_patience = with_result_timeout("How long to wait for the result of one request.")
+
+
+@click.command()
+@click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
+@click.option("--forget", is_flag=True, help="Also remove its content from the log and the worker's disk.")
+@_patience
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def close(config: Path | None, sessions: tuple[str, ...], forget: bool, **flags: Any) -> None:
+    """End sessions. Some days later the worker removes them from the log.
+
+    `turnkeep open` can use the name of a closed session again. What pins and other sessions share stays on
+    the disk after --forget, too.
+    """
+    _close(config, sessions, forget=forget, **flags)
+
+
+@click.command()
+@click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
+@_patience
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def rm(config: Path | None, sessions: tuple[str, ...], **flags: Any) -> None:
+    """Remove sessions, open or closed: the same as close --forget."""
+    _close(config, sessions, forget=True, **flags)
+
+
+def _close(
+    config: Path | None, names: tuple[str, ...], *, forget: bool, tenant: str, timeout_s: float, **flags: Any
+) -> None:
+    async def run(client: Client) -> None:
+        for name in names:
+            session = client.session(name)
+            # A refused request would stay in the log under a name that is no session.
+            if not (forget and await _is_in_log(client, name)):
+                await session.info(limit=0)
+            if not forget:
+                closed = await session.close(timeout_s=timeout_s)
+                click.echo(f"closed {name} at position {closed.position}")
+                continue
+            closed = await removed(session, timeout_s)
+            click.echo(f"removed {name} from the log and the worker's disk")
+            if not closed.settled:
+                click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
+
+    talk(load_settings(config, flags), tenant, run)
+
+
+async def removed(session: Session, timeout_s: float) -> Closed:
+    """Close a session with `forget`; one that is closed, or whose requests all failed, is opened for it."""
+    try:
+        return await session.close(forget=True, timeout_s=timeout_s)
+    except RequestFailedError as error:
+        if error.code != "unknown_session":
+            raise
+    await session.open(timeout_s=timeout_s)
+    return await session.close(forget=True, timeout_s=timeout_s)
+
+
+async def _is_in_log(client: Client, name: str) -> bool:
+    async for piece in client.log_backwards(name):
+        return bool(piece)
+    return False
+
+
+@click.command()
+@click.argument("session")
+@click.option("--last", metavar="N", type=click.IntRange(1), help="Remove the last N questions. [default: 1]")
+@click.option("--position", metavar="N", type=click.IntRange(0), help="Keep the first N tokens.")
+@_patience
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def rewind(
+    config: Path | None,
+    session: str,
+    last: int | None,
+    position: int | None,
+    timeout_s: float,
+    tenant: str,
+    **flags: Any,
+) -> None:
+    """Remove the end of SESSION: its last question with the answer, more of them, or all from a position on.
+
+    `turnkeep show` prints removed turns, too: they stay in the log.
+    """
+    if last is not None and position is not None:
+        raise click.UsageError("give --last or --position, not both")
+
+    async def run(client: Client) -> None:
+        await client.session(session).info(limit=0)  # as in `close`
+        first, note = position, ""
+        if first is None:
+            first, exchange = await start_of_last(client, session, last or 1)
+            question = printable(" ".join(exchange.question.split()))
+            note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
+        rewound = await client.session(session).rewind(first, timeout_s=timeout_s)
+        click.echo(f"rewound {session} to position {rewound.position}{note}")
+
+    talk(load_settings(config, flags), tenant, run)
+
+
+async def start_of_last(client: Client, session: str, count: int) -> tuple[int, Exchange]:
+    """Return the position at which the last `count` exchanges begin, and the first of these.
+
+    Raises `InvalidMessageError` if there are fewer, or the position is unknown.
+    """
+    past = await last_exchanges(client, session, count)
+    if len(past) < count:
+        raise InvalidMessageError(f"the session has {len(past)} exchanges, not {count}")
+    exchange = past[-count]
+    if exchange.start is None:
+        raise InvalidMessageError("the chat template rewrote the text before it; rewind further")
+    return exchange.start, exchange
