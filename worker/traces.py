@@ -12,6 +12,8 @@ import structlog
 
 from turnkeep_client.errors import TurnkeepError
 
+from .installed import as_installed
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -80,6 +82,8 @@ def start_traces(endpoint: str | None, environ: Mapping[str, str], **attributes:
     except ImportError:
         if endpoint is not None:
             raise TracesError(f"otlp_endpoint: {_LACKS}") from None
-        log.warning("no spans are made", why=_LACKS)  # the environment may be meant for other programs
+        log.warning(
+            "no spans are made", why=as_installed(_LACKS)
+        )  # the environment may be meant for other programs
         return None
     return Traces(endpoint, attributes)

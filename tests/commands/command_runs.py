@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ from worker.commands.cli import main
 if TYPE_CHECKING:
     from tests.conftest import LocalWorker
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 _CONTROL = r"\x1b(\[[0-9;?]*[A-Za-z])"
 #: Keys such as Ctrl-C are signals only on the terminal that a session of processes calls its own.
@@ -62,6 +64,12 @@ async def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+def beside(program: str) -> str:
+    """How a user in the checkout types a program of the environment that the tests run in."""
+    path = Path(sys.executable).with_name(program)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def where(worker: LocalWorker) -> tuple[Any, ...]:

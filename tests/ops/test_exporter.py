@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -25,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ops.exporter import serving
 from ops.exposition import COUNTERS, GAUGES, HISTOGRAMS, families
 from ops.fleet import Fleet
-from tests.commands.command_runs import environment, turnkeep
+from tests.commands.command_runs import ROOT, beside, environment, turnkeep
 from tests.parts import free_port
 from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.client import Backlog
@@ -371,7 +372,8 @@ def test_a_missing_extra_is_one_line(nats_url: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env=environment(),
+        env=environment() | {"PATH": os.defpath},
+        cwd=ROOT,
     )
-    expected = "turnkeep: prometheus_client is missing; pip install 'turnkeep[ops]' brings it\n"
+    expected = f"turnkeep: prometheus_client is missing; {beside('pip')} install -e '.[ops]' brings it\n"
     assert (done.returncode, done.stderr) == (1, expected)

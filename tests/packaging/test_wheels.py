@@ -120,7 +120,12 @@ def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_an
     with serving(environment, port, "--data-dir", data_dir) as log:
         assert "converting weights" in log.read_text()
         answer, _ = environment.run("turnkeep", "ask", *own, "What is the capital of France?")
+        _, errors = environment.run("turnkeep", "exporter", *own, code=1)
     assert "Paris" in answer
+    advice = re.search(r"pip install 'turnkeep\[ops\]'", errors)
+    assert advice, errors
+    environment.run("python", "-m", *shlex.split(advice[0]))
+    assert any(package.startswith("prometheus") for package in environment.packages())
 
     # The client beside it has the same files: nothing changes; if it is removed, one line says so.
     environment.install("--no-deps", wheel(ROOT / "protocol", tmp_path / "client"))

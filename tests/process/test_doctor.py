@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 
@@ -40,9 +41,17 @@ async def test_a_running_worker_is_no_fault(server, small, directory):
 
 async def test_a_port_held_by_a_stranger_fails_with_advice(foreign_server, small):
     await foreign_server(server_name="stranger")
-    port = (await examine(small))["port"]
-    assert (port.state, port.found) == ("fail", "stranger")
-    assert "--nats-port" in port.mend
+    found = await examine(small)
+    assert re.fullmatch(r"nats-server \d+\.\d+\.\d+", found["NATS"].found)
+    assert (found["port"].state, found["port"].found) == ("fail", f"{found['NATS'].found}, named stranger")
+    assert "--nats-port" in found["port"].mend
+
+
+async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path):
+    await server.start()
+    port = (await examine(dataclasses.replace(small, data_dir=tmp_path / "other")))["port"]
+    assert (port.state, port.found) == ("fail", "the NATS server of a worker with another data directory")
+    assert port.mend == "name that worker's --data-dir, or choose another port with --nats-port"
 
 
 async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_server, small):

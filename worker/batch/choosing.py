@@ -95,7 +95,7 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
         try:
             return sum(1 << layer for layer in matching.find(model, forward))
         except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
-            log.info(
+            log.debug(
                 "a trial of this model failed", trial="sketches", error=f"{type(error).__name__}: {error}"
             )
             return None
@@ -117,7 +117,7 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
         found = trials.way("merge", lambda: next(tried, None), len(WAYS))
         if found is not None:
             return MergedCaches(model, WAYS[found])
-    log.info("caches of this model cannot be merged", missing=missing)
+    log.debug("caches of this model cannot be merged", missing=missing)
     return None
 
 
@@ -126,10 +126,10 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
     try:
         worst = deviation()
     except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
-        log.info("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
+        log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
         return False
     if worst >= _tolerance(model):
-        log.info("a trial of this model failed", trial=trial, deviation=worst)
+        log.debug("a trial of this model failed", trial=trial, deviation=worst)
         return False
     return True
 

@@ -30,6 +30,7 @@ class Trials:
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self._path = path
         self._key = key
+        self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
         """Return which of `num_ways` ways passes: the remembered one, or else what `run` finds.
@@ -39,10 +40,13 @@ class Trials:
         known = self._read().get(self._key, {}).get(name)
         if type(known) is int and 0 <= known < num_ways:
             return known
+        if not self._has_begun:
+            log.info("testing how this model runs best; only its first start does this")
+            self._has_begun = True
         started = time.perf_counter()
         found = run()
         took_s = round(time.perf_counter() - started, 2)
-        log.info("tried how rows of this model run together", trial=name, way=found, seconds=took_s)
+        log.debug("tried how rows of this model run together", trial=name, way=found, seconds=took_s)
         if found is not None:
             self._keep(name, found)
         return found

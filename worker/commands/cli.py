@@ -21,6 +21,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
 from worker.datadir import TOKEN_NAME
 from worker.formatting import size
+from worker.installed import as_installed
 from worker.keys import cache_access
 from worker.settings import SettingsError
 from worker.wire.credentials import own_token, worker_options
@@ -80,7 +81,7 @@ class _Group(click.Group):
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"turnkeep: {redact(message)}", err=True)
+    click.echo(f"turnkeep: {as_installed(redact(message))}", err=True)
     sys.exit(code)
 
 
@@ -116,11 +117,12 @@ def serve(config: Path | None, check: bool, **flags: Any) -> None:
     show_default=True,
     help="Where its worker keeps its files.",
 )
-def demo(data_dir: Path) -> None:
+@click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
+def demo(data_dir: Path, model: str | None) -> None:
     """Hold a conversation, and kill the worker in the middle of an answer."""
     from .demo import Demo
 
-    asyncio.run(Demo(data_dir).run())
+    asyncio.run(Demo(data_dir, model).run())
 
 
 @main.group()
@@ -379,7 +381,7 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
 def exporter(config: Path | None, address: str, port: int, forget_s: float, **flags: Any) -> None:
     """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
 
-    Needs the extra ops: pip install 'turnkeep[ops]'.
+    Needs the extra ops; if it is missing, a message says how to install it.
     """
     from ops.exporter import run
 

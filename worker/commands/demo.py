@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.local import LocalWorker
+from worker.installed import program
 
 if TYPE_CHECKING:
     from turnkeep_client.session import Session
@@ -26,9 +27,10 @@ HEAD: Final = ("turn", "KV from", "new", "cached", "prefilled", "1st token", "to
 class Demo:
     """The script of the demo."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, model: str | None) -> None:
         self._console = Console(highlight=False)
-        self._worker = LocalWorker(data_dir)
+        self._is_first = not data_dir.exists()
+        self._worker = LocalWorker(data_dir, *(() if model is None else ("--model", model)))
         self._table = Table(title="What each turn cost", box=None, title_justify="left")
         for name in HEAD:
             self._table.add_column(
@@ -38,11 +40,15 @@ class Demo:
 
     async def run(self) -> None:
         """Run the demo."""
-        self._say("Starting [bold]turnkeep serve[/] with its own NATS server and the packaged model")
+        self._say(f"Starting [bold]{program()} serve[/], a worker with its own NATS server")
+        if self._is_first:
+            self._console.print("The first start converts the model and tests it: about 20 s")
         self._worker.start()
         try:
             # A new tenant, so that a second run finds nothing in the cache.
-            async with await self._worker.ready(f"demo-{uuid4().hex[:12]}") as client:
+            with self._console.status("start"):
+                client = await self._worker.ready(f"demo-{uuid4().hex[:12]}")
+            async with client:
                 await self._play(client.session("lighthouse"))
         finally:
             self._worker.stop()
@@ -66,7 +72,7 @@ class Demo:
             f" came {first_s:.2f} s after the worker took the question up. Without the snapshots on SSD it"
             f" would have read the whole conversation again: about {tokens / rate:.1f} s at the {rate:.0f}"
             " tokens/s of the first turn, and more with every turn.\n\nYour turn:"
-            " [bold]turnkeep serve[/], and [bold]turnkeep chat[/] beside it."
+            f" [bold]{program()} serve[/], and in another terminal [bold]{program()} chat[/]"
         )
 
     async def _ask(

@@ -19,9 +19,10 @@ from rich.text import Text
 
 from worker.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.formatting import size
+from worker.installed import as_installed
 from worker.models import hub
 from worker.settings import SettingsError
-from worker.wire.broker import check_port, find_server, greet, server_name
+from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import nats_options, over_tls
 
@@ -164,7 +165,7 @@ def _own_nats(settings: Settings) -> list[Check]:
     except (OSError, subprocess.SubprocessError) as error:
         mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
         return [Check("NATS", "fail", str(error), "a nats-server that runs here", mend)]
-    return [Check("NATS", "ok", answer.stdout.strip()), _port(settings)]
+    return [Check("NATS", "ok", answer.stdout.strip().replace(": v", " ")), _port(settings)]
 
 
 def _port(settings: Settings) -> Check:
@@ -173,9 +174,15 @@ def _port(settings: Settings) -> Check:
         check_port(port)
     except BrokerError as error:
         greeting = asyncio.run(greet(port)) or {}
-        if greeting.get("server_name") == server_name(settings.data_dir):
+        name = str(greeting.get("server_name", ""))
+        if name == server_name(settings.data_dir):
             return Check("port", "ok", f"{port} is held by this data directory's own server")
-        return _failure("port", str(greeting.get("server_name", "")), error)
+        if name.startswith(SERVER_PREFIX):
+            found = "the NATS server of a worker with another data directory"
+            mend = "name that worker's --data-dir, or choose another port with --nats-port"
+            return Check("port", "fail", found, _split(error)[0], mend)
+        found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
+        return _failure("port", found, error)
     return Check("port", "ok", f"{port} is free")
 
 
@@ -187,7 +194,7 @@ def _model(settings: Settings) -> Check:
         if settings.model is None:
             packaged = model.packaged_gguf()
             if packaged is None:
-                mend = f"the first start downloads them; or {model.INSTALL_DEFAULT}"
+                mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
                 return _hub_model(model.DEFAULT_ID, here, mend)
             converted = any(entry.origin == "converted" for entry in here)
             return Check("model", "ok", f"{packaged.stem}, {'converted' if converted else 'to be converted'}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 import anyio
+import click
 import structlog
 
 from worker.concurrency import task_group
@@ -18,6 +20,7 @@ from worker.models.blas import computes_on_linux_cpu, preload
 from worker.settings import SettingsError
 
 from .progress import terminal_progress
+from .talking import command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -39,6 +42,7 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     terminal it means that this was closed, and stops the worker like SIGTERM.
     """
     configure(settings.log_format, settings.log_level)
+    log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
@@ -57,12 +61,26 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
 
         app = App(settings, progress=progress, loaded=loaded)
         starting = anyio.CancelScope()
+        for_people = settings.log_format != "json" and sys.stderr.isatty()
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
             async with task_group() as tasks:
                 tasks.start_soon(_obey, received, app, starting, read_again)
+                if for_people:
+                    tasks.start_soon(_say_what_next, settings, app)
                 with starting:
                     await app.run()
                 tasks.cancel_scope.cancel()
+
+
+async def _say_what_next(settings: Settings, app: App) -> None:
+    """Once the worker serves, print how to talk with it."""
+    await app.ready.wait()
+    chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
+    click.secho(
+        f'\nIn another terminal:\n  {chat}\n  {ask} "What is the capital of France?"\n'
+        "Ctrl-C stops the worker and keeps its sessions.\n",
+        err=True,
+    )
 
 
 async def _obey(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerError
 from turnkeep_client.redact import shown
 from worker.datadir import TOKEN_NAME
+from worker.installed import program
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
-
-from .installed import program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
+_SECRETS: Final = frozenset({"nats_password", "nats_token"})
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -61,20 +61,21 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     try:
         return asyncio.run(run())
     except NoServerError as error:
-        helps = f"start a worker with: {_serve(settings)}"
+        helps = f"start a worker with: {command_line(settings, 'serve')}"
         if settings.nats is not None:
             helps = "start it, or name another one with --nats"
         raise NoWorkerError(f"{error}; {helps}") from None
     except NoWorkerError as error:
-        raise NoWorkerError(f"{error}; start a worker with: {_serve(settings)}") from None
+        raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
     except asyncio.CancelledError:
         sys.exit(_TERMINATED)
 
 
-def _serve(settings: Settings) -> str:
-    """Return the command that starts the worker which a command with these settings looks for."""
-    standard, words = type(settings)(), [program(), "serve"]
-    for name in ("data_dir", "nats_port", "prefix") if settings.nats is None else ("nats", "prefix"):
-        if (value := getattr(settings, name)) != getattr(standard, name):
+def command_line(settings: Settings, command: str) -> str:
+    """Return what a user types to run a command with these settings; without passwords."""
+    standard, words = type(settings)(), [program(), command]
+    for name in CLIENT_SETTINGS:
+        value = getattr(settings, name)
+        if name not in _SECRETS and value != getattr(standard, name):
             words += [f"--{name.replace('_', '-')}", shown(value) if name == "nats" else str(value)]
     return shlex.join(words)

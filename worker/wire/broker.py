@@ -54,6 +54,8 @@ _HEALTH_S: Final = 5.0
 _READY_S: Final = 120.0  # before it listens, the server checks its store, which may have many GiB
 _STOP_S: Final = 10.0
 _BACKOFF_S: Final = (0.1, 10.0)
+#: Begins the names of workers' own servers.
+SERVER_PREFIX: Final = "turnkeep-"
 _MAX_GREETING_BYTES: Final = 64 * 2**10
 _TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # such that a URL can hold it
 _STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
@@ -98,7 +100,7 @@ def check_port(port: int) -> None:
 
 def server_name(root: Path) -> str:
     """Return the name of a data directory's server, which tells it from other servers on its port."""
-    return "turnkeep-" + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
+    return SERVER_PREFIX + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
 
 
 async def greet(port: int) -> dict[str, Any] | None:

@@ -1,0 +1,43 @@
+"""What `turnkeep serve` and `turnkeep demo` say to a user who runs them for the first time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from command_runs import Terminal, turnkeep
+
+from tests.parts import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+
+
+def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path, tiny_model: Path) -> None:
+    place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
+    with Terminal("serve", *place, "--model", tiny_model, columns=200) as terminal:
+        terminal.wait_for("starting")
+        terminal.wait_for("testing how this model runs best")
+        terminal.wait_for("ready ")
+        terminal.wait_for(f"In another terminal:\r?\n +turnkeep chat {' '.join(place)}\r?\n")
+        terminal.wait_for("Ctrl-C stops")
+        terminal.type("\x03")
+        assert terminal.end() == 0
+        assert terminal.transcript.count("testing how") == 1
+        assert "trial=" not in terminal.transcript, "its figures are for the debug level"
+    with Terminal("serve", *place, "--model", tiny_model, "--log-format", "json", columns=2000) as terminal:
+        terminal.wait_for('"ready"')
+        terminal.type("\x03")
+        assert terminal.end() == 0
+        assert "testing how" not in terminal.transcript, "only a first start tests the model"
+        assert "In another terminal" not in terminal.transcript, "programs read JSON"
+
+
+def test_a_demo_without_a_model_advises_nothing_that_fails_too(tmp_path: Path) -> None:
+    done = turnkeep("demo", "--data-dir", tmp_path / "data", "--model", "no/where/at/all")
+    assert done.returncode == 1
+    why, end = done.stderr.splitlines()[-2:]
+    assert why.startswith("turnkeep: there is no model at no/where/at/all; give a model folder")
+    assert end == "turnkeep: the worker ended with exit code 1"

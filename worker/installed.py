@@ -1,0 +1,53 @@
+"""How this Turnkeep was installed: what a user types to run it, and to add a package to it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+_PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?")
+
+
+def program() -> str:
+    """Return what a user types to run this program: `turnkeep`, or its path if the shell does not find it."""
+    called = Path(sys.argv[0])
+    if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
+        return "turnkeep"
+    return _from_here(called)
+
+
+def as_installed(message: str) -> str:
+    """Replace `pip install` in a message by this environment's pip, and `'turnkeep[EXTRA]'` by a checkout."""
+    return _PIP.sub(lambda found: _install(found["extra"]), message)
+
+
+def _install(extra: str | None) -> str:
+    beside = Path(sys.executable).with_name("pip")
+    pip = "pip" if shutil.which("pip") == str(beside) else _from_here(beside)
+    if extra is None:
+        return f"{pip} install "
+    checkout = _checkout()
+    return f"{pip} install " + (f"-e '{checkout}{extra}'" if checkout else f"'turnkeep{extra}'")
+
+
+@functools.cache
+def _checkout() -> str | None:
+    """Return the folder of the checkout that this is an editable installation of; None for a wheel."""
+    origin = json.loads(importlib.metadata.distribution("turnkeep").read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return _from_here(Path(url2pathname(urlsplit(origin["url"]).path)))
+
+
+def _from_here(path: Path) -> str:
+    """Return a path as a user in the working directory would write it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
