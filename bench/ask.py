@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.session import Session
 
-from .spec import Turn
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from turnkeep_client.session import Session
+from .turns import Turn
 
 #: The errors of a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})

@@ -8,21 +8,18 @@ the bound, and cannot tell if the interval contains the bound. A value at the bo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from . import stats
-from .figures import interval, number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from .spec import Findings, Sample, Turn, Unit
-    from .stats import Estimate
+from .figures import Unit, interval, number
+from .stats import Estimate
+from .turns import Sample, Turn
 
 T = TypeVar("T")
 
@@ -113,14 +110,8 @@ def judged(
     return Check(name=name, outcome=worst if verdicts else Verdict.CANNOT_TELL, detail=detail, exact=False)
 
 
-def common(findings: Findings[Any], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield the checks of every bench: all answered, chunks complete, token counts consistent, loop on time.
-
-    A bench that has only samples gets none.
-    """
-    if findings.given and not findings.turns:
-        return
-    turns = [turn for turn in findings.turns if not findings.bench.planned(turn)]
+def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
+    """Yield the checks of every bench: all answered, chunks complete, consistent counts, a loop on time."""
     answered = [turn for turn in turns if turn.error is None]
     every = count("every turn was answered", turns, lambda turn: turn.error)
     if errors := Counter(turn.error for turn in turns if turn.error):

@@ -55,7 +55,7 @@ def command(bench: AnyBench) -> click.Command:
     smoke = click.Option(["--smoke"], is_flag=True, help="A short form only, to see that everything works.")
 
     def run(smoke: bool, **given: Any) -> None:
-        from .run import conduct, until_stopped
+        from .conduct import conduct, until_stopped
 
         where = Where(**{one.name: given.pop(one.name) for one in shared if one.name})
         if where.nats is not None and where.model is not None:

@@ -8,7 +8,8 @@ took turns are judged, with each run as a block.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -16,14 +17,10 @@ from . import stats
 from .faults import ReportError
 from .figures import interval, number
 from .report import Report, read
+from .spec import AnyBench
+from .stats import Estimate
 from .tables import Table, label
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from .spec import AnyBench, Measure
-    from .stats import Estimate
+from .turns import Measure
 
 Pair = tuple[Report, Report]
 
@@ -55,7 +52,7 @@ def interleaved(pairs: Sequence[Pair]) -> bool:
 def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
     """Compare every measure that all reports have; judged ratios have intervals."""
     judged = len(pairs) >= stats.MIN_BLOCKS and interleaved(pairs)
-    sides = [[report.findings(bench) for report in side] for side in zip(*pairs, strict=True)]
+    sides = [[bench.findings(report) for report in side] for side in zip(*pairs, strict=True)]
     first, rows = sides[0][0], []
     for measure in bench.measures:
         for level, case in first.places(measure):

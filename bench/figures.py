@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal
 
-if TYPE_CHECKING:
-    from .spec import Unit
-    from .stats import Estimate
+from .stats import Estimate
+
+Unit = Literal["s", "bytes", "tokens", "tokens/s", "share", ""]
 
 _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
     "s": ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),

@@ -11,7 +11,8 @@ import itertools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -20,10 +21,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
-from bench.spec import Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from bench.turns import Turn
 
 Prompts = list[list[int]]
 

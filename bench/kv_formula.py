@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from .spec import Turn
+from .turns import Turn
 
 
 def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:

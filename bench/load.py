@@ -10,34 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice, pairwise
 from itertools import count as counted
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from uuid import uuid4
 
 import numpy as np
 from msgspec.structs import replace
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Metrics
+from turnkeep_client.session import Session
 
 from . import stats
 from .ask import FAULT_PAUSE_S
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .faults import BenchError, together
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .spec import Against, Bench, Measure, Plot, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Session
-
-    from .run import Run
-    from .spec import Findings, Turn
+from .run import Run
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure, Sample, Turn
 
 METRICS: Final = ("--metrics-interval-s", "0.25s")
 #: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.

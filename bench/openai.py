@@ -10,7 +10,9 @@ import contextlib
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import httpx2
@@ -19,12 +21,7 @@ from msgspec import Struct
 
 from .faults import BenchError
 from .local import Process, free_port
-from .spec import Turn
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-    from pathlib import Path
-
+from .turns import Turn
 
 OWN: Final = "mlx_lm.server"
 #: The name of `mlx_lm.server` for its model; most other servers ignore the name.

@@ -13,31 +13,27 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
 from msgspec.structs import replace
 
+from turnkeep_client.messages import SnapshotCounters
+from turnkeep_client.session import Session
+
 from . import stats
 from .checks import Check, bounded, count
 from .corpus import Texts
 from .faults import BenchError, together
-from .local import Program, common_blas, cpu_s
+from .local import LocalWorker, Program, common_blas, cpu_s
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .spec import Against, Bench, Measure, Plot, Sample, Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from turnkeep_client.messages import SnapshotCounters
-    from turnkeep_client.session import Session
-
-    from .local import LocalWorker
-    from .run import Run
-    from .spec import Findings
+from .run import Run
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure, Sample, Turn
 
 IN_PROCESS, WORKER = "in process", "worker"
 OFF, ON, SLOW, FAILING = "snapshots off", "snapshots on", "slow disk", "failing disk"

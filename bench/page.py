@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import jinja2
 
 from .checks import Verdict
 from .plots import draw
+from .report import Report
+from .spec import AnyBench
 from .tables import about, machine, tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .report import Report
-    from .spec import AnyBench
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 
@@ -32,7 +29,7 @@ def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> s
             f" {python} -m pip install 'turnkeep[bench]' brings it"
         )
         return None
-    findings = report.findings(bench)
+    findings = bench.findings(report)
     templates = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -12,34 +12,28 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from uuid import uuid4
 
 import click
 from msgspec.structs import replace
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
 
 from . import stats
 from .checks import Check, bounded
 from .corpus import Texts
 from .faults import BenchError
-from .local import common_blas, cpu_s
-from .openai import OWN, MlxServer, parse
+from .local import LocalWorker, Process, common_blas, cpu_s
+from .openai import OWN, MlxServer, Server, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .spec import Against, Bench, Findings, Measure, Plot, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from turnkeep_client.client import Client
-
-    from .local import LocalWorker, Process
-    from .openai import Server
-    from .run import Run
-    from .spec import Turn
+from .run import Run
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure, Sample, Turn
 
 TURNKEEP: Final = "turnkeep"
 CHAT, CONCURRENT, RESTART = PARTS = ("chat", "concurrent", "restart")

@@ -12,9 +12,10 @@ gives `--rounds N` with a default of 5, and 1 under `--smoke` unless the command
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import click
 
@@ -22,14 +23,11 @@ from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from .corpus import CORPORA
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .report import Setting
-
 COUNT: Final = click.IntRange(min=1)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 _UNSET: Final = object()
+
+Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)

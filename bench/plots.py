@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from .figures import scale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .spec import Findings, Measure, Plot, Sample, Unit
-    from .stats import Estimate
+from .figures import Unit, scale
+from .spec import Findings, Plot
+from .stats import Estimate
+from .turns import Measure, Sample
 
 #: Placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {

@@ -9,33 +9,28 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from uuid import uuid4
 
 import click
 from msgspec.structs import replace
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import decode_result
+from turnkeep_client.messages import Metrics, decode_result
+from turnkeep_client.session import Session
 
 from .ask import class_of
 from .checks import STRETCHES, Check, count, judged
 from .faults import in_background, together
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
-from .spec import Bench, Measure, Plot, Sample, Turn
+from .run import Run
+from .spec import Bench, Findings, Plot
 from .stats import Estimate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Session
-
-    from .run import Run
-    from .spec import Findings
+from .turns import Measure, Sample, Turn
 
 #: Cases by the share of the limit that a session will use. The last case repeats sessions alone.
 SHORT, LONG, ALONE, NEVER, AGAIN = CASES = ("short", "long", "fits alone", "never fits", "held again")

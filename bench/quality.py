@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import operator
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import click
 import msgspec
@@ -20,13 +21,9 @@ import msgspec
 from .checks import Check, bounded, count
 from .local import Program
 from .plan import Corpus, Option, TextFile
-from .spec import Against, Bench, Measure, Plot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .run import Run
-    from .spec import Findings
+from .run import Run
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure
 
 FULL, EIGHT, FOUR = CASES = ("full precision", "8 bits", "4 bits")
 #: A line of the program's output: bits, window, and values by the measures' names.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,14 +21,10 @@ from .checks import Check, bounded, count
 from .corpus import Texts, paragraphs
 from .faults import BenchError
 from .plan import Corpus, Option, Seed, TextFile, TurnTimeout
+from .run import Run
 from .session import RUN_AGAIN
-from .spec import Against, Bench, Measure, Plot, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .run import Run
-    from .spec import Findings, Turn
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure, Sample, Turn
 
 FULL, WINDOW, PAGED, EXACT = WAYS = ("full", "window", "paged", "paged, exact")
 #: Sinks of a window of so many tokens in all.

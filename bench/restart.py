@@ -12,33 +12,29 @@ import contextlib
 import math
 import os
 import random
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 from uuid import uuid4
 
 from msgspec.structs import replace
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.session import Session
 
 from . import stats
 from .checks import Check, bounded, count
 from .corpus import Texts
 from .faults import BenchError
+from .local import LocalWorker
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .spec import Against, Bench, Measure, Plot
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.session import Session
-
-    from .local import LocalWorker
-    from .run import Run
-    from .spec import Findings, Turn
+from .run import Run
+from .spec import Against, Bench, Findings, Plot
+from .turns import Measure, Turn
 
 BLOCK_TOKENS: Final = 128
 #: The most that a restored turn may take of a cold turn's prefill; restoring takes almost nothing.

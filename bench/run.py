@@ -1,7 +1,6 @@
 """One run of any bench: its workers, its clock, and its report.
 
-A bench keeps raw values; nothing is computed or written while a turn is in flight. This module also handles
-interrupted runs.
+A bench keeps raw values; nothing is computed or written while a turn is in flight.
 """
 
 from __future__ import annotations
@@ -9,42 +8,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
-from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Metrics
+from turnkeep_client.session import Session
 
-from . import checks, tables
 from .ask import ask
-from .corpus import CORPORA
+from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
-from .local import LocalWorker, reach
-from .page import render
-from .plan import Where, settings
-from .report import Report, ReportFile, Setting, describe, schema_of
-from .spec import Sample
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Session
-
-    from .corpus import Corpus
-    from .local import Process
-    from .spec import Bench, Measure, Turn
+from .local import LocalWorker, Process, reach
+from .plan import Setting, Where, settings
+from .report import Report, ReportFile, describe, schema_of
+from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
@@ -56,7 +43,7 @@ SETTLE_TIMEOUT_S: Final = 120.0
 class Run(Generic[P]):
     """The interface of a measuring coroutine; keeps what was measured so far."""
 
-    def __init__(self, bench: Bench[P], plan: P, where: Where) -> None:
+    def __init__(self, bench: str, plan: P, where: Where) -> None:
         self.plan = plan
         self.where = where
         self.turns: list[Turn] = []
@@ -67,7 +54,7 @@ class Run(Generic[P]):
         self._corpus: Corpus | None = None
         self._bench = bench
         self._console = Console(stderr=True, highlight=False)
-        self.report_file = ReportFile(where.out, bench.name, where.checkpoint)
+        self.report_file = ReportFile(where.out, bench, where.checkpoint)
         self._environment = describe()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._samples: list[Sample] = []
@@ -210,12 +197,12 @@ class Run(Generic[P]):
         self.metrics = self.metrics or metrics
         return metrics
 
-    async def measure(self) -> None:
-        """Run the bench's coroutine. Raises `BenchError` if a worker ends by itself."""
+    async def measure(self, how: Callable[[Self], Awaitable[None]]) -> None:
+        """Run a bench's coroutine. Raises `BenchError` if a worker ends by itself."""
         try:
             with self._bars:
                 async with in_background(self._pulse()):
-                    await self._bench.measure(self)
+                    await how(self)
         except (TurnkeepError, BenchError):
             self._check_alive()
             raise
@@ -224,7 +211,7 @@ class Run(Generic[P]):
         """Return the report of what was measured so far."""
         own = self.where.nats is None
         return Report(
-            schema=schema_of(self._bench.name),
+            schema=schema_of(self._bench),
             started_at=self._started_at,
             elapsed_s=self.elapsed_s,
             complete=ending == "done",
@@ -255,76 +242,8 @@ class Run(Generic[P]):
             process.check_alive()
 
 
-async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
-    """Run a bench, save its report, and return it.
-
-    After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
-    and whatever the bench raises.
-    """
-    run = Run(bench, plan, where)
-    run.report_file.save(run.report("running"))  # fails before the run if the folder is not writable
-    ending = "interrupted"
-    try:
-        await run.measure()
-        ending = "done"
-    except Exception as error:
-        ending = f"fault: {error}"
-        raise
-    finally:
-        report = run.report(ending)
-        with contextlib.suppress(ReportError):  # raised again below, once the figures are printed
-            run.report_file.save(report)  # saved first: the checks may raise
-        findings = report.findings(bench)
-        report = replace(report, checks=(*checks.common(findings, run.lags_s), *bench.checks(findings)))
-        _publish(bench, report, run)
-    return report
-
-
-def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
-    """Print and save the report; remove its file if nothing was measured."""
-    path = run.report_file.path
-    if not report.complete and not report.turns and not report.samples:
-        if path is not None:
-            path.unlink(missing_ok=True)
-        return
-    tables.print_report(bench, report)
-    if path is not None:
-        run.report_file.save(report, render(bench, report, warn=run.warn))
-        kind = "report" if report.complete else "partial report"
-        tables.printing().print(f"{kind}: {path}", soft_wrap=True)
-
-
 def _end_where_cancelled() -> None:
     """Raise `CancelledError` again if a library swallowed it, as `wait_for` of Python 3.11 may."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
-
-    Faults during that cleanup are ignored, except a report that cannot be written.
-    """
-    told: list[int] = []
-
-    async def guarded() -> Any:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-        def stop(number: int) -> None:
-            told.append(number)
-            if task is not None:
-                task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
-        return await work
-
-    try:
-        return asyncio.run(guarded())
-    except ReportError:
-        raise
-    except (asyncio.CancelledError, Exception):
-        if told:
-            raise KeyboardInterrupt from None
-        raise

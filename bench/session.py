@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 from uuid import uuid4
 
 import click
 from msgspec.structs import replace
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import CachePolicy
+from turnkeep_client.session import Session
 
 from . import stats
 from .ask import FAULT_PAUSE_S, FULL
@@ -26,16 +29,9 @@ from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keep
 from .faults import BenchError
 from .kv_formula import follows_formula, kv_formula
 from .plan import Corpus, Option, TurnTimeout
-from .spec import Bench, Measure, Plot, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.session import Session
-
-    from .run import Run
-    from .spec import Findings, Turn
+from .run import Run
+from .spec import Bench, Findings, Plot
+from .turns import Measure, Sample, Turn
 
 DEFAULT_TURNS: Final = 50
 #: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.

@@ -1,4 +1,4 @@
-"""The parts of a bench: what it measures, the turns and samples of a run, and their lookup. Pure.
+"""The parts of a bench, and the measurements of a run, looked up by measure, case and level. Pure.
 
 A bench is data and one measuring coroutine; tables, ratios, plots and pages follow from the samples.
 """
@@ -6,110 +6,23 @@ A bench is data and one measuring coroutine; tables, ratios, plots and pages fol
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from msgspec import Struct
+import msgspec
 
 from . import stats
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .checks import Check
-    from .run import Run
-    from .stats import Blocks, Estimate
+from .checks import Check, common
+from .report import Report
+from .run import Run
+from .stats import Blocks, Estimate
+from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
-Unit = Literal["s", "bytes", "tokens", "tokens/s", "share", ""]
 Kind = Literal["cdf", "over time", "by x", "bars", "points"]
-
-
-class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generate. Times are the client's, in seconds; the counts are the worker's account.
-
-    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and statistics. `at_s`
-    counts from the start of the run, `first_s` and `total_s` from sending the request; `gaps_s` are the times
-    between chunks. `counts` are the tokens of each chunk; empty if each has one. Exactly one of `error` and
-    `position` is set. `joined`: the chunks add up to the result. `facts` are specific to a bench.
-    """
-
-    case: str = ""
-    x: float | None = None
-    block: int = 0
-    session: str = ""
-    at_s: float = 0.0
-    total_s: float
-    first_s: float | None = None
-    gaps_s: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
-    error: str | None = None
-    message: str | None = None
-    own_tokens: int | None = None
-    position: int | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefilled_tokens: int = 0
-    tokens: tuple[int, ...] = ()
-    finish_reason: str | None = None
-    joined: bool | None = None
-    kv_live_bytes: int = 0
-    queued_s: float = 0.0
-    rewritten_from: int | None = None
-    facts: dict[str, float | str | None] = {}
-
-    @property
-    def place(self) -> tuple[float | None, int]:
-        """What identifies the same turn in all cases: level and block."""
-        return self.x, self.block
-
-    @property
-    def num_tokens(self) -> float:
-        """The tokens of the answer; a fact, if only their number is known."""
-        return len(self.tokens) or self.fact("tokens") or 0
-
-    @property
-    def per_token_s(self) -> float | None:
-        """Seconds per token after the first; None for an answer of fewer than two tokens."""
-        if self.first_s is None or self.num_tokens < 2:
-            return None
-        return (self.total_s - self.first_s) / (self.num_tokens - 1)
-
-    def fact(self, name: str) -> float | None:
-        """Return a fact that is a number; None if there is none."""
-        value = self.facts.get(name)
-        return value if isinstance(value, int | float) else None
-
-
-class Sample(Struct, frozen=True, array_like=True):
-    """One value of a measure."""
-
-    measure: str
-    case: str
-    x: float | None
-    block: int
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One quantity. `of` returns its values for a turn: a number, several, or None; else there are samples.
-
-    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
-    be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of
-    a few levels that are not the bench's.
-    """
-
-    name: str
-    unit: Unit
-    better: Literal["lower", "higher"] = "lower"
-    of: Callable[[Turn], float | Sequence[float] | None] | None = None
-    log: bool = True
-    at: Callable[[Turn], float | None] | None = None
-    levels: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +74,17 @@ class Bench(Generic[P]):
     planned: Callable[[Turn], bool] = lambda _: False
     notes: Callable[[P], Iterable[str]] = lambda _: ()
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+
+    def findings(self, report: Report) -> Findings[P]:
+        """Return the findings of a report, for lookups."""
+        plan = msgspec.convert(report.plan, self.plan, dec_hook=lambda kind, value: kind(value))
+        return Findings(self, plan, report.turns, report.samples, report.facts)
+
+    def checked(self, found: Findings[P], lags_s: Sequence[float]) -> tuple[Check, ...]:
+        """Return the checks of every bench, unless this one has samples alone, and its own."""
+        turns = [turn for turn in found.turns if not self.planned(turn)]
+        shared = common(turns, lags_s) if found.turns or not found.given else ()
+        return (*shared, *self.checks(found))
 
 
 AnyBench = Bench[Any]

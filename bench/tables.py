@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table as Grid
 
 from . import stats
 from .figures import interval, number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from .report import Report
-    from .spec import AnyBench, Findings, Measure
+from .report import Report
+from .spec import AnyBench, Findings
+from .turns import Measure
 
 PRINTED_WIDTH: Final = 132
 
@@ -98,8 +97,6 @@ def machine(report: Report) -> str:
 
 def printing() -> Console:
     """Return a console for a bench's output; without a terminal it is wide enough for tables."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PRINTED_WIDTH)
@@ -109,7 +106,7 @@ def printing() -> Console:
 def print_report(bench: AnyBench, report: Report) -> None:
     """Print a report's tables and checks."""
     console = printing()
-    for rows in tables(report.findings(bench)):
+    for rows in tables(bench.findings(report)):
         print_table(rows, console)
     colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
     for one in report.checks:
@@ -119,8 +116,6 @@ def print_report(bench: AnyBench, report: Report) -> None:
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table."""
-    from rich.table import Table as Grid
-
     printed = Grid(box=None, header_style="bold", title=table.title, title_justify="left", title_style="bold")
     for i, name in enumerate(table.head):
         printed.add_column(name, justify="right" if i and table.numbers else "left", no_wrap=not i)

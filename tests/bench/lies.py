@@ -18,7 +18,7 @@ from saboteurs import ALL, PREFILL_S, WAITS, Lie, Suite, answer, samples, turns
 
 from bench import load, overhead, peers, pressure, quality, recall, restart, session
 from bench.openai import OWN
-from bench.spec import Sample, Turn
+from bench.turns import Sample, Turn
 
 Run = tuple[list[Turn], list[Sample]]
 MIB = 2**20

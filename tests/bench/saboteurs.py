@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from bench.spec import Turn
+from bench.turns import Turn
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
@@ -17,7 +17,8 @@ from worker.sessions import execution, history
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.spec import AnyBench, Measure, Sample
+    from bench.spec import AnyBench
+    from bench.turns import Measure, Sample
 
 #: What prefilling a token takes in honest runs of long sessions.
 PREFILL_S = 0.003

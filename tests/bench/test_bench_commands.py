@@ -97,7 +97,7 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     found = report.read(next(tmp_path.glob("*.json")))
     assert found.complete
     assert Verdict.FAILS not in {check.outcome for check in found.checks if check.exact}
-    findings = found.findings(suite.bench)
+    findings = suite.bench.findings(found)
     # A tiny model's answer may be one chunk, which has no gaps to draw.
     drawn = [one for one in suite.bench.plots if any(findings.of(measure) for measure in one.measures)]
     assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
@@ -111,7 +111,7 @@ def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, t
     found = report.read(next(tmp_path.glob("*.json")))
     assert [turn.error for turn in found.turns] == [None] * 5
     held = {turn.position for turn in found.turns[1:4:2]}
-    assert {one.x for one in found.findings(session.BENCH).of(session.RESTARTED)} == held
+    assert {one.x for one in session.BENCH.findings(found).of(session.RESTARTED)} == held
     assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
 
 

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from bench import corpus, plan, plots, report, session
 from bench.checks import Check, Verdict, judged
 from bench.cli import bench
+from bench.conduct import conduct
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
@@ -30,16 +31,17 @@ from bench.page import render
 from bench.plan import Option, Where
 from bench.report import Report, ReportFile
 from bench.restart import BENCH, FIRST
-from bench.run import Run, conduct
-from bench.spec import Findings, Plot, Turn
+from bench.run import Run
+from bench.spec import Findings, Plot
 from bench.stats import Estimate
+from bench.turns import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
-    run = Run(BENCH, lies.RESTART, Where())
+    run = Run(BENCH.name, lies.RESTART, Where())
     run.keep(*(lies.honest_restart(1)[0] if turns is None else turns))
     found = run.report("done")
     quiet = replace(found.environment, cpus=2, load_average=(0.1, 0.1, 0.1), commit=None)
@@ -93,7 +95,7 @@ def test_a_report_reads_back_and_a_full_disk_keeps_the_one_before(mounted: Calla
     with pytest.raises(ReportError, match=r"cannot be written to .*: No space left on device"):
         report_file.save(large)
     found = report.read(report_file.path)
-    assert (found, found.findings(BENCH).plan) == (small, lies.RESTART)
+    assert (found, BENCH.findings(found).plan) == (small, lies.RESTART)
     assert list(disk.iterdir()) == [report_file.path]
 
 
@@ -104,7 +106,7 @@ def files(folder: Path) -> dict[str, bytes]:
 async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run(BENCH, lies.RESTART, Where(out=tmp_path, checkpoint=1e-9))
+    run = Run(BENCH.name, lies.RESTART, Where(out=tmp_path, checkpoint=1e-9))
     with run.timing():
         run.progress(0, None, "in flight")
     assert files(tmp_path) == {}
@@ -165,7 +167,7 @@ def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
     assert "prefers-color-scheme: dark" in html
     assert "<svg" not in render(BENCH, make_report([]), warn=print)
     nowhere = [replace(turn, x=None) for turn in make_report().turns]
-    assert plots.draw(Plot("by x", "", (FIRST,)), make_report(nowhere).findings(BENCH)) is None
+    assert plots.draw(Plot("by x", "", (FIRST,)), BENCH.findings(make_report(nowhere))) is None
 
 
 @pytest.mark.parametrize("values", [(3.8, 3.93), (-0.2, -0.05), (-1.0, 1.0)])

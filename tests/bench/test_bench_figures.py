@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from bench import load, stats
 from bench.overhead import beside_blocks, decoding
-from bench.spec import Findings, Turn
+from bench.spec import Findings
+from bench.turns import Turn
 
 
 def make(number: int, at_s: float = 0.0, total_s: float = 1.0, **changes: object) -> Turn:

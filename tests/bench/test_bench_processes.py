@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from bench.faults import BenchError
 from bench.local import Program
 from bench.openai import parse
-from bench.spec import Turn
+from bench.turns import Turn
 from worker.commands.cli import main
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from saboteurs import Lie, Suite
 
 from bench import checks
 from bench.checks import Check, Verdict
+from bench.conduct import conduct
 from bench.plan import Where, make
-from bench.run import conduct
 from bench.spec import Findings
 
 #: A bench of samples alone has none of the common lies.
@@ -38,7 +38,7 @@ def identify(one: Suite | Lie) -> str:
 def judged(suite: Suite, seed: int, lie: Lie | None = None, end: int | None = None) -> list[Check]:
     turns, samples = ([lie.bend(one) if lie else one for one in some[:end]] for some in suite.honest(seed))
     found = Findings(suite.bench, suite.plan, turns, samples, suite.facts)
-    return [*checks.common(found, []), *suite.bench.checks(found)]
+    return [*suite.bench.checked(found, [])]
 
 
 def failed(found: Any) -> list[str]:

@@ -1,0 +1,88 @@
+"""A bench from its start to its printed report, also if it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from .faults import ReportError
+from .page import render
+from .plan import Where
+from .report import Report
+from .run import Run
+from .spec import Bench
+from .tables import print_report, printing
+
+P = TypeVar("P")
+
+
+async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
+    """Run a bench, save its report, and return it.
+
+    After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
+    and whatever the bench raises.
+    """
+    run = Run(bench.name, plan, where)
+    run.report_file.save(run.report("running"))  # fails before the run if the folder is not writable
+    ending = "interrupted"
+    try:
+        await run.measure(bench.measure)
+        ending = "done"
+    except Exception as error:
+        ending = f"fault: {error}"
+        raise
+    finally:
+        report = run.report(ending)
+        with contextlib.suppress(ReportError):  # raised again below, once the figures are printed
+            run.report_file.save(report)  # saved first: the checks may raise
+        report = replace(report, checks=bench.checked(bench.findings(report), run.lags_s))
+        _publish(bench, report, run)
+    return report
+
+
+def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
+    """Print and save the report; remove its file if nothing was measured."""
+    path = run.report_file.path
+    if not report.complete and not report.turns and not report.samples:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        return
+    print_report(bench, report)
+    if path is not None:
+        run.report_file.save(report, render(bench, report, warn=run.warn))
+        kind = "report" if report.complete else "partial report"
+        printing().print(f"{kind}: {path}", soft_wrap=True)
+
+
+def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
+
+    Faults during that cleanup are ignored, except a report that cannot be written.
+    """
+    told: list[int] = []
+
+    async def guarded() -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop(number: int) -> None:
+            told.append(number)
+            if task is not None:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except ReportError:
+        raise
+    except (asyncio.CancelledError, Exception):
+        if told:
+            raise KeyboardInterrupt from None
+        raise

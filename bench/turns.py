@@ -1,0 +1,95 @@
+"""What a bench measures: a turn as the client's clock sees it, a single value, and their measures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Struct
+
+from .figures import Unit
+
+
+class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generate. Times are the client's, in seconds; the counts are the worker's account.
+
+    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and statistics. `at_s`
+    counts from the start of the run, `first_s` and `total_s` from sending the request; `gaps_s` are the times
+    between chunks. `counts` are the tokens of each chunk; empty if each has one. Exactly one of `error` and
+    `position` is set. `joined`: the chunks add up to the result. `facts` are specific to a bench.
+    """
+
+    case: str = ""
+    x: float | None = None
+    block: int = 0
+    session: str = ""
+    at_s: float = 0.0
+    total_s: float
+    first_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    error: str | None = None
+    message: str | None = None
+    own_tokens: int | None = None
+    position: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    joined: bool | None = None
+    kv_live_bytes: int = 0
+    queued_s: float = 0.0
+    rewritten_from: int | None = None
+    facts: dict[str, float | str | None] = {}
+
+    @property
+    def place(self) -> tuple[float | None, int]:
+        """What identifies the same turn in all cases: level and block."""
+        return self.x, self.block
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of the answer; a fact, if only their number is known."""
+        return len(self.tokens) or self.fact("tokens") or 0
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds per token after the first; None for an answer of fewer than two tokens."""
+        if self.first_s is None or self.num_tokens < 2:
+            return None
+        return (self.total_s - self.first_s) / (self.num_tokens - 1)
+
+    def fact(self, name: str) -> float | None:
+        """Return a fact that is a number; None if there is none."""
+        value = self.facts.get(name)
+        return value if isinstance(value, int | float) else None
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One value of a measure."""
+
+    measure: str
+    case: str
+    x: float | None
+    block: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One quantity. `of` returns its values for a turn: a number, several, or None; else there are samples.
+
+    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
+    be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of
+    a few levels that are not the bench's.
+    """
+
+    name: str
+    unit: Unit
+    better: Literal["lower", "higher"] = "lower"
+    of: Callable[[Turn], float | Sequence[float] | None] | None = None
+    log: bool = True
+    at: Callable[[Turn], float | None] | None = None
+    levels: str | None = None
