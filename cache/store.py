@@ -33,11 +33,11 @@ from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
-from .names.blocks import Chain, Span
+from .names.blocks import Span
 from .names.errors import KeyFileError
 from .names.policy import FULL
 from .names.snapshot import CARRIER, Name, Only, carried
-from .names.tokens import TOKEN_BYTES, as_tokens, pack
+from .names.tokens import TOKEN_BYTES, Chain, as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

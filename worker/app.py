@@ -62,7 +62,7 @@ from .health import HealthServer
 from .keys import cache_access
 from .metrics import collect
 from .telemetry import Telemetry
-from .traces import start_traces
+from .tracing import start_traces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Final
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.policy import FULL
-from cache.names.tokens import TOKEN_BYTES
+from cache.names.tokens import TOKEN_BYTES, Chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cache.names.blocks import Chain
     from cache.names.snapshot import ModelLayout
     from cache.names.tokens import Tokens
 

@@ -1,4 +1,4 @@
-"""Names for runs of tokens: chained digests of blocks, and the pieces of a tail. Pure.
+"""Runs of tokens, full blocks and the pieces of a tail, and the digests that name them. Pure.
 
 The tokens `[0, n)` of a tenant under a model's identity name their KV. A full block is named by its
 parent's digest and its tokens, so that only equal prefixes have equal names. The chain starts at a root that
@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from .policy import FULL, Policy
-from .tokens import Boundary, Tokens, as_tokens
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 DIGEST_BYTES: Final = 32
 
@@ -49,43 +46,6 @@ def link(parent: bytes, packed: bytes) -> bytes:
     digest.update(parent)
     digest.update(packed)
     return digest.digest()
-
-
-class Chain:
-    """The names of a growing run of tokens, block by block; each block is hashed once."""
-
-    def __init__(self, root: bytes, block: int, policy: Policy = FULL) -> None:
-        self.root = root
-        self.block = block
-        self.policy = policy
-        self._named = as_tokens()
-        self._names = [root]
-
-    def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
-        """Go on from the names of the first blocks of some tokens, whose ids may be left out."""
-        self._names = [self.root, *names]
-        self._named = tokens[: (len(self._names) - 1) * self.block].alone()
-
-    def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
-        """Name the tokens up to the first edge of a block from `position` on; None if not named before."""
-        num = -(-position // self.block)
-        is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
-        return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
-
-    def names(self, tokens: Tokens) -> Sequence[bytes]:
-        """Return the names of the empty prefix, then of every full block of the tokens, in order.
-
-        Raises `CutOffError`.
-        """
-        num, shared = len(tokens) // self.block, self._named.num_common(tokens) // self.block
-        if shared == num:
-            return self._names[: num + 1]
-        more = self._names[shared : shared + 1]
-        for at in range(shared * self.block, num * self.block, self.block):
-            more.append(link(more[-1], tokens.packed(at, at + self.block)))
-        self._names[shared:] = more
-        self._named = tokens.alone()
-        return self._names
 
 
 def spans(start: int, end: int, block: int) -> list[Span]:

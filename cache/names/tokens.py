@@ -1,4 +1,7 @@
-"""A session's token ids: shared by all that grow from them, and left out in the middle of long ones. Pure."""
+"""A session's token ids, and the chain of their names. Pure.
+
+Ids are shared by all tokens that grow from them, and left out in the middle of long sessions.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
+from .blocks import link
 from .errors import CutOffError
+from .policy import FULL, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import TypeAlias
-
-    from .blocks import Chain
 
     _Ids: TypeAlias = "array[int]"
 
@@ -208,6 +211,43 @@ class Tokens(Sequence[int]):
             raise ValueError("not whole parts of tokens")
         cut = (_Part(None, digests[at : at + _DIGESTED]) for at in range(0, len(digests), _DIGESTED))
         return Tokens((*begun._parts, *cut), boundaries=boundaries) + unpack(behind)  # noqa: SLF001  # of this class
+
+
+class Chain:
+    """The names of a growing run of tokens, block by block; each block is hashed once."""
+
+    def __init__(self, root: bytes, block: int, policy: Policy = FULL) -> None:
+        self.root = root
+        self.block = block
+        self.policy = policy
+        self._named = as_tokens()
+        self._names = [root]
+
+    def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
+        """Go on from the names of the first blocks of some tokens, whose ids may be left out."""
+        self._names = [self.root, *names]
+        self._named = tokens[: (len(self._names) - 1) * self.block].alone()
+
+    def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
+        """Name the tokens up to the first edge of a block from `position` on; None if not named before."""
+        num = -(-position // self.block)
+        is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
+        return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
+
+    def names(self, tokens: Tokens) -> Sequence[bytes]:
+        """Return the names of the empty prefix, then of every full block of the tokens, in order.
+
+        Raises `CutOffError`.
+        """
+        num, shared = len(tokens) // self.block, self._named.num_common(tokens) // self.block
+        if shared == num:
+            return self._names[: num + 1]
+        more = self._names[shared : shared + 1]
+        for at in range(shared * self.block, num * self.block, self.block):
+            more.append(link(more[-1], tokens.packed(at, at + self.block)))
+        self._names[shared:] = more
+        self._named = tokens.alone()
+        return self._names
 
 
 def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cache.names import blocks
 from cache.names.errors import CutOffError
-from cache.names.tokens import Boundary, Tokens, as_tokens, num_common, pack
+from cache.names.tokens import Boundary, Chain, Tokens, as_tokens, num_common, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ SIZES = st.integers(1, 5)
 
 
 def chain(tokens: list[int], block: int, root: bytes = ROOT) -> list[bytes]:
-    return list(blocks.Chain(root, block).names(as_tokens(tokens)))[1:]
+    return list(Chain(root, block).names(as_tokens(tokens)))[1:]
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         made, digests = [(as_tokens(), list[int]())], {}
-        chains = {ROOT: blocks.Chain(ROOT, 3)}
+        chains = {ROOT: Chain(ROOT, 3)}
         for _ in range(data.draw(st.integers(1, 8))):
             tokens, ids = data.draw(st.sampled_from(made))
             cut = slice(*sorted((data.draw(st.integers(0, len(ids))), data.draw(st.integers(0, len(ids))))))
@@ -105,7 +105,7 @@ def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data)
         patch.setattr("cache.names.tokens._PART", 4)
         block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
         made = [(as_tokens(), list[int]())]
-        chain_of = {ROOT: blocks.Chain(ROOT, block)}
+        chain_of = {ROOT: Chain(ROOT, block)}
         for _ in range(data.draw(st.integers(1, 12))):
             tokens, ids = data.draw(st.sampled_from(made[-3:]))
             end = len(ids) - data.draw(st.integers(0, min(len(ids), 6)))
@@ -122,7 +122,7 @@ def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data)
                 for one in bounds:
                     names = chain(ids, block)[: one.end // block]
                     assert one.name == names[-1]
-                    tokens.chains.setdefault(ROOT, blocks.Chain(ROOT, block)).resume(tokens, names)
+                    tokens.chains.setdefault(ROOT, Chain(ROOT, block)).resume(tokens, names)
             with contextlib.suppress(CutOffError):
                 tokens, ids = tokens[:end], ids[:end]
             tokens, ids = tokens + more, ids + more
@@ -142,7 +142,7 @@ def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data)
                 other = Tokens.unpack_shortened(bytes(b ^ 1 for b in begun), *rest, ())
                 assert other.digest() != tokens.digest()
             with contextlib.suppress(CutOffError):
-                named = tokens.chains.setdefault(ROOT, blocks.Chain(ROOT, block)).names(tokens)
+                named = tokens.chains.setdefault(ROOT, Chain(ROOT, block)).names(tokens)
                 assert [*named[1:]] == chain(ids, block)
             for other, theirs in made:
                 assert (tokens == other) == (ids == theirs)
@@ -151,7 +151,7 @@ def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data)
 
 def test_a_boundary_names_these_tokens_and_no_others(monkeypatch) -> None:
     monkeypatch.setattr("cache.names.tokens._PART", 4)
-    session, names = as_tokens(range(20)), blocks.Chain(ROOT, 3)
+    session, names = as_tokens(range(20)), Chain(ROOT, 3)
     session.chains[ROOT] = names
     other = session[:6] + [7] * 14
     names.names(session)
@@ -164,7 +164,7 @@ def test_a_boundary_names_these_tokens_and_no_others(monkeypatch) -> None:
 
 def test_of_a_shortened_session_the_beginning_the_end_and_the_names_are_there() -> None:
     session = as_tokens(range(1_000_000))
-    names = session.chains.setdefault(ROOT, blocks.Chain(ROOT, 128)).names(session)[:]
+    names = session.chains.setdefault(ROOT, Chain(ROOT, 128)).names(session)[:]
     short = session.shortened(999_000)
     assert len(pack([*short[:4096]])) + sum(map(len, short.pack_shortened())) < 60_000
     after = short + range(500)
@@ -180,7 +180,7 @@ def test_of_a_shortened_session_the_beginning_the_end_and_the_names_are_there() 
 def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypatch) -> None:
     """What was said before is neither copied, nor compared, nor hashed again."""
     session = as_tokens(range(1_000_000))
-    names = session.chains.setdefault(ROOT, blocks.Chain(ROOT, 128))
+    names = session.chains.setdefault(ROOT, Chain(ROOT, 128))
     names.names(session)
     session.digest()
     packed, linked = [], []

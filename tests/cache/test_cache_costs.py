@@ -10,7 +10,7 @@ from made_kv import BLOCK, cut, identity, save_all
 
 from cache.index.index import Index
 from cache.names import blocks
-from cache.names.tokens import as_tokens
+from cache.names.tokens import Chain, as_tokens
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ async def test_eviction_does_not_look_through_what_is_pinned_for_every_block(
 async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_own(open_store) -> None:
     """Whoever names a tenant by it may only save hashes."""
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
-    chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):
         packed = as_tokens(asked)
-        fresh = blocks.Chain(chain.root, BLOCK)
+        fresh = Chain(chain.root, BLOCK)
         assert list(chain.names(packed)) == list(fresh.names(packed))

@@ -27,7 +27,7 @@ from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.snapshot import Tensor
-from cache.names.tokens import as_tokens, pack
+from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
 
@@ -302,7 +302,7 @@ async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
 def nth_file(tmp_path, n, tenant="a"):
     """Name the file of the n-th block of TOKENS, or of the tail."""
     root = blocks.root(identity().digest(), tenant)
-    chain = [*blocks.Chain(root, BLOCK).names(as_tokens(TOKENS))][1:]
+    chain = [*Chain(root, BLOCK).names(as_tokens(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], pack(TOKENS[8:])))
     return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
 

@@ -15,10 +15,9 @@ from made_kv import BLOCK, cut, identity, save_all
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 from cache.disk.header import read_name
-from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
-from cache.names.tokens import as_tokens, pack
+from cache.names.tokens import Chain, as_tokens, pack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +86,7 @@ async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
     remove = Folder.remove
 
     def failing(folder, digest) -> None:
-        if digest == blocks.Chain(store._root("a"), BLOCK).names(as_tokens(TOKENS))[1]:
+        if digest == Chain(store._root("a"), BLOCK).names(as_tokens(TOKENS))[1]:
             raise OSError(errno.EIO, "Input/output error")
         remove(folder, digest)
 

@@ -17,7 +17,7 @@ from cache.index import reconciling
 from cache.index.index import Index
 from cache.names import blocks
 from cache.names.snapshot import Name
-from cache.names.tokens import as_tokens, num_common, pack
+from cache.names.tokens import Chain, as_tokens, num_common, pack
 
 RUNS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True, max_size=12)
 
@@ -227,7 +227,7 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
     """A start looks at names only; a file's length is verified as all the rest of it."""
     await stored_once(open_store)
     tokens = as_tokens(TOKENS)
-    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
+    digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
     path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     store = await open_store()
@@ -238,7 +238,7 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
 
 async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
     await stored_once(open_store)
-    digest = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1]
+    digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1]
     (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
     with capture_logs() as logs:
         store = await open_store()

@@ -19,7 +19,7 @@ from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
 from cache.names.snapshot import Name
-from cache.names.tokens import as_tokens, pack
+from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import access_by
 
 pytest.importorskip("cryptography")
@@ -43,7 +43,7 @@ def snapshots(directory: Path) -> list[Path]:
 
 def traces(directory: Path, tokens: list[int]) -> list[str]:
     """Say what shows two of the tokens one behind the other, or a name that a guess can be tested on."""
-    chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     told = list(chain.names(as_tokens(tokens)))
     told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
     found = set()

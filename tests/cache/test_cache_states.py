@@ -16,7 +16,7 @@ from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import ModelLayout, Name, Tensor
-from cache.names.tokens import as_tokens, pack
+from cache.names.tokens import Chain, as_tokens, pack
 
 IDENTITY = identity()
 TOKENS = list(range(20, 34))
@@ -131,7 +131,7 @@ def flip(path, at: int) -> None:
 def file_of(tmp_path, tokens, end):
     root = blocks.root(IDENTITY.digest(), "a")
     start = (end - 1) // BLOCK * BLOCK
-    parent = blocks.Chain(root, BLOCK).names(as_tokens(tokens[:start]))[-1]
+    parent = Chain(root, BLOCK).names(as_tokens(tokens[:start]))[-1]
     digest = blocks.link(parent, pack(tokens[start:end]))
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 

@@ -16,7 +16,7 @@ from cache.disk.folder import Folder
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DirectoryLockedError
-from cache.names.tokens import as_tokens
+from cache.names.tokens import Chain, as_tokens
 
 TOKENS = list(range(10))
 
@@ -485,6 +485,6 @@ async def test_the_names_in_the_directory_are_the_chain(open_store, tmp_path) ->
     store = await open_store()
     save_all(store, "a", TOKENS[:8])
     await store.barrier(5)
-    chain = blocks.Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1:]
+    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1:]
     names = sorted(path.name for path in (tmp_path / "cache" / "snapshots").iterdir())
     assert names == sorted(f"{digest.hex()}.safetensors" for digest in chain)

@@ -19,7 +19,8 @@ from structlog.testing import capture_logs
 from tests.parts import free_port
 from turnkeep_client.errors import RequestFailedError
 from worker.otlp import Traces
-from worker.traces import Phase, TracesError, TurnTimes
+from worker.traces import Phase, TurnTimes
+from worker.tracing import TracesError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

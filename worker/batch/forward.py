@@ -14,13 +14,12 @@ architecture fits: `choosing` runs a few tokens both ways and compares.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models import activations, base
+from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv.paged import PagedCache, compared
@@ -28,10 +27,10 @@ from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
 from . import cpu, ring_attention
-from .running import RunningAttention
+from .attention import THEIR_ATTENTION, Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from .batch import PrefillPiece
     from .ring_attention import Rotate, Sight
@@ -312,56 +311,6 @@ def _patch_functions(model: Any) -> None:
                 names[name] = ours
 
 
-@dataclass(slots=True)
-class Attention:
-    """Attention as a model's layer asks for it: `scale`, what some add to it, and how queries are rotated."""
-
-    scale: float
-    more: dict[str, Any]
-    rotate: Rotate | None = None
-
-    def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
-        """Attend to keys and values as a cache gives them."""
-        plain = all(value is None for value in self.more.values())  # no attention sinks
-        if plain and cpu.should_dequantise(keys):
-            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
-            cache = None
-        if plain and cpu.faster_attention(queries, keys):
-            return cpu.attention(queries, keys, values, self.scale, mask)
-        theirs: mx.array = _THEIR_ATTENTION(
-            queries, keys, values, cache=cache, scale=self.scale, mask=mask, **self.more
-        )
-        return theirs
-
-    def running(self, queries: mx.array) -> RunningAttention:
-        """Begin to attend to keys that come in parts."""
-        return RunningAttention(queries, self.scale, self.more.get("sinks"))
-
-    def to_ring(
-        self,
-        queries: mx.array,
-        places: tuple[mx.array, mx.array],
-        sight: Sight,
-        to_rows: Callable[[mx.array], mx.array],
-    ) -> mx.array:
-        """Attend to a ring's places by `ring_attention.attend`, or plainly where no query must be rotated."""
-        keys, values = places
-        if sight.is_plain:
-            return self(to_rows(queries), keys, values, cache=None, mask=sight.seen)
-        if self.rotate is None:
-            raise AssertionError("a ring without its layer's rotation")
-        return ring_attention.attend(
-            queries,
-            keys,
-            values,
-            sight,
-            scale=self.scale,
-            rotate=self.rotate,
-            to_rows=to_rows,
-            sink_logits=self.more.get("sinks"),
-        )
-
-
 def _attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any
 ) -> mx.array:
@@ -376,11 +325,10 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 #: The originals: patching replaces them in the modules that define them, too.
-_THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: By name: mlx-lm's function, and its replacement, which knows `_LayerView` or is faster on a CPU.
 _PATCHES: Final = {
-    "scaled_dot_product_attention": (_THEIR_ATTENTION, _attention),
+    "scaled_dot_product_attention": (THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),
 }

@@ -16,7 +16,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from .forward import OwnPart
 
 if TYPE_CHECKING:
-    from .forward import Attention, Forward
+    from .attention import Attention
+    from .forward import Forward
 
 #: Tokens of the text, and the seed that draws them.
 _NUM_TOKENS: Final = 128

@@ -21,7 +21,7 @@ from . import ring_attention
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .forward import Attention
+    from .attention import Attention
     from .ring_attention import Sight
 
 #: Rows of equal form share pools: for each layer the sink, window and grid of its ring, None for a plain one.

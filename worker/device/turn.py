@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from cache.kv.paged import Past
-    from cache.names.blocks import Chain, Span
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
-    from cache.names.tokens import Tokens
+    from cache.names.tokens import Chain, Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer

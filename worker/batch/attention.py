@@ -1,0 +1,74 @@
+"""Attention as a model's layer asks for it, by the fastest way that there is for what it attends to.
+
+Device thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mlx_lm.models import base
+
+from . import cpu, ring_attention
+from .running import RunningAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import mlx.core as mx
+
+    from .ring_attention import Rotate, Sight
+
+#: mlx-lm's own: `forward` replaces it in the module that defines it, too.
+THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
+
+
+@dataclass(slots=True)
+class Attention:
+    """Attention as a model's layer asks for it: `scale`, what some add to it, and how queries are rotated."""
+
+    scale: float
+    more: dict[str, Any]
+    rotate: Rotate | None = None
+
+    def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
+        """Attend to keys and values as a cache gives them."""
+        plain = all(value is None for value in self.more.values())  # no attention sinks
+        if plain and cpu.should_dequantise(keys):
+            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
+            cache = None
+        if plain and cpu.faster_attention(queries, keys):
+            return cpu.attention(queries, keys, values, self.scale, mask)
+        theirs: mx.array = THEIR_ATTENTION(
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask, **self.more
+        )
+        return theirs
+
+    def running(self, queries: mx.array) -> RunningAttention:
+        """Begin to attend to keys that come in parts."""
+        return RunningAttention(queries, self.scale, self.more.get("sinks"))
+
+    def to_ring(
+        self,
+        queries: mx.array,
+        places: tuple[mx.array, mx.array],
+        sight: Sight,
+        to_rows: Callable[[mx.array], mx.array],
+    ) -> mx.array:
+        """Attend to a ring's places by `ring_attention.attend`, or plainly where no query must be rotated."""
+        keys, values = places
+        if sight.is_plain:
+            return self(to_rows(queries), keys, values, cache=None, mask=sight.seen)
+        if self.rotate is None:
+            raise AssertionError("a ring without its layer's rotation")
+        return ring_attention.attend(
+            queries,
+            keys,
+            values,
+            sight,
+            scale=self.scale,
+            rotate=self.rotate,
+            to_rows=to_rows,
+            sink_logits=self.more.get("sinks"),
+        )
