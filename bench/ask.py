@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.messages import Chunk, Generated
 from turnkeep_client.session import Session
 
 from .turns import Turn
@@ -34,43 +38,45 @@ async def ask(
     has no chunk: its first token arrives with the result.
     """
     sent_s = time.monotonic()
-    chunks_s: list[float] = []
-    counts: list[int] = []
-    tokens: list[int] = []
-    text = ""
+    arrivals: list[tuple[float, Chunk]] = []
     try:
         generation = session.generate(timeout_s=timeout_s, **request)
         async for chunk in generation:
-            chunks_s.append(time.monotonic() - sent_s)
+            arrivals.append((time.monotonic() - sent_s, chunk))
             if begun is not None:
                 begun.set()
-            counts.append(len(chunk.tokens))
-            tokens += chunk.tokens
-            text += chunk.text
         result = generation.result
     except TurnkeepError as error:
         result, fault = None, error
     total_s = time.monotonic() - sent_s
     times: dict[str, Any] = {"at_s": sent_s - began_s, "total_s": total_s, "session": session.key.session}
     if result is None:
-        return Turn(first_s=next(iter(chunks_s), None), error=class_of(fault), message=str(fault), **times)
-    usage = result.usage
+        first_s = arrivals[0][0] if arrivals else None
+        return Turn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
+    turn = _answered(arrivals, result, times)
+    return replace(turn, facts={"text": result.text}) if texts else turn
+
+
+def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
+    """Make the turn of an answer from its chunks, each with its time, and its result."""
+    usage, counts = result.usage, tuple(len(chunk.tokens) for _, chunk in arrivals)
+    tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
+    text = "".join(chunk.text for _, chunk in arrivals)
     return Turn(
         **times,
-        first_s=chunks_s[0] if chunks_s else total_s,
-        gaps_s=tuple(later - sooner for sooner, later in itertools.pairwise(chunks_s)),
-        counts=tuple(counts) if set(counts) != {1} else (),
+        first_s=arrivals[0][0] if arrivals else times["total_s"],
+        gaps_s=tuple(later - sooner for (sooner, _), (later, _) in itertools.pairwise(arrivals)),
+        counts=counts if set(counts) != {1} else (),
         position=result.position,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         prefilled_tokens=usage.prefilled_tokens,
         tokens=result.tokens,
         finish_reason=result.finish_reason,
-        joined=text == result.text and tuple(tokens) == result.tokens,
+        joined=(text, tokens) == (result.text, result.tokens),
         kv_live_bytes=result.kv_live_bytes,
         queued_s=result.seconds.queued,
         rewritten_from=result.rewritten_from,
-        facts={"text": result.text} if texts else {},
     )
 
 

@@ -102,17 +102,35 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:
-        yield _single("consumer_pending", "Requests in the log that wait for a worker.", backlog.num_pending)
-        yield _single(
-            "consumer_ack_pending",
-            "Requests that workers hold; one of each session at work.",
-            backlog.num_ack_pending,
-        )
-        yield _single(
-            "consumer_redelivered",
-            "Requests that workers hold and that were delivered more than once.",
-            backlog.num_redelivered,
-        )
+        yield from _consumer(backlog)
+    yield from _known(sightings)
+    figures = [one.metrics for one in sightings if one.up]
+    for name, field, text, *labels in COUNTERS:
+        counter = CounterMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
+        yield _filled(counter, field, figures)
+    for name, field, text, *labels in GAUGES:
+        gauge = GaugeMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
+        yield _filled(gauge, field, figures)
+    for name, field, text in HISTOGRAMS:
+        histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
+        for metrics in figures:
+            value = attrgetter(field)(metrics)
+            if isinstance(value, Histogram):  # earlier workers lack some
+                histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
+        yield histogram
+
+
+def _consumer(backlog: Backlog) -> Iterator[Metric]:
+    """Yield the figures of the log's consumer."""
+    yield _single("consumer_pending", "Requests in the log that wait for a worker.", backlog.num_pending)
+    text = "Requests that workers hold; one of each session at work."
+    yield _single("consumer_ack_pending", text, backlog.num_ack_pending)
+    text = "Requests that workers hold and that were delivered more than once."
+    yield _single("consumer_redelivered", text, backlog.num_redelivered)
+
+
+def _known(sightings: Sequence[Sighting]) -> Iterator[Metric]:
+    """Yield what is known of every worker, silent or not."""
     up = GaugeMetricFamily("turnkeep_up", "Whether the worker publishes metrics.", labels=_WORKER)
     last_seen = GaugeMetricFamily(
         "turnkeep_last_seen_seconds", "Time since the worker's last metrics.", labels=_WORKER
@@ -129,20 +147,6 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
         for kind, numbers in one.metrics.kv_layers.items():
             layers.add_metric((*worker, kind, numbers), 1)
     yield from (up, last_seen, info, layers)
-    figures = [one.metrics for one in sightings if one.up]
-    for name, field, text, *labels in COUNTERS:
-        counter = CounterMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
-        yield _filled(counter, field, figures)
-    for name, field, text, *labels in GAUGES:
-        gauge = GaugeMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
-        yield _filled(gauge, field, figures)
-    for name, field, text in HISTOGRAMS:
-        histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
-        for metrics in figures:
-            value = attrgetter(field)(metrics)
-            if isinstance(value, Histogram):  # earlier workers lack some
-                histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
-        yield histogram
 
 
 def _single(name: str, text: str, value: float) -> Metric:

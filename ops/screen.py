@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from turnkeep_client.messages import Histogram, SessionInfo
+    from turnkeep_client.messages import Histogram, Metrics, SessionInfo
 
     from .fleet import Sighting
 
@@ -232,13 +232,14 @@ def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
             ("worker", f"{now.worker}: {about}"),
             ("silent", f"for {span(one.age_s)}; its last figures are not shown"),
         ]
-    saved = now.snapshots
+    return [("worker", f"{now.worker}: {about}, up {span(now.uptime_s)}"), *_work(now, own), *_room(now, own)]
+
+
+def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:
+    """Describe sessions, requests and speeds."""
     of_log = f", log {amount(now.log_bytes)} of {amount(now.log_max_bytes)}" if now.log_max_bytes else ""
     policies = listed(now.sessions_by_policy)
-    results = "; ".join(f"{kind} {listed(outcomes)}" for kind, outcomes in now.requests.items())
-    ignored = listed(now.ignored)
     return [
-        ("worker", f"{now.worker}: {about}, up {span(now.uptime_s)}"),
         ("sessions", f"{now.sessions}, {now.resident_sessions} on the device" + _also(policies)),
         (
             "queue",
@@ -262,6 +263,14 @@ def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
                 f" drafts {percent(own.accepted_share)} right"
             ),
         ),
+    ]
+
+
+def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
+    """Describe memory, disk and snapshots, and the results since the start."""
+    saved, ignored = now.snapshots, listed(now.ignored)
+    results = "; ".join(f"{kind} {listed(outcomes)}" for kind, outcomes in now.requests.items())
+    return [
         (
             "memory",
             (

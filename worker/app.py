@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
+    from cache.names.identity import Identity
     from cache.store import Access
     from turnkeep_client.messages import Metrics
     from worker.models.model import LoadedModel, Progress
@@ -258,24 +259,28 @@ class App:
         loaded = await self._in_thread(self._device.start)
         stack.push_async_callback(shielded, partial(in_thread, self._device.stop))
         self._weights_loaded()
-        log.info(
-            "loaded the model",
-            model=loaded.name,
-            folder=str(folder),
-            context=loaded.context_tokens,
-            kv_bits=settings.kv_bits or "full",
-            cache_policy=str(settings.cache_policy),
-            kv_bytes_per_token=self._device.estimator.kv.bytes_per_token,
-            kv_bounded_bytes=self._device.estimator.kv.bounded_bytes,
-            caches=self._device.caches,
-        )
-        if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
-            log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
+        self._log_model(loaded)
         self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self._kv_bytes = self._kv_limit(self._context_tokens)
         self._check_policy()
         self._is_loaded = True
         return loaded
+
+    def _log_model(self, loaded: LoadedModel) -> None:
+        settings, kv = self._settings, self._device.estimator.kv
+        log.info(
+            "loaded the model",
+            model=loaded.name,
+            folder=str(loaded.folder),
+            context=loaded.context_tokens,
+            kv_bits=settings.kv_bits or "full",
+            cache_policy=str(settings.cache_policy),
+            kv_bytes_per_token=kv.bytes_per_token,
+            kv_bounded_bytes=kv.bounded_bytes,
+            caches=self._device.caches,
+        )
+        if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
+            log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
 
     async def _open_store(
         self, directory: DataDir, loaded: LoadedModel, access: Access, stack: contextlib.AsyncExitStack
@@ -291,15 +296,7 @@ class App:
                 cache_class=self._device.unsupported_cache,
             )
             return
-        identity = await self._in_thread(
-            folder_identity,
-            loaded.folder,
-            kv_dtype=self._dtype,
-            block_tokens=settings.block_tokens,
-            code=await self._in_thread(code_digest, loaded.model),
-            caches=self._device.caches,
-            memo=directory.models / "digests.json",
-        )
+        identity = await self._identity(directory, loaded)
         try:
             self._store = await Store.open(
                 directory.snapshots,
@@ -321,6 +318,18 @@ class App:
         stack.push_async_callback(shielded, self._store.close, discard=discard)
         self._device.cut_snapshots(self._store.room)
 
+    async def _identity(self, directory: DataDir, loaded: LoadedModel) -> Identity:
+        """Name the model for its snapshots."""
+        return await self._in_thread(
+            folder_identity,
+            loaded.folder,
+            kv_dtype=self._dtype,
+            block_tokens=self._settings.block_tokens,
+            code=await self._in_thread(code_digest, loaded.model),
+            caches=self._device.caches,
+            memo=directory.models / "digests.json",
+        )
+
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
         """Take requests until told to stop. Raises `WorkerError` if a part ends before.
 
@@ -332,25 +341,8 @@ class App:
                 async with task_group() as work:
                     desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await desk.open()
-                    discovery = Discovery(
-                        *(nc, self._subjects, Outbox(nc, self._subjects), self._telemetry),
-                        version=VERSION,
-                        metadata={
-                            "worker": self._settings.worker,
-                            "prefix": self._subjects.prefix,
-                            "model": loaded.name,
-                            "protocol": str(PROTOCOL),
-                            "features": " ".join(FEATURES),
-                        },
-                    )
-                    for name, part in (
-                        ("keep-alive", intake.keep_alive),
-                        ("sweep", sessions.sweep),
-                        ("retention", self._retention.run),
-                        ("loop-lag", self._telemetry.watch_loop),
-                        ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
-                    ):
-                        parts.start_soon(self._run_part, name, part)
+                    discovery = self._make_discovery(nc, loaded)
+                    self._start_parts(parts, nc, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
                         await discovery.open()
                         url = nc.connected_url
@@ -376,21 +368,29 @@ class App:
         if self._fatal:
             raise WorkerError(self._fatal)
 
+    def _make_discovery(self, nc: Client, loaded: LoadedModel) -> Discovery:
+        names = {"worker": self._settings.worker, "prefix": self._subjects.prefix, "model": loaded.name}
+        names |= {"protocol": str(PROTOCOL), "features": " ".join(FEATURES)}
+        outbox = Outbox(nc, self._subjects)
+        return Discovery(nc, self._subjects, outbox, self._telemetry, version=VERSION, metadata=names)
+
+    def _start_parts(self, parts: TaskGroup, nc: Client, intake: Intake, sessions: Sessions) -> None:
+        """Start what runs beside the requests, until these have ended."""
+        for name, part in (
+            ("keep-alive", intake.keep_alive),
+            ("sweep", sessions.sweep),
+            ("retention", self._retention.run),
+            ("loop-lag", self._telemetry.watch_loop),
+            ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
+        ):
+            parts.start_soon(self._run_part, name, part)
+
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
     ) -> tuple[Desk, Intake, Sessions]:
         """Build the serving parts: `work` gets the tasks of sessions, `asides` those cancelled after them."""
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
-        self._engine = Engine(
-            self._device,
-            Ledger(self._kv_bytes),
-            self._store,
-            self._telemetry,
-            kv=self._device.estimator.kv,
-            piece_tokens=settings.block_tokens,
-            max_tenant_bytes=settings.max_memory_per_tenant,
-            has_unopened=self._has_unopened,
-        )
+        self._engine = self._make_engine()
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
         self._retention = Retention(
             journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
@@ -420,6 +420,18 @@ class App:
             *(nc, js, subjects, control, outbox, self._telemetry, asides), ask_timeout_s=settings.token_ttl_s
         )
         return desk, intake, self._sessions
+
+    def _make_engine(self) -> Engine:
+        return Engine(
+            self._device,
+            Ledger(self._kv_bytes),
+            self._store,
+            self._telemetry,
+            kv=self._device.estimator.kv,
+            piece_tokens=self._settings.block_tokens,
+            max_tenant_bytes=self._settings.max_memory_per_tenant,
+            has_unopened=self._has_unopened,
+        )
 
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Collect the services that all sessions share."""

@@ -23,6 +23,7 @@ from cache.names.snapshot import Place, layer_path, section, seen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import Layout, Only, States
 
@@ -49,6 +50,19 @@ _TYPES: Final = {
 }
 
 
+def _held(
+    layout: Layout, reaches: Sequence[Policy], num_tokens: int, only: Only | None
+) -> list[tuple[Span, ...]]:
+    """List the tokens that each tensor of a layout has room for: all that its layer sees, or `only` some."""
+    if only is None:
+        by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
+        return [by_reach[reach] for reach in reaches]
+    return [
+        only.spans if reach == only.reach and only.layer in {None, layer_path(name)} else ()
+        for (name, _, _), reach in zip(layout, reaches, strict=True)
+    ]
+
+
 class Blank:
     """Uninitialised tensors: those of a layout, for a session's first `num_tokens`, and those of a state.
 
@@ -73,14 +87,7 @@ class Blank:
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
         capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
-        if only is None:
-            by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
-            spans = [by_reach[reach] for reach in reaches]
-        else:
-            spans = [
-                only.spans if reach == only.reach and only.layer in {None, layer_path(name)} else ()
-                for (name, _, _), reach in zip(layout, reaches, strict=True)
-            ]
+        spans = _held(layout, reaches, num_tokens, only)
         sizes = [
             capacity if reach == FULL and only is None else sum(span.num_tokens for span in held)
             for reach, held in zip(reaches, spans, strict=True)
@@ -104,11 +111,14 @@ class Blank:
             )
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
-        own = len(layout) - num_carriable
-        split = [place.split(num_carried) for place in self.places[own:]]
-        self.carried = [place for place, _ in split]
-        self.places[own:] = [place for _, place in split]
+        self.carried = self._take_carried(len(layout) - num_carriable, num_carried)
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
+
+    def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
+        """Take the first `num_tokens` tokens out of the places from `start` on, and return their places."""
+        split = [place.split(num_tokens) for place in self.places[start:]]
+        self.places[start:] = [place for _, place in split]
+        return [place for place, _ in split]
 
     def arrays(self) -> Arrays:
         """Return the tensors, evaluated: (1, heads, tokens, head_dim), a state's in their own shapes.

@@ -218,25 +218,10 @@ def cut(
     """
     if not 0 <= start < end:
         raise ValueError(f"a layer does not hold the tokens [{start}, {end})")
-    pieces: dict[str, mx.array] = {}
-    state: dict[str, mx.array] = {}
-    more: dict[str, mx.array] = {}
-    reaches: dict[str, Policy] = {}
-    for path, cache in leaves(caches):
-        if states.is_cut(cache):
-            held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
-            pieces |= held
-            reaches |= dict.fromkeys(held, states.reach(cache))
-            reaches |= {name: FULL for name in held if "sketch" in name}  # kept of every token
-            if carried is not None and isinstance(cache, PagedCache):
-                found = states.sketched(cache, carried.start, carried.end)
-                more |= {f"{CARRIED}{path}.{part}": array for part, array in found.items()}
-        elif at_end:
-            for part, array in states.state(cache, end).items():
-                state[f"{STATE}{path}.{part}"] = array
-    if state and any(states.num_tokens(cache) not in (None, end) for _, cache in leaves(caches)):
-        raise ValueError(f"layers that are not all at {end} tokens")
-    pieces |= more
+    pieces, reaches = _pieces(caches, start, end)
+    if carried is not None:
+        pieces |= _carried(caches, carried)
+    state = _states(caches, end) if at_end else {}
     room_bytes -= _nbytes(pieces)
     if room_bytes < 0:
         return None
@@ -248,6 +233,42 @@ def cut(
         Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy), reaches.get(name, FULL))
         for name, copy in copies.items()
     )
+
+
+def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
+    """Return views of what is cut by tokens, of `[start, end)`, and how far each layer sees, by name."""
+    pieces: dict[str, mx.array] = {}
+    reaches: dict[str, Policy] = {}
+    for path, cache in leaves(caches):
+        if states.is_cut(cache):
+            held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
+            pieces |= held
+            reaches |= dict.fromkeys(held, states.reach(cache))
+            reaches |= {name: FULL for name in held if "sketch" in name}  # kept of every token
+    return pieces, reaches
+
+
+def _carried(caches: Sequence[Any], span: Span) -> dict[str, mx.array]:
+    """Return the sketches of some tokens, under the names that a carrier has for them."""
+    return {
+        f"{CARRIED}{path}.{part}": array
+        for path, cache in leaves(caches)
+        if isinstance(cache, PagedCache)
+        for part, array in states.sketched(cache, span.start, span.end).items()
+    }
+
+
+def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
+    """Return the states of layers that are not cut by tokens. Raises `ValueError` if one is not at `end`."""
+    found = {
+        f"{STATE}{path}.{part}": array
+        for path, cache in leaves(caches)
+        if not states.is_cut(cache)
+        for part, array in states.state(cache, end).items()
+    }
+    if found and any(states.num_tokens(cache) not in (None, end) for _, cache in leaves(caches)):
+        raise ValueError(f"layers that are not all at {end} tokens")
+    return found
 
 
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
-from .blocks import link
+from . import blocks
 from .errors import CutOffError
 from .policy import FULL, Policy
 
@@ -244,7 +244,7 @@ class Chain:
             return self._names[: num + 1]
         more = self._names[shared : shared + 1]
         for at in range(shared * self.block, num * self.block, self.block):
-            more.append(link(more[-1], tokens.packed(at, at + self.block)))
+            more.append(blocks.link(more[-1], tokens.packed(at, at + self.block)))
         self._names[shared:] = more
         self._named = tokens.alone()
         return self._names

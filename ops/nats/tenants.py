@@ -37,6 +37,8 @@ _PATIENCE_S: Final = 10.0
 _MIB: Final = 2**20
 #: Where requests for JetStream reach the workers' account from another one, whose own is at $JS.API.
 _API: Final = "JS.turnkeep.API"
+#: What whoever makes the mirrors may do to a stream.
+_MIRRORING: Final = ("CREATE", "UPDATE")
 
 
 def make_seed(path: Path) -> str:
@@ -139,22 +141,10 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
             **payload,
         },
         "users": [
-            {
-                "nkey": client,
-                "permissions": {
-                    "publish": [*publish, *(f"$JS.API.DIRECT.GET.{stream}" for stream in streams)],
-                    "subscribe": [*hear, "_INBOX.>"],
-                },
-            },
-            {
-                "nkey": mirrors,
-                "permissions": {
-                    "publish": [
-                        f"$JS.API.STREAM.{deed}.{s}" for s in streams for deed in ("CREATE", "UPDATE")
-                    ],
-                    "subscribe": ["_INBOX.>"],
-                },
-            },
+            _user(client, [*publish, *(f"$JS.API.DIRECT.GET.{stream}" for stream in streams)], hear),
+            _user(
+                mirrors, [f"$JS.API.STREAM.{deed}.{s}" for s in streams for deed in ("CREATE", "UPDATE")], []
+            ),
         ],
         "imports": [
             *(taken("service", subject) for subject in publish),
@@ -171,6 +161,11 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
             taken("service", "$JS.FC.>"),
         ],
     }
+
+
+def _user(nkey: str, publish: list[str], hear: list[str]) -> dict[str, Any]:
+    """Describe who has this key: what they may publish, and hear beside the replies to it."""
+    return {"nkey": nkey, "permissions": {"publish": [*publish], "subscribe": [*hear, "_INBOX.>"]}}
 
 
 def _of(tenant: str, subjects: Subjects, kind: str) -> str:
@@ -334,10 +329,15 @@ def main(
             click.echo(f"{tenant}: --tenant {tenant} --nats-nkey {folder / tenant}.client.nk")
     except (OSError, TurnkeepError) as error:
         raise click.ClickException(str(error)) from None
+    _say_what_is_next(folder, is_cluster=limits.copies > 1, is_done=bool(url))
+
+
+def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
+    """Print who takes which seed, and how the server is started unless that is done."""
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
     click.echo(f"exporter, top, dashboard: --nats-nkey {folder / 'metrics.nk'}")
-    if not url:
-        start = f"-c {CLUSTER} --name NAME on each node" if limits.copies > 1 else f"-c {_CONF}"
+    if not is_done:
+        start = f"-c {CLUSTER} --name NAME on each node" if is_cluster else f"-c {_CONF}"
         click.echo(f"start nats-server {start} in {folder}, and run this again with --nats", err=True)
 
 

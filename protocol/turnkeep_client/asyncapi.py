@@ -81,7 +81,6 @@ fields of a request are refused; ignore unknown fields of a result. A failed req
 
 def document() -> dict[str, Any]:
     """Build the document as plain data."""
-    subjects = Subjects()
     return {
         "asyncapi": "3.0.0",
         "info": {"title": "Turnkeep", "version": f"{VERSION}.0.0", "description": _DESCRIPTION},
@@ -89,27 +88,7 @@ def document() -> dict[str, Any]:
         "servers": {
             "nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "Any NATS server."}
         },
-        "channels": {
-            "in": _channel(subjects.of(_KEY, "in"), "Requests of a session; a JetStream log.", REQUESTS),
-            "out": _channel(subjects.of(_KEY, "out"), "Results of a session; the same log.", RESULTS),
-            "tokens": _channel(
-                subjects.tokens(_KEY, "{request}"),
-                "Tokens of one generate; a stream kept for minutes.",
-                (Chunk, _END),
-            ),
-            "ctl": _channel(subjects.of(_KEY, "ctl"), "Control requests about a session.", CONTROLS),
-            "ctlReply": _channel(None, "The reply inbox of the control request.", CONTROL_REPLIES),
-            "ask": _channel(
-                subjects.of(_KEY, "ask"),
-                "A generate by request and reply; its `type` and `id` may be left out.",
-                (Generate,),
-            ),
-            "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Failed)),
-            "dead": _channel(
-                subjects.of(_KEY, "dead"), "Requests that workers gave up; the same log.", (DeadLetter,)
-            ),
-            "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
-        },
+        "channels": _channels(Subjects()),
         "operations": {
             "receiveRequest": _operation("receive", "in", REQUESTS, reply=("out", RESULTS)),
             "sendTokens": _operation("send", "tokens", (Chunk, _END)),
@@ -119,6 +98,31 @@ def document() -> dict[str, Any]:
             "sendMetrics": _operation("send", "metrics", (Metrics,)),
         },
         "components": {"messages": _messages(), "schemas": _schemas()},
+    }
+
+
+def _channels(subjects: Subjects) -> dict[str, Any]:
+    """List all subjects, and the replies, with the messages of each."""
+    return {
+        "in": _channel(subjects.of(_KEY, "in"), "Requests of a session; a JetStream log.", REQUESTS),
+        "out": _channel(subjects.of(_KEY, "out"), "Results of a session; the same log.", RESULTS),
+        "tokens": _channel(
+            subjects.tokens(_KEY, "{request}"),
+            "Tokens of one generate; a stream kept for minutes.",
+            (Chunk, _END),
+        ),
+        "ctl": _channel(subjects.of(_KEY, "ctl"), "Control requests about a session.", CONTROLS),
+        "ctlReply": _channel(None, "The reply inbox of the control request.", CONTROL_REPLIES),
+        "ask": _channel(
+            subjects.of(_KEY, "ask"),
+            "A generate by request and reply; its `type` and `id` may be left out.",
+            (Generate,),
+        ),
+        "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Failed)),
+        "dead": _channel(
+            subjects.of(_KEY, "dead"), "Requests that workers gave up; the same log.", (DeadLetter,)
+        ),
+        "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
     }
 
 

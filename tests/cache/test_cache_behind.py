@@ -154,7 +154,7 @@ async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(ope
     put = Catalog.put
 
     def fail(self, rows, *, durable=False) -> None:
-        if synced:
+        if durable:
             raise sqlite3.OperationalError("disk I/O error")
         put(self, rows)
 

@@ -158,14 +158,34 @@ def attend(
     head_dim); keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are what
     some models have for a key that stands for nothing.
     """
-    kv_heads = keys.shape[1]
-    transposed = keys.swapaxes(-1, -2)
 
     def scored(asking: mx.array, columns: mx.array) -> mx.array:
         by_row = to_rows(asking * scale)
         rows, heads, num, size = by_row.shape
-        return (by_row.reshape(rows, kv_heads, -1, size) @ columns).reshape(rows, heads, num, -1)
+        return (by_row.reshape(rows, keys.shape[1], -1, size) @ columns).reshape(rows, heads, num, -1)
 
+    scores = _scores(queries, keys.swapaxes(-1, -2), sight, rotate, scored)
+    if sink_logits is None and cpu.faster_weighted(scores):
+        return cpu.weighted(scores, values, sight.seen)
+    if sight.seen is not None:
+        scores = mx.where(sight.seen, scores, mx.finfo(scores.dtype).min)
+    if sink_logits is not None:
+        column = mx.broadcast_to(sink_logits[None, :, None, None], (*scores.shape[:3], 1))
+        scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
+    rows, heads, num, _ = scores.shape
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., : keys.shape[2]]
+    grouped = weights.reshape(rows, keys.shape[1], -1, weights.shape[-1])
+    return (grouped @ values).reshape(rows, heads, num, -1)
+
+
+def _scores(
+    queries: mx.array,
+    transposed: mx.array,
+    sight: Sight,
+    rotate: Rotate,
+    scored: Callable[[mx.array, mx.array], mx.array],
+) -> mx.array:
+    """Score all keys, (rows, KV heads, head_dim, places), each by the query that is rotated for its place."""
     rotated = {"here": queries}
     if sight.before is not None:
         rotated["before"] = rotate(queries, sight.grid)
@@ -177,22 +197,11 @@ def attend(
             scored(rotated[kind], transposed[..., start:end])
             for start, (end, kind) in zip(starts, sight.runs, strict=False)
         ]
-        scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-    else:
-        scores = scored(queries, transposed)
-        if sight.before is not None:
-            scores = mx.where(sight.before, scored(rotated["before"], transposed), scores)
-        if sight.to_sinks is not None:
-            of_sinks = scored(rotated["sinks"], transposed[..., : sight.num_sinks])
-            scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
-    if sink_logits is None and cpu.faster_weighted(scores):
-        return cpu.weighted(scores, values, sight.seen)
-    if sight.seen is not None:
-        scores = mx.where(sight.seen, scores, mx.finfo(scores.dtype).min)
-    if sink_logits is not None:
-        column = mx.broadcast_to(sink_logits[None, :, None, None], (*scores.shape[:3], 1))
-        scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
-    rows, heads, num, _ = scores.shape
-    weights = mx.softmax(scores, axis=-1, precise=True)[..., : keys.shape[2]]
-    grouped = weights.reshape(rows, kv_heads, -1, weights.shape[-1])
-    return (grouped @ values).reshape(rows, heads, num, -1)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    scores = scored(queries, transposed)
+    if sight.before is not None:
+        scores = mx.where(sight.before, scored(rotated["before"], transposed), scores)
+    if sight.to_sinks is not None:
+        of_sinks = scored(rotated["sinks"], transposed[..., : sight.num_sinks])
+        scores = mx.concatenate([of_sinks, scores[..., sight.num_sinks :]], axis=-1)
+    return scores

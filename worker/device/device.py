@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, Unpack
 
 import mlx.core as mx
 
@@ -40,6 +40,22 @@ if TYPE_CHECKING:
 _Command: TypeAlias = "Callable[[Runner], object] | None"
 
 
+class RunnerOptions(TypedDict):
+    """What a runner's `__init__` takes, with its defaults, besides the model and the report.
+
+    `limit_bytes` bounds all that MLX allocates; None derives a limit from the machine. `trials` is the file
+    that remembers how a model's rows run together.
+    """
+
+    block_tokens: int
+    max_batch: int
+    stall_s: float
+    max_tenant_rows: NotRequired[int | None]
+    limit_bytes: NotRequired[int | None]
+    max_draft: NotRequired[int]
+    trials: NotRequired[Path | None]
+
+
 class Device:
     """The thread and its command queue. Public methods may be called from any thread."""
 
@@ -48,34 +64,17 @@ class Device:
         load: Callable[[], LoadedModel],
         died: Callable[[BaseException], None],
         *,
-        block_tokens: int,
-        max_batch: int,
-        max_tenant_rows: int | None = None,
-        stall_s: float,
-        limit_bytes: int | None = None,
-        max_draft: int = 0,
         wired_bytes: int | None = None,
-        trials: Path | None = None,
+        **options: Unpack[RunnerOptions],
     ) -> None:
         """`load` runs on the thread; `died` is called there if it ends for another reason than `stop`.
 
-        `limit_bytes` bounds all that MLX allocates; None derives a limit from the machine. `wired_bytes` are
-        never paged out. `trials` is the file that remembers how a model's rows run together.
+        `wired_bytes` are never paged out.
         """
         self._load = load
         self._died = died
         self._wired_bytes = wired_bytes
-        self._make_runner = partial(
-            Runner,
-            report=self._hand_over,
-            block_tokens=block_tokens,
-            max_batch=max_batch,
-            max_tenant_rows=max_tenant_rows,
-            stall_s=stall_s,
-            limit_bytes=limit_bytes,
-            max_draft=max_draft,
-            trials=trials,
-        )
+        self._make_runner = partial(Runner, report=self._hand_over, **options)
         self._report: Callable[[StepReport], object]  # set by `listen`, before the first turn
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()

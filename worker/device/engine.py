@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -243,29 +244,30 @@ class Engine:
         holding = Holding(key, lambda: self._stopping or run.is_stopped or run.is_paused)
         run = _Run(claim, policy, most, cancelled, progress, holding, phases)
         self._runs[run.claim] = run
-        is_over = False
+        sampling = sampling or Sampling()
+        make = partial(Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority)
         try:
-            while not is_over:
-                asked_s = monotonic()
-                if run.is_stopped or not await self._admitted(run, len(context)):
-                    break
-                phases.append(Phase("queue", asked_s, monotonic()))
-                turn = Turn(
-                    key,
-                    context,
-                    policy=policy,
-                    answer=answer,
-                    sampling=sampling or Sampling(),
-                    priority=priority,
-                )
-                is_over = await self._run_turn(run, turn, publish)
-                if answer is not None and not is_over:  # paused: it continues behind the tokens that it has
-                    context = context[: turn.num_prompt] + answer.tokens
+            await self._run_to_end(run, make, context, publish)
         finally:
             if not run.is_abandoned:
                 self._release(run)
                 del self._runs[run.claim]
         return self._result(run, key.tenant) if run.started_s is not None else None
+
+    async def _run_to_end(
+        self, run: _Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None
+    ) -> None:
+        """Run turns one after another, until one is not paused or the run is stopped."""
+        is_over = False
+        while not is_over:
+            asked_s = monotonic()
+            if run.is_stopped or not await self._admitted(run, len(context)):
+                break
+            run.phases.append(Phase("queue", asked_s, monotonic()))
+            turn = make(context)
+            is_over = await self._run_turn(run, turn, publish)
+            if turn.answer is not None and not is_over:  # paused: it continues behind the tokens that it has
+                context = context[: turn.num_prompt] + turn.answer.tokens
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.

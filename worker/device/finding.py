@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.policy import Policy
+    from cache.names.tokens import Chain
     from cache.store import HeldPrefix, Store, StoredPast
     from turnkeep_client.subjects import SessionKey
 
@@ -117,14 +118,17 @@ class Finder:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None
                 break
-        # Held until the turn is over: the turn's snapshots continue those that are stored now.
-        holding.prefix = self._store.hold(turn.chain, turn.context)
+        self._hold(self._store, turn.chain, turn, holding)
+
+    def _hold(self, store: Store, chain: Chain, turn: Turn, holding: Holding) -> None:
+        """Hold what is stored until the turn is over, since the turn's snapshots continue it."""
+        holding.prefix = store.hold(chain, turn.context)
         turn.edges = holding.prefix.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
         # What is held is stored; with layers that have states, an append's end is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
-        turn.spans = self._store.wanted(turn.chain, turn.context, start, end)
+        turn.spans = store.wanted(chain, turn.context, start, end)
 
     async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
         """Find the KV of a turn's first `end` tokens on SSD, for the device to read; hold it instead."""

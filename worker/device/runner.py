@@ -126,45 +126,18 @@ class Runner:
         *,
         block_tokens: int,
         max_batch: int,
-        max_tenant_rows: int | None,
+        max_tenant_rows: int | None = None,
         stall_s: float,
-        limit_bytes: int | None,
-        max_draft: int,
+        limit_bytes: int | None = None,
+        max_draft: int = 0,
         trials: Path | None = None,
     ) -> None:
         machine.limit_freed()
         mx.reset_peak_memory()
         self._report = report
         self._block = block_tokens
-        own = make_prompt_cache(loaded.model)
-        mx.eval(loaded.model(mx.array([[0]]), cache=own))
-        self._batch = batch_for(
-            loaded.model,
-            self._has_room,
-            max_draft=max_draft,
-            trials=Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None,
-        )
-        make = partial(
-            layers.make,
-            loaded.model,
-            rings=self._batch.windows_are_rings,
-            sketched=self._batch.sketched,
-            block_tokens=block_tokens,
-        )
-        caches = make()
-        self._batch.step([PrefillPiece(caches, 0, [0])])
-        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
-        #: whether KV can be cut and trimmed at any token.
-        self.unsupported_cache = layers.unsupported(caches)
-        self.layout = ModelLayout(())
-        if self.unsupported_cache is None:
-            self.layout = layers.layout(caches, make, self._batch.sketched)
-        self.caches = layers.describe(caches)
-        self.kv_layers = layers.kinds(caches)
-        self.trimmable = layers.trimmable(caches)
-        self.estimator = estimator(
-            loaded, caches, limit_bytes or machine.default_limit_bytes(), self._batch.sketched
-        )
+        self._batch = self._choose_batch(loaded, max_draft, trials)
+        make = self._try_caches(loaded, limit_bytes)
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
         #: Why sessions of this model cannot have sinks and a window; None if they can.
@@ -184,6 +157,37 @@ class Runner:
         self._events: list[Event] = []
         self._peak = 0
         self._num_decoded = 0
+
+    def _choose_batch(self, loaded: LoadedModel, max_draft: int, trials: Path | None) -> Batch:
+        """Find out how the model's rows run together, or remember it by `trials`."""
+        own = make_prompt_cache(loaded.model)
+        mx.eval(loaded.model(mx.array([[0]]), cache=own))
+        remembered = Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None
+        return batch_for(loaded.model, self._has_room, max_draft=max_draft, trials=remembered)
+
+    def _try_caches(self, loaded: LoadedModel, limit_bytes: int | None) -> Callable[[Policy], list[Any]]:
+        """Run a token, and find what the model's KV is and takes; return what makes caches."""
+        make = partial(
+            layers.make,
+            loaded.model,
+            rings=self._batch.windows_are_rings,
+            sketched=self._batch.sketched,
+            block_tokens=self._block,
+        )
+        caches = make()
+        self._batch.step([PrefillPiece(caches, 0, [0])])
+        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
+        #: whether KV can be cut and trimmed at any token.
+        self.unsupported_cache = layers.unsupported(caches)
+        self.layout = ModelLayout(())
+        if self.unsupported_cache is None:
+            self.layout = layers.layout(caches, make, self._batch.sketched)
+        self.caches = layers.describe(caches)
+        self.kv_layers = layers.kinds(caches)
+        self.trimmable = layers.trimmable(caches)
+        limit_bytes = limit_bytes or machine.default_limit_bytes()
+        self.estimator = estimator(loaded, caches, limit_bytes, self._batch.sketched)
+        return make
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)

@@ -155,19 +155,8 @@ def load(
     written = check_folder(folder)
     check_tokenizer(folder)
     blas.preload()
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm import utils
-
     try:
-        model, config = utils.load_model(folder, lazy=True)
-        if dtype != "keep":
-            model = utils.dequantize_model(model)
-            model.set_dtype(getattr(mx, dtype))
-        leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-        weights = list(leaves.values())
-        if not lazy:
-            _evaluate(weights, progress)
+        model, config, weights = _load_weights(folder, dtype, progress, lazy=lazy)
     except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
         raise ModelError(f"{folder} cannot be loaded: {explain(_text_config(written), error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
@@ -187,6 +176,25 @@ def load(
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
     )
+
+
+def _load_weights(
+    folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
+) -> tuple[Module, dict[str, Any], list[mx.array]]:
+    """Return a folder's model, its configuration and its weights, of the wanted type."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm import utils
+
+    model, config = utils.load_model(folder, lazy=True)
+    if dtype != "keep":
+        model = utils.dequantize_model(model)
+        model.set_dtype(getattr(mx, dtype))
+    leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    weights = list(leaves.values())
+    if not lazy:
+        _evaluate(weights, progress)
+    return model, config, weights
 
 
 def cache_sizes(model: Module) -> KvSize:

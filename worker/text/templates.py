@@ -312,11 +312,35 @@ class Conversation:
 
         None if the conversation is short, the template looks back, or its text is not what it rendered.
         """
-        num_head = num_first(self.tokenizer.template)
+        segments, num_head = self._segments, num_first(self.tokenizer.template)
+        if num_head is None or (found := self._near(num_head)) is None:
+            return None
+        lead, start, end = found
+        odd = (segments[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
+        head = self._head or self._first_messages(num_head)
+        before = self._messages(segments[lead:end])[odd:]
+        opened = segments[end - 1].opens_answer
+        after = [*self._messages(segments[lead:])[odd:], *messages]
+        try:
+            known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
+            wanted = self._render([*head, *after], header=header)
+        except TemplateError:
+            return None
+        own = "".join(segment.text for segment in segments[start:end])
+        shared = len(known) - len(own)
+        if shared < 0 or known[shared:] != own or wanted[:shared] != known[:shared]:
+            return None
+        return _Target(start, wanted[shared:])
+
+    def _near(self, num_head: int) -> tuple[int, int, int] | None:
+        """Find the segments to render again: where rendering starts, where the text is needed, and its end.
+
+        The template looks back as far as the first `num_head` messages. None if the conversation is short.
+        """
         first, segments = self._first, self._segments
         # The last render ended with a prompt; the template may still change an answer after it.
         end = len(segments) - (bool(segments) and segments[-1].kind == "answer")
-        if num_head is None or end <= first or segments[end - 1].kind != "prompt":
+        if end <= first or segments[end - 1].kind != "prompt":
             return None
         start = end - 1
         while (
@@ -337,21 +361,7 @@ class Conversation:
             or segments[start].num_before - segments[lead].num_before < num_lead
         ):
             return None
-        odd = (segments[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
-        head = self._head or self._first_messages(num_head)
-        before = self._messages(segments[lead:end])[odd:]
-        opened = segments[end - 1].opens_answer
-        after = [*self._messages(segments[lead:])[odd:], *messages]
-        try:
-            known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
-            wanted = self._render([*head, *after], header=header)
-        except TemplateError:
-            return None
-        own = "".join(segment.text for segment in segments[start:end])
-        shared = len(known) - len(own)
-        if shared < 0 or known[shared:] != own or wanted[:shared] != known[:shared]:
-            return None
-        return _Target(start, wanted[shared:])
+        return lead, start, end
 
     def _first_messages(self, num_messages: int) -> list[Message]:
         """List the conversation's first messages."""

@@ -53,18 +53,7 @@ async def connect(
     watch = _Watch(client, shown, on_reconnected, on_closed)
     try:
         with fail_after(timeout_s):
-            await client.connect(
-                urls.split(","),
-                name=name,
-                error_cb=watch.error,
-                disconnected_cb=watch.disconnected,
-                reconnected_cb=watch.reconnected,
-                closed_cb=watch.closed,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.25,  # type: ignore[arg-type]  # only passed to sleep, so a float works
-                connect_timeout=timeout_s,  # type: ignore[arg-type]  # only passed to asyncio.wait_for
-                **options,
-            )
+            await _open(client, urls, watch, timeout_s, name=name, **options)
         watch.is_connected = True
         await _check_server(client, shown, min_payload_bytes, timeout_s)
     except TimeoutError:
@@ -80,6 +69,21 @@ async def connect(
         await shielded(client.abandon)
         raise
     return client
+
+
+async def _open(client: Nats, urls: str, watch: _Watch, timeout_s: float, **options: Any) -> None:
+    """Connect for the first time, and from then on for ever; `watch` receives the connection's events."""
+    await client.connect(
+        urls.split(","),
+        error_cb=watch.error,
+        disconnected_cb=watch.disconnected,
+        reconnected_cb=watch.reconnected,
+        closed_cb=watch.closed,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # only passed to sleep, so a float works
+        connect_timeout=timeout_s,  # type: ignore[arg-type]  # only passed to asyncio.wait_for
+        **options,
+    )
 
 
 class _Watch:
