@@ -21,9 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.messages import (
     Append,
+    Close,
+    Closed,
     Failed,
     Generate,
     Generated,
+    Open,
     Rewind,
     decode_chunk,
     decode_request,
@@ -253,6 +256,30 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     assert json.loads((process.data_dir / "nats-server.json").read_text())["pid"] != state["pid"]
     whole = await alone.session("s").generate(text="Begin: ", max_tokens=1000)
     assert whole.tokens == result.tokens
+
+
+async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_worker(started: Any) -> None:
+    """All of them were delivered before; the first delivery's entry has left the log with the session."""
+    process, client = await started(*QUICK)
+    key = SessionKey("default", "s")
+    requests: list[Any] = [
+        Generate(id="g", text="Begin: ", max_tokens=400),
+        Close(id="c", forget=True),
+        Open(id="o"),
+        Generate(id="h", text="Again: ", max_tokens=1500),
+    ]
+    calls = [await client.submit(key, request) for request in requests]
+    assert isinstance(await calls[1].wait(), Closed)
+    wire, seq = client._wire, calls[0].seq or 0
+    async with asyncio.timeout(30):
+        while not await wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(key, "in"), seq):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert not calls[3].is_resolved()
+    restart(process)
+    async with asyncio.timeout(30):
+        answer = await calls[3].wait()
+    assert isinstance(answer, Generated)
+    assert len(answer.tokens) == 1500
 
 
 async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(

@@ -2,9 +2,9 @@
 
 A delivery only rings a session's bell: the session reads its log in order, whatever the order of deliveries.
 So one unacknowledged delivery per session, its anchor, is enough: after a crash the server redelivers the
-anchor, and the worker that gets the anchor answers all requests of the session without a result. Other
-deliveries are acknowledged as they come, the anchor when all requests are answered. So memory grows with
-sessions, not with requests.
+anchor, and the worker that gets the anchor answers all requests of the session without a result. Older
+deliveries are acknowledged as newer ones come, the anchor when all requests are answered. So memory grows
+with sessions, not with requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
 """
@@ -218,14 +218,18 @@ class Intake:
             return
         again = again and anchor is None  # else the session is at work here
         ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
+        message.data = b""  # frees memory: the anchor may stay for long
         if anchor is None:
             self._tenants[key.tenant] += 1
-        elif anchor.metadata.sequence.stream != seq:  # the anchor covers it from here on
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await message.ack()
+            self._anchors[key] = message
             return
-        message.data = b""  # frees memory: the anchor may stay for long
-        self._anchors[key] = message  # of several deliveries of a message only the last can be acked
+        # The newest request is the anchor: a close removes older ones from the log, and what has left the log
+        # is not redelivered. Of several deliveries of one request only the last can be acknowledged.
+        older, newer = sorted((anchor, message), key=lambda one: one.metadata.sequence.stream)
+        self._anchors[key] = newer
+        if older.metadata.sequence.stream != newer.metadata.sequence.stream:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await older.ack()
 
     async def _refuse(self, message: Msg, seq: int) -> None:
         """Refuse a request whose names form no subject, and terminate its delivery."""
