@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -21,31 +18,29 @@ from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
 from .disk.past import StoredPast
-from .disk.readers import Readers
-from .disk.restore import ChainFile, ReadOutcome, Restored, release_thread, restore
 from .disk.rows import Pin
 from .disk.writer import DropReason, Write, Writer
 from .index.behind import Behind
+from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
 from .index.pins import Pinned
-from .index.prefixes import Prefixes
 from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
-from .names.blocks import Span
 from .names.errors import KeyFileError
 from .names.policy import FULL
-from .names.snapshot import CARRIER, Name, Only, carried
+from .names.snapshot import Name
 from .names.tokens import TOKEN_BYTES, Chain, as_tokens, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from .index.index import Index
+    from .disk.restore import Restored
     from .index.nodes import Node
     from .kv.arrays import Arrays
+    from .names.blocks import Span
     from .names.identity import Identity
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
@@ -66,25 +61,8 @@ __all__ = [
 _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
-_IO_THREADS: Final = 2
-#: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
-LOAD_S: Final = 5.0
-_LOAD_BYTES_PER_S: Final = 32 << 20
 #: How often `settle` looks.
 _SETTLE_S: Final = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of some tokens: `num_tokens` tokens, in these nodes in order.
-
-    Only the first tokens of the last node may be used; if the model's layers have states, all of them, and
-    its state is that of the whole prefix. The nodes are held until `load` or `release`.
-    """
-
-    num_tokens: int
-    nodes: tuple[Node, ...] = ()
-    policy: Policy = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +83,6 @@ class Forgotten:
 
     num_snapshots: int
     settled: bool
-
-
-class _Form:
-    """What the snapshots of the model under one policy are, and how they are found."""
-
-    def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
-        self.identity = identity
-        self.digest = identity.digest()
-        self.layout = layout
-        self.stateful = bool(layout.states)
-        self.prefixes = Prefixes(index, identity.block_tokens, layout)
-
-    def carried(self, span: Span) -> Span | None:
-        """Return the tokens whose sketches the file of a span has beside its own; None for most."""
-        return carried(span, self.identity.block_tokens) if self.layout.carried else None
-
-    def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
-        """Return a node's file; `end` is the position behind its tokens, summed up along its chain."""
-        span = Span(end - node.num_tokens, end)
-        return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
-
-    def carriers(self, match: Match) -> dict[Node, Span]:
-        """Return the nodes of a match that have the sketches of others, and of which tokens."""
-        every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
-        found = {node: self.carried(Span(node.start, node.end)) for node in every}
-        return {node: span for node, span in found.items() if span is not None}
 
 
 def _start(span: Span) -> int:
@@ -176,7 +128,7 @@ class Store:
         self._catalog = opened.catalog
         self._index = opened.index
         #: By policy; `_form` adds those that a chain is made for.
-        self._forms = {FULL: _Form(identity, layout, opened.index)}
+        self._forms = {FULL: Form(identity, layout, opened.index)}
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._model = model
@@ -202,13 +154,15 @@ class Store:
             max_bytes=max_bytes,
             min_free_bytes=min_free_bytes,
         )
-        self._readers = Readers(_IO_THREADS, release_thread)
+        self._loading = Loading(
+            self._folder,
+            self._index,
+            self._writer,
+            self._removal,
+            rejected=opened.rejected,
+            release=self.release,
+        )
         self._closing = False
-        self._restored_bytes = 0
-        self._timed_out = 0
-        #: Whether the last load timed out: logged once per episode.
-        self._hangs = False
-        self._rejected = opened.rejected
         self._room.shrink_at_once()
 
     @classmethod
@@ -333,11 +287,10 @@ class Store:
         returned. None if nothing is left, or if the prefix needs a state or files that were not read (match
         again), or if the disk hangs, after the time limit. Always releases the match.
         """
-        form = self._form(match.policy)
-        carriers = form.carriers(match)
-        num_carried = sum(span.num_tokens for span in carriers.values())
-        seen = form.layout.seen(match.num_tokens, num_carried)
-        return await self._load(match, seen, carriers, room_tokens=room_tokens)
+        if self._closing or not match.nodes:
+            self.release(match)
+            return None
+        return await self._loading.load(self._form(match.policy), match, room_tokens)
 
     async def recall(
         self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
@@ -349,13 +302,11 @@ class Store:
         """
         match = self.match(chain, tokens)
         found = tuple(sorted((span for span in spans if span.end <= match.num_tokens), key=_start))
-        if not found:
+        if self._closing or not found:
             self.release(match)
             return (), {}
-        restored = await self._load(match, found, {}, only=True)
-        if restored is None:
-            return (), {}
-        return found, restored.tensors
+        restored = await self._loading.recall(self._form(match.policy), match, found)
+        return ((), {}) if restored is None else (found, restored.tensors)
 
     async def past(
         self,
@@ -381,92 +332,11 @@ class Store:
             if self._monotonic() > until or self._closing or is_stopped():
                 return None
             await asyncio.sleep(_SETTLE_S)
-        ends = accumulate(node.num_tokens for node in match.nodes)
-        files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
-        return StoredPast(self._folder, files, end, form.digest, form.layout, chain.policy, self._readers)
+        return self._loading.past(form, match, end)
 
     def end_past(self, past: StoredPast) -> None:
         """Count what was read of a past that is held; if a file was doubtful, remove what continues it."""
-        self._restored_bytes += past.size_bytes
-        file, why = past.doubt or (None, "")
-        node = self._index.get(file.digest) if file is not None else None
-        if node is not None:
-            self._keep_no_copy(node)
-            self._rejected += self._removal.reject(node, why)
-
-    def _keep_no_copy(self, doubtful: Node) -> None:
-        """Remove a file from quarantine if it was forgotten meanwhile."""
-        if doubtful.doomed:
-            self._writer.unlink([doubtful.row], quarantined=True)
-
-    async def _load(
-        self,
-        match: Match,
-        seen: Sequence[Span],
-        carriers: Mapping[Node, Span],
-        *,
-        room_tokens: int = 0,
-        only: bool = False,
-    ) -> Restored | None:
-        """Read the carriers and the files with tokens of `seen`, and release the match.
-
-        `only` reads nothing but `seen`.
-        """
-        if not match.nodes:
-            return None
-        if self._closing:
-            self.release(match)
-            return None
-        form = self._form(match.policy)
-        # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
-        ends = list(accumulate(node.num_tokens for node in match.nodes))
-        last = len(ends) - 1
-        has_state = form.stateful and not only
-        wanted = {last} if has_state else set()
-        wanted |= {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
-        for span in seen:
-            wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
-        found = sorted(wanted)
-        nodes = [match.nodes[i] for i in found]
-        files = [form.file(match.nodes[i], ends[i], state=has_state and i == last) for i in found]
-        limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
-
-        def read() -> ReadOutcome:
-            help_out = partial(self._readers.submit, limit_s=limit_s)
-            return restore(
-                self._folder,
-                files,
-                match.num_tokens,
-                form.digest,
-                form.layout,
-                room_tokens,
-                limit_s,
-                help_out,
-                Only(match.policy, tuple(seen)) if only else None,
-                sum(span.num_tokens for span in carriers.values()),
-            )
-
-        try:
-            outcome = await self._readers.run(read, limit_s)
-            if outcome.doubt is not None:
-                self._keep_no_copy(nodes[outcome.num_read])
-        except TimeoutError:
-            self._timed_out += 1
-            if not self._hangs:
-                _log.error("restores_hang", limit_s=round(limit_s, 1))
-            self._hangs = True
-            return None
-        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: the files are good
-            _log.error("restore_failed", error=str(error))
-            return None
-        finally:
-            self.release(match)
-        self._hangs = False
-        if outcome.doubt is not None:
-            self._rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
-        if outcome.restored is not None:
-            self._restored_bytes += outcome.restored.size_bytes
-        return outcome.restored
+        self._loading.end_past(past)
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
         """Return the spans of `[start, end)` that are neither stored nor on their way: those worth cutting.
@@ -611,9 +481,9 @@ class Store:
             self._writer.counts,
             self._index,
             self._room,
-            restored_bytes=self._restored_bytes,
-            rejected=self._rejected,
-            timed_out=self._timed_out,
+            restored_bytes=self._loading.restored_bytes,
+            rejected=self._loading.rejected,
+            timed_out=self._loading.timed_out,
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
@@ -629,7 +499,7 @@ class Store:
         self._room.close()
         drained = await (self.clear(timeout_s / 2) if discard else self.barrier(timeout_s / 2))
         stopped, left = await asyncio.gather(
-            self._writer.stop(timeout_s / 2), self._readers.close(timeout_s / 2)
+            self._writer.stop(timeout_s / 2), self._loading.close(timeout_s / 2)
         )
         if stopped:
             self._catalog.close()
@@ -644,13 +514,13 @@ class Store:
         # their rename. Removals queue nothing more.
         await self._writer.barrier()
 
-    def _form(self, policy: Policy) -> _Form:
+    def _form(self, policy: Policy) -> Form:
         """Return what the model's snapshots are under a policy."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
             identity = replace(full.identity, policy=full.layout.name(policy))
-            form = self._forms[policy] = _Form(identity, full.layout.under(policy), self._index)
+            form = self._forms[policy] = Form(identity, full.layout.under(policy), self._index)
             self._identities.add(form.digest)
         return form
 

@@ -22,7 +22,7 @@ import structlog
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 from test_cache_reach import POLICY, save
 
-from cache import store as store_module
+from cache.index import loading
 from cache.names.errors import CacheError
 from cache.store import Store
 
@@ -183,7 +183,7 @@ async def hanging(base: Path) -> None:
         save_all(store, "a", tokens)
     assert await store.barrier(10)
     assert await check(store, sessions[0]) == 10
-    store_module.LOAD_S = 1.0
+    loading.LOAD_S = 1.0
     arm(base / "cache" / "snapshots", HANG)
     found = await asyncio.gather(*(check(store, tokens) for tokens in sessions[:5]))
     assert found == [0] * 5

@@ -1,0 +1,198 @@
+"""Loading: which files a match is read from, and what becomes of files that are in doubt.
+
+Belongs to the event loop; reads on I/O threads. Called by the store alone, which matches and releases.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from cache.disk.past import StoredPast
+from cache.disk.readers import Readers
+from cache.disk.restore import ChainFile, release_thread, restore
+from cache.names.blocks import Span
+from cache.names.policy import FULL
+from cache.names.snapshot import CARRIER, Only, carried
+
+from .prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cache.disk.folder import Folder
+    from cache.disk.restore import Restored
+    from cache.disk.writer import Writer
+    from cache.names.identity import Identity
+    from cache.names.policy import Policy
+    from cache.names.snapshot import ModelLayout
+
+    from .index import Index
+    from .nodes import Node
+    from .removal import Removal
+
+_log = structlog.get_logger("turnkeep.cache")
+
+_IO_THREADS: Final = 2
+#: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
+LOAD_S: Final = 5.0
+_LOAD_BYTES_PER_S: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of some tokens: `num_tokens` tokens, in these nodes in order.
+
+    Only the first tokens of the last node may be used; if the model's layers have states, all of them, and
+    its state is that of the whole prefix. The nodes are held until `load` or `release`.
+    """
+
+    num_tokens: int
+    nodes: tuple[Node, ...] = ()
+    policy: Policy = FULL
+
+
+class Form:
+    """What the snapshots of the model under one policy are, and how they are found."""
+
+    def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
+        self.identity = identity
+        self.digest = identity.digest()
+        self.layout = layout
+        self.stateful = bool(layout.states)
+        self.prefixes = Prefixes(index, identity.block_tokens, layout)
+
+    def carried(self, span: Span) -> Span | None:
+        """Return the tokens whose sketches the file of a span has beside its own; None for most."""
+        return carried(span, self.identity.block_tokens) if self.layout.carried else None
+
+    def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
+        """Return a node's file; `end` is the position behind its tokens, summed up along its chain."""
+        span = Span(end - node.num_tokens, end)
+        return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
+
+    def carriers(self, match: Match) -> dict[Node, Span]:
+        """Return the nodes of a match that have the sketches of others, and of which tokens."""
+        every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
+        found = {node: self.carried(Span(node.start, node.end)) for node in every}
+        return {node: span for node, span in found.items() if span is not None}
+
+    def files(
+        self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
+    ) -> list[tuple[Node, ChainFile]]:
+        """Return the carriers, the files with tokens of `seen`, and with `state` the last one, in order."""
+        # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+        ends = list(accumulate(node.num_tokens for node in match.nodes))
+        last = len(ends) - 1
+        wanted = {last} if state else set()
+        wanted |= {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
+        for span in seen:
+            wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
+        nodes = match.nodes
+        return [(nodes[i], self.file(nodes[i], ends[i], state=state and i == last)) for i in sorted(wanted)]
+
+
+class Loading:
+    """The loads of an open store, and their counts. Calls `release` with each match that it has loaded."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        index: Index,
+        writer: Writer,
+        removal: Removal,
+        *,
+        rejected: int,
+        release: Callable[[Match], None],
+    ) -> None:
+        self.restored_bytes = 0
+        self.timed_out = 0
+        self.rejected = rejected
+        self._folder = folder
+        self._index = index
+        self._writer = writer
+        self._removal = removal
+        self._release = release
+        self._readers = Readers(_IO_THREADS, release_thread)
+        #: Whether the last load timed out: logged once per episode.
+        self._hangs = False
+
+    async def load(self, form: Form, match: Match, room_tokens: int) -> Restored | None:
+        """Read what the layers see from the match's end on, and the state there. See `Store.load`."""
+        carriers = form.carriers(match)
+        num_carried = sum(span.num_tokens for span in carriers.values())
+        seen = form.layout.seen(match.num_tokens, num_carried)
+        files = form.files(match, seen, carriers, state=form.stateful)
+        return await self._read(form, match, files, room_tokens=room_tokens, num_carried=num_carried)
+
+    async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> Restored | None:
+        """Read nothing but these spans of the layers that the match's policy is for."""
+        files = form.files(match, spans, {}, state=False)
+        return await self._read(form, match, files, only=Only(match.policy, spans))
+
+    async def _read(
+        self,
+        form: Form,
+        match: Match,
+        wanted: list[tuple[Node, ChainFile]],
+        *,
+        room_tokens: int = 0,
+        only: Only | None = None,
+        num_carried: int = 0,
+    ) -> Restored | None:
+        """Read these files of the match's nodes, and release the match."""
+        nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
+        limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
+        help_out = partial(self._readers.submit, limit_s=limit_s)
+        name = (match.num_tokens, form.digest, form.layout)
+        read = partial(restore, self._folder, files, *name, room_tokens, limit_s, help_out, only, num_carried)
+        try:
+            outcome = await self._readers.run(read, limit_s)
+            if outcome.doubt is not None:
+                self._keep_no_copy(nodes[outcome.num_read])
+        except TimeoutError:
+            self.timed_out += 1
+            if not self._hangs:
+                _log.error("restores_hang", limit_s=round(limit_s, 1))
+            self._hangs = True
+            return None
+        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: the files are good
+            _log.error("restore_failed", error=str(error))
+            return None
+        finally:
+            self._release(match)
+        self._hangs = False
+        if outcome.doubt is not None:
+            self.rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
+        if outcome.restored is not None:
+            self.restored_bytes += outcome.restored.size_bytes
+        return outcome.restored
+
+    def past(self, form: Form, match: Match, end: int) -> StoredPast:
+        """Return the KV of the first `end` tokens of a match, to be read layer by layer."""
+        ends = accumulate(node.num_tokens for node in match.nodes)
+        files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
+        return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
+
+    def end_past(self, past: StoredPast) -> None:
+        """Count what was read of a past that is held; if a file was doubtful, remove what continues it."""
+        self.restored_bytes += past.size_bytes
+        file, why = past.doubt or (None, "")
+        node = self._index.get(file.digest) if file is not None else None
+        if node is not None:
+            self._keep_no_copy(node)
+            self.rejected += self._removal.reject(node, why)
+
+    async def close(self, timeout_s: float) -> bool:
+        """End the I/O threads; False if one hangs, which then ends with the process."""
+        return await self._readers.close(timeout_s)
+
+    def _keep_no_copy(self, doubtful: Node) -> None:
+        """Remove a file from quarantine if it was forgotten meanwhile."""
+        if doubtful.doomed:
+            self._writer.unlink([doubtful.row], quarantined=True)
