@@ -114,8 +114,13 @@ def prune_all(directory: Path) -> Pruned:
 
 
 def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
-    """Remove pins by prefixes of their hex names. Raises `CacheError` for an unknown or ambiguous one."""
+    """Remove pins by prefixes of their hex names.
+
+    Raises `CacheError` for an unknown or ambiguous one, or if the pins would come back.
+    """
     with opened(directory, access) as (_, catalog, _):
+        if not catalog.is_lasting:
+            raise CacheError(f"{directory}: its index cannot be written; free some disk space, then unpin")
         found: list[Pin] = []
         pins = catalog.pins()
         for name in names:

@@ -21,11 +21,13 @@ import pytest
 from made_kv import BLOCK, DIM, HEADS, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 from structlog.testing import capture_logs
 
+from cache.admin import pruning
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.names import blocks
 from cache.names.blocks import Span
+from cache.names.errors import CacheError
 from cache.names.snapshot import Tensor
 from cache.names.tokens import Chain, as_tokens, pack
 
@@ -428,6 +430,17 @@ async def test_what_an_index_lacks_is_served_from_a_full_disk_and_can_be_forgott
         assert store.forget("a", TOKENS) == 6, "the other model's files too"
         assert await store.barrier(5)
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
+async def test_a_pin_that_stays_on_a_full_disk_is_not_called_unpinned(open_store, tmp_path, no_room) -> None:
+    store = await open_store()
+    assert (await store.pin("a", TOKENS)).noted
+    await store.close()
+    with closing(sqlite3.connect(tmp_path / "cache" / "index.sqlite")) as db, db:
+        of_an_older_version(db)
+    with no_room(), capture_logs(), pytest.raises(CacheError, match="its index cannot be written"):
+        pruning.unpin(tmp_path / "cache", [""])
+    assert len(pruning.unpin(tmp_path / "cache", [""])) == 1
 
 
 async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_path) -> None:
