@@ -306,7 +306,7 @@ class App:
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
                 keep_behind=settings.keep_behind,
-                model=loaded.folder.name,
+                model=loaded.name,
                 access=access,
             )
         except (OSError, CacheError, sqlite3.Error) as error:

@@ -20,15 +20,15 @@ from cache.disk import private
 from cache.disk.access import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
-from cache.disk.header import read_header, read_name
+from cache.disk.header import header_in, read_header, read_name
 from cache.disk.rows import Row
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .pruning import opened
-from .survey import check
+from .survey import check, inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from cache.disk.access import Access, Writer
@@ -97,29 +97,56 @@ def export(
     return transferred
 
 
-def identity_of(directory: Path, digest: str, access: Access = PLAIN) -> str:
-    """Return the identity of the model that a stored snapshot belongs to. Raises `CacheError`."""
-    try:
-        path = directory / "snapshots" / access.file_name(bytes.fromhex(digest))
-        return read_header(path, access).identity
-    except (DoubtfulSnapshotError, OSError) as error:
-        raise CacheError(f"the snapshot {digest[:12]} cannot be read: {error}") from None
+def fields_in(source: Path) -> dict[str, Any]:
+    """Read the identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
+    with source.open("rb") as file:
+        try:
+            for member in _members(file):
+                if _is_snapshot(member):
+                    return header_in(file, member.size).fields()
+        except (tarfile.TarError, DoubtfulSnapshotError) as error:
+            raise CacheError(f"the KV in {source} cannot be read: {error}") from None
+    raise CacheError(f"there is no KV in {source}")
+
+
+def fields_here(directory: Path, access: Access = PLAIN) -> list[tuple[str, dict[str, Any]]]:
+    """List the models of a cache: the name, and the fields of the identity. Raises `CacheError`, `OSError`.
+
+    A model is there once for each policy and for other settings.
+    """
+    ends = {chain.model.identity: chain for chain in inspect(directory, access).chains}
+    found = []
+    for chain in ends.values():
+        with suppress(DoubtfulSnapshotError, FileNotFoundError):
+            path = directory / "snapshots" / access.file_name(chain.digest)
+            found.append((chain.model.name, read_header(path, access).fields()))
+    return found
 
 
 def import_files(
-    directory: Path, source: Path, access: Access = PLAIN, *, max_bytes: int, min_free_bytes: int
+    directory: Path,
+    source: Path,
+    access: Access = PLAIN,
+    *,
+    max_bytes: int,
+    min_free_bytes: int,
+    others: Collection[str] = (),
+    fresh: bool = False,
 ) -> Transferred:
     """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
 
     Skips, with the reason, files that exist already, are doubtful, lack their prefix, or exceed a limit.
+    `others` are names of members that belong to somebody else; `fresh` makes the cache if there is none.
     Raises `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with source.open("rb") as file, opened(directory, access) as (folder, catalog, index):
+    with source.open("rb") as file, opened(directory, access, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CacheError(f"{source} is no file: save the archive to one first")
         importer = _Importer(folder, catalog, index, max_bytes, min_free_bytes)
         try:
             for member in _members(file):
+                if member.name in others:
+                    continue
                 try:
                     importer.add(member, file)
                 except DoubtfulSnapshotError as error:

@@ -15,7 +15,7 @@ from cache.index.pins import Pins
 from cache.index.reconciling import reconcile
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
-from .survey import check
+from .survey import check, is_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,12 +38,15 @@ class Pruned:
 
 
 @contextmanager
-def opened(directory: Path, access: Access = PLAIN) -> Iterator[tuple[Folder, Catalog, Index]]:
-    """Lock a directory, and reconcile its index with its files.
+def opened(
+    directory: Path, access: Access = PLAIN, *, fresh: bool = False
+) -> Iterator[tuple[Folder, Catalog, Index]]:
+    """Lock a directory, and reconcile its index with its files; `fresh` makes a missing one.
 
     Raises `CacheError`, `OSError`.
     """
-    check(directory, access)
+    if not (fresh and is_fresh(directory)):
+        check(directory, access)
     folder = Folder(directory, access)
     try:
         folder.claim()

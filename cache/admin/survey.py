@@ -87,6 +87,11 @@ class Survey:
     quarantined_bytes: int = 0
 
 
+def is_fresh(directory: Path) -> bool:
+    """Whether there is nothing yet where a cache is to be."""
+    return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+
+
 def check(directory: Path, access: Access | None) -> None:
     """Raise `NotACacheError` if a directory is not a cache, `SealedError` if it has another key than this."""
     if not directory.is_dir():

@@ -53,11 +53,32 @@ class Identity:
 
     def digest(self) -> bytes:
         """Return the identity's digest, 32 bytes."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=32, person=b"turnkeep.model").digest()
+        return _digest(self.to_json().encode())
 
     def to_json(self) -> str:
         """Return the identity as one line of JSON, fields in a fixed order."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=32, person=b"turnkeep.model").digest()
+
+
+def fields_of(text: bytes, digest: str) -> dict[str, Any]:
+    """Parse an `Identity.to_json` of any version. Raises `ValueError` if it has not this digest, in hex."""
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        fields = None
+    if not isinstance(fields, dict) or _digest(text).hex() != digest:
+        raise ValueError("not the fields of this identity")
+    return fields
+
+
+def differing(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """List the fields of two identities that differ, the policy left out: each session chooses its own."""
+    names = sorted((fields.keys() | others.keys()) - {"policy"})
+    return [name for name in names if fields.get(name) != others.get(name)]
 
 
 def folder_identity(

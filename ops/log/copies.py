@@ -53,7 +53,7 @@ class CopyError(TurnkeepError):
 class Manifest(Struct, frozen=True, kw_only=True):
     """What a file holds.
 
-    `digest` is that of the log; `kv` are the names and sizes of snapshots, of a model with this `identity`.
+    `digest` is that of the log; `kv` are the names and sizes of snapshots.
     """
 
     format: int
@@ -65,7 +65,6 @@ class Manifest(Struct, frozen=True, kw_only=True):
     exchanges: int
     digest: str
     kv: tuple[tuple[str, int], ...] = ()
-    identity: str | None = None
 
 
 class _Form(Struct):
@@ -89,7 +88,6 @@ def export(
     key: SessionKey,
     entries: Sequence[Entry],
     kv: Path | None = None,
-    identity: str | None = None,
 ) -> Manifest:
     """Write a session to a file, with the snapshots of the archive `kv`. Raises `CopyError`, `OSError`."""
     exchanges = list(pair_up(entries))
@@ -124,7 +122,6 @@ def export(
             exchanges=len(exchanges),
             digest=_digest(log),
             kv=tuple((member.name, member.size) for member in members),
-            identity=identity,
         )
         made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # with mode 0600
         stack.callback(Path(name).unlink, missing_ok=True)

@@ -144,6 +144,18 @@ async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
             assert isinstance(found.exception, SystemExit | None), command
 
 
+def test_what_a_header_says_of_its_model_is_what_its_identity_hashes(tmp_path) -> None:
+    whole = sound(tmp_path)
+    (tmp_path / f"{NAME.digest.hex()}.safetensors").write_bytes(whole)
+    header = read_header(tmp_path / f"{NAME.digest.hex()}.safetensors")
+    assert header.fields()["kv_dtype"] == "float32"
+    for said in ('{"weights":"other"}', "[]", "[" * 9999, "no JSON"):
+        content, name = crafted(whole, {"model": said})
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DoubtfulSnapshotError, match="a model that contradicts its identity"):
+            read_header(tmp_path / name).fields()
+
+
 async def test_no_import_brings_what_forget_would_not_find(tmp_path, open_store) -> None:
     """`forget` follows blocks as long as a worker makes them, and each import and start does."""
     store = await open_store()

@@ -13,9 +13,10 @@ import pytest
 
 from ops.log import copies
 from tests.commands.command_runs import command, where
-from tests.parts import make_tiny_model
+from tests.parts import BLOCK, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
+from worker.wire.broker import greet
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,13 +26,19 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Awaitable[LocalWorker]]
 
+POLICIES = [
+    {"policy": "sink_window", "sink": 2, "window": 64},
+    {"policy": "paged", "resident": 516},
+]
 SAY = [{"role": "user", "content": "What is red?"}]
 
 
-async def exported(start: Start, folder: Path, *options: str, **settings: Any) -> tuple[LocalWorker, Path]:
+async def exported(
+    start: Start, folder: Path, *options: str, policy: dict[str, Any] | None = None, **settings: Any
+) -> tuple[LocalWorker, Path]:
     """A worker with a session of several kinds of requests, and the session's file."""
     worker = await start(**settings)
-    session = worker.client.session("garden")
+    session = worker.client.session("garden", cache=policy)
     await session.append(messages=SAY, request_id="a")
     await session.append(messages=SAY, request_id="a")  # a repeat
     with pytest.raises(RequestFailedError):
@@ -42,7 +49,7 @@ async def exported(start: Start, folder: Path, *options: str, **settings: Any) -
     data = ("--data-dir", worker.settings.data_dir)
     done = await command("export", "garden", target, *options, *data, *where(worker))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("wrote 4 requests with their results")
+    assert done.stdout.startswith(f"wrote {5 if policy else 4} requests with their results")
     return worker, target
 
 
@@ -152,7 +159,7 @@ async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
     await second.stop()
     data = ("--data-dir", second.settings.data_dir, *where(second))
     for options, says in (
-        ((file, "--kv"), "its KV is of another model or settings (tiny) than this cache's (small)"),
+        ((file, "--kv"), "its KV is of the model tiny, and this cache has KV of other models only (small)"),
         ((file, "--kv", "--tenant", "b"), "KV serves the tenant it was made for, default"),
         ((without, "--kv"), "garden2.turnkeep holds no KV; leave out --kv"),
     ):
@@ -163,6 +170,75 @@ async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
     assert await worker.client.stored.subjects("b") == {}
     third = await other(local_worker, tmp_path, model=small)
     assert await third.client.log("garden") == []
+
+
+async def test_kv_under_other_settings_is_refused_with_these(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    await worker.stop()
+    second = await other(local_worker, tmp_path, block_tokens=2 * BLOCK)
+    await second.client.session("s").generate(text="z" * 99, max_tokens=1)
+    await second.stop()
+    data = ("--data-dir", second.settings.data_dir, *where(second))
+    done = await command("import", file, "--kv", *data)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"turnkeep: its KV was made with other settings than this cache's (block_tokens {BLOCK} instead of"
+        f" {2 * BLOCK}); leave out --kv\n"
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
+async def test_kv_of_any_policy_comes_into_a_cache_that_has_full_ones_only(
+    local_worker: Start, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
+    worker, file = await exported(local_worker, tmp_path, "--kv", policy=policy, model=wide)
+    await worker.stop()
+    second = await other(local_worker, tmp_path, model=wide)
+    await second.client.session("s").generate(text="z" * 99, max_tokens=1)
+    await second.stop()
+    data = ("--data-dir", second.settings.data_dir)
+    done = await command("import", file, "--kv", *data, *where(second))
+    assert done.returncode == 0, done.stderr
+    third = await other(local_worker, tmp_path, model=wide)
+    answer = await third.client.session("garden").generate(text="y", max_tokens=1)
+    assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+async def test_a_fresh_directory_takes_a_session_with_its_kv_in_one_step(
+    local_worker: Start, tmp_path: Path, has_own: bool
+) -> None:
+    """With the server of the worker to come, which ends again, or with a server that has no log yet."""
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    await worker.stop()
+    port, prefix = free_port(), f"fresh{tmp_path.name}"
+    nats = {"nats": None, "nats_port": port} if has_own else {}
+    places = ("--nats-port", port) if has_own else ("--nats", worker.settings.nats)
+    fresh = tmp_path / "some" / "where"
+    done = await command("import", file, "--kv", "--data-dir", fresh, "--prefix", prefix, *places)
+    assert done.returncode == 0, done.stderr
+    assert await greet(port) is None
+    second = await local_worker(data_dir=fresh, prefix=prefix, **nats)
+    answer = await second.client.session("garden").generate(text="y", max_tokens=1)
+    assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
+    if has_own:
+        refused = await command("import", file, "--kv", "--data-dir", fresh, "--prefix", prefix, *places)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert f"the data directory {fresh} is in use by worker test" in refused.stderr
+
+
+async def test_the_cache_takes_a_sessions_file_without_a_word_about_its_log(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    await worker.stop()
+    second = await other(local_worker, tmp_path)
+    await second.stop()
+    data = ("--data-dir", second.settings.data_dir)
+    done = await command("cache", "import", file, *data)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("; skipped 0\n")
 
 
 async def exported_again(worker: LocalWorker, folder: Path) -> tuple[LocalWorker, Path]:

@@ -20,6 +20,7 @@ import structlog
 
 from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
+from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.formatting import size, span
 from worker.keys import cache_access
@@ -106,7 +107,7 @@ def _locate_cache(
     """
     settings = load_settings(config, flags)
     place = directory or settings.data_dir / "snapshots"
-    is_fresh = directory is None and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
+    is_fresh = directory is None and survey.is_fresh(place)
     return place, settings, is_fresh
 
 
@@ -357,6 +358,7 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
         cache_access(settings),
         max_bytes=settings.max_disk,
         min_free_bytes=settings.min_free_disk,
+        others=OWN,
     )
     if as_json:
         skipped = [{"file": name, "reason": reason} for name, reason in carried.skipped]

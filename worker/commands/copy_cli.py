@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
+import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import anyio
 import click
+import structlog
 from msgspec import UNSET
 
 from cache.admin import archive, survey
 from cache.names.errors import CacheError, DirectoryLockedError
+from cache.names.identity import differing
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
-from turnkeep_client.subjects import session_key
+from turnkeep_client.subjects import Subjects, session_key
+from worker.datadir import DataDir
 from worker.formatting import size
 from worker.keys import cache_access
+from worker.wire.credentials import client_options, over_tls
 
 from .flags import check_target, force_option, load_settings, tenant_option, with_settings
 from .progress import terminal_progress
@@ -28,6 +35,10 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from worker.settings import Settings
+
+
+#: What makes two models: fields of an identity. The others are settings and versions.
+_MODEL: Final = frozenset({"weights", "config", "tokenizer"})
 
 
 @contextlib.contextmanager
@@ -67,15 +78,14 @@ def export(
     async def run(client: Client) -> copies.Manifest:
         entries = await client.log(session)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            snapshots, identity, place = Path(folder) / "kv.tar", None, settings.data_dir / "snapshots"
+            snapshots = Path(folder) / "kv.tar"
             if kv:
                 info = await client.session(session).info(limit=0, snapshot=True)
                 if info.snapshot is UNSET:
                     raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
-                access = cache_access(settings)
-                archive.export(place, [info.snapshot], snapshots, access)
-                identity = archive.identity_of(place, info.snapshot, access)
-            return copies.export(target, key, entries, snapshots if kv else None, identity)
+                place = settings.data_dir / "snapshots"
+                archive.export(place, [info.snapshot], snapshots, cache_access(settings))
+            return copies.export(target, key, entries, snapshots if kv else None)
 
     with _one_line():
         written = talk(settings, tenant, run)
@@ -95,15 +105,19 @@ def import_(
 ) -> None:
     """Put the session in FILE into the log, beside a worker or without one.
 
+    With --kv no worker may run on the data directory. What is missing there is made: the cache, the log and,
+    without --nats, the NATS server for as long as the import takes.
+
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.
     """
     settings = load_settings(config, flags)
     manifest, lines = copies.read(source)
     key = session_key(tenant or manifest.tenant, name or manifest.session)
-    with _one_line():
+    with _one_line(), contextlib.ExitStack() as stack:
         if kv:
             _check_kv(manifest, key.tenant, settings, source)
+            stack.enter_context(_log_of(settings))
 
         async def run(client: Client) -> str:
             into = importing.Import(client, key)
@@ -116,6 +130,42 @@ def import_(
 
         said = talk(settings, key.tenant, run)
     click.echo(f"imported {key}: {manifest.exchanges} requests with their results{said}")
+
+
+@contextlib.contextmanager
+def _log_of(settings: Settings) -> Iterator[None]:
+    """Make the log if there is none; without `nats` its server runs meanwhile, from the data directory.
+
+    Raises `TurnkeepError`, also if a worker runs on the directory.
+    """
+    from worker.wire import broker
+
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(structlog.configure, **before)
+        if settings.nats is None:
+            directory = stack.enter_context(DataDir.open(settings.data_dir, "import"))
+            server = broker.EmbeddedServer(directory, settings)
+            anyio.run(server.start)
+            if not server.adopted:
+                stack.callback(anyio.run, server.stop)
+        anyio.run(_make_log, settings)
+        yield
+
+
+async def _make_log(settings: Settings) -> None:
+    from worker.wire import connection, streams
+
+    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    nc = await connection.connect(url, name="turnkeep import", **client_options(settings))
+    try:
+        await streams.ensure_log(nc.jetstream(), Subjects(settings.prefix), settings)
+    finally:
+        await nc.close()
 
 
 async def _said_by_worker(client: Client, session: str) -> str:
@@ -137,18 +187,29 @@ def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source
         raise copies.CopyError(
             f"KV serves the tenant it was made for, {manifest.tenant}; leave out --kv or --tenant"
         )
-    if not place.is_dir():
-        raise copies.CopyError(f"there is no cache in {place}; a worker with this --data-dir makes one")
-    here = {
-        usage.model.identity: usage.model.name
-        for usage in survey.inspect(place, cache_access(settings)).usage
-    }
-    if here and manifest.identity not in here:
-        names = ", ".join(sorted({name or "another model" for name in here.values()}))
+    if survey.is_fresh(place):
+        return
+    wanted, here = archive.fields_in(source), archive.fields_here(place, cache_access(settings))
+    apart = [(differing(wanted, fields), fields) for _, fields in here]
+    if not here or not all(names for names, _ in apart):
+        return
+    of_model = [(names, fields) for names, fields in apart if _MODEL.isdisjoint(names)]
+    if not of_model:
+        named = ", ".join(sorted({name or "without a name" for name, _ in here}))
         raise copies.CopyError(
-            f"its KV is of another model or settings ({manifest.model}) than this cache's ({names});"
+            f"its KV is of the model {manifest.model}, and this cache has KV of other models only ({named});"
             " leave out --kv"
         )
+    names, fields = min(of_model, key=lambda one: len(one[0]))
+    what = ", ".join(
+        f"{name} {_short(wanted.get(name))} instead of {_short(fields.get(name))}" for name in names
+    )
+    raise copies.CopyError(f"its KV was made with other settings than this cache's ({what}); leave out --kv")
+
+
+def _short(value: object) -> str:
+    """Print a field of an identity; some are digests, and all are another's choice."""
+    return ascii(value).strip("'")[:24]
 
 
 def _import_kv(settings: Settings, source: Path) -> None:
@@ -159,10 +220,10 @@ def _import_kv(settings: Settings, source: Path) -> None:
         cache_access(settings),
         max_bytes=settings.max_disk,
         min_free_bytes=settings.min_free_disk,
+        others=copies.OWN,
+        fresh=True,
     )
-    reasons = [
-        (name, why) for name, why in added.skipped if name not in copies.OWN and why != "there already"
-    ]
+    reasons = [(name, why) for name, why in added.skipped if why != "there already"]
     if reasons:
         raise copies.CopyError(
             f"{len(reasons)} files of its KV cannot be taken: {reasons[0][0]}: {reasons[0][1]}"

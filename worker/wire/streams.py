@@ -80,6 +80,16 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
+async def ensure_log(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
+    """Do as `ensure` where there is no log; one that is there keeps its settings. Raises `BrokerError`."""
+    try:
+        await js.stream_info(subjects.log_stream)
+    except NotFoundError:
+        await ensure(js, subjects, settings)
+    except (APIError, nats.errors.Error) as error:
+        raise BrokerError(f"the stream {subjects.log_stream} cannot be looked at: {reason(error)}") from None
+
+
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
