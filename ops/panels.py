@@ -163,14 +163,17 @@ PANELS: Final = (
 )
 
 
-def _increase(name: str, during: str, labels: str = "") -> str:
-    return f"sum by (worker) (increase(turnkeep_{name}{labels}[{during}]))"
+def _new(name: str, minutes: int, labels: str = "") -> str:
+    """Count what was added to a counter in the last `minutes`.
 
-
-def _new(name: str, during: str, labels: str) -> str:
-    """Increase of a counter whose series begins with its first event, which `increase` does not see."""
-    total, before = (f"sum by (worker) (turnkeep_{name}{labels}{at})" for at in ("", f" offset {during}"))
-    return f"{total} - ({before} or 0 * {total})"
+    `increase` sees resets, but not the value that a series begins with. It is new if the first half of
+    the time has samples of the worker and none of the series, or if the worker is not older than the second.
+    """
+    series, half = f"turnkeep_{name}{labels}", minutes // 2
+    before = f"[{half}m] offset {half}m"
+    begun = f"max_over_time({series}[{half}m]) unless present_over_time({series}{before})"
+    known = f"present_over_time(turnkeep_up{before}) or turnkeep_uptime_seconds < {60 * half}"
+    return f"sum by (worker) ({begun} and on (worker) ({known}) or increase({series}[{minutes}m]))"
 
 
 ALERTS: Final = (
@@ -213,7 +216,7 @@ ALERTS: Final = (
     ),
     Alert(
         "TurnkeepRequestsBreak",
-        _new("requests_total", "10m", '{outcome=~"internal|history_diverged"}'),
+        _new("requests_total", 10, '{outcome=~"internal|history_diverged"}'),
         *("> 0", "0s", "critical"),
         summary="Requests at {{ $labels.worker }} end as internal or history_diverged",
         advice="The worker's log has the cause of each.",
@@ -224,17 +227,17 @@ ALERTS: Final = (
         advice="Closed sessions leave it early; once it is full, requests are refused. Raise log_max_bytes.",
     ),
     Alert(
-        *("TurnkeepDiskFails", _increase("snapshots_failed_total", "10m"), "> 0", "0s", "warning"),
+        *("TurnkeepDiskFails", _new("snapshots_failed_total", 10), "> 0", "0s", "warning"),
         summary="{{ $labels.worker }} cannot write snapshots",
         advice="Its log names the error. Turns go on, and sessions are prefilled after a restart.",
     ),
     Alert(
-        *("TurnkeepSnapshotsRejected", _increase("snapshots_rejected_total", "1h"), "> 0", "0s", "warning"),
+        *("TurnkeepSnapshotsRejected", _new("snapshots_rejected_total", 60), "> 0", "0s", "warning"),
         summary="Snapshot files of {{ $labels.worker }} failed a check",
         advice="See the folder quarantine in the data directory, and the disk's own health.",
     ),
     Alert(
-        *("TurnkeepSnapshotsDropped", _increase("snapshots_dropped_total", "10m"), "> 0", "10m", "warning"),
+        *("TurnkeepSnapshotsDropped", _new("snapshots_dropped_total", 60), "> 5", "0s", "warning"),
         summary="{{ $labels.worker }} drops snapshots",
         advice="By reason: the disk is too slow (writer_queue), or too full (max_disk, pins).",
     ),

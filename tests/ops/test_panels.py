@@ -189,7 +189,11 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     def buckets(name: str, per_minute: dict[str, int], **labels: str) -> list[dict[str, str]]:
         return [series(f"{name}_bucket", f"0+{num}x21", **labels, le=le) for le, num in per_minute.items()]
 
-    one, two = {"worker": "w1"}, {"worker": "w2"}
+    one, two, three = ({"worker": f"w{number}"} for number in (1, 2, 3))
+    # Two workers for long, and one that has just started.
+    workers = [series("up", "1x21", **worker) for worker in (one, two)]
+    workers += [series("uptime_seconds", "90000+60x21", **worker) for worker in (one, two)]
+    workers += [series("up", "_x12 1x9", **three), series("uptime_seconds", "_x12 0+60x9", **three)]
     cases = {  # after 20 minutes of one sample a minute
         "TurnkeepWorkerSilent": ([series("up", "1x18 0 0 0", **one), series("up", "1x21", **two)], [one]),
         "TurnkeepNoWorker": ([series("up", "0x21", **one)], [{}]),
@@ -199,17 +203,28 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
         # The first event of its kind makes its series.
         "TurnkeepRequestsBreak": (
             [
+                *workers,
                 series("requests_total", "_x17 1 1 1", **one, outcome="internal"),
                 series("requests_total", "5x21", **two, outcome="internal"),
                 series("requests_total", "0+9x21", **two, outcome="ok"),
+                # A worker that had more of them, and begins again; its first one makes the series again.
+                series("requests_total", "9x10 _x7 1 1 1", **three, outcome="internal"),
             ],
-            [one],
+            [one, three],
         ),
         "TurnkeepLogNearlyFull": (
             [series("log_bytes", "91x21", **one), series("log_max_bytes", "100x21", **one)],
             [one],
         ),
-        "TurnkeepDiskFails": ([series("snapshots_failed_total", "0x18 0 1 2", **one)], [one]),
+        "TurnkeepDiskFails": (
+            [
+                *workers,
+                series("snapshots_failed_total", "0x18 0 1 2", **one),
+                series("snapshots_failed_total", "3x9 _ 3x10", **two),  # a scrape was missed
+                series("snapshots_failed_total", "_x17 3x3", **three),
+            ],
+            [one, three],
+        ),
         "TurnkeepQueueSlow": (
             [
                 *buckets("queue_time_seconds", {"20.48": 0, "40.96": 10, "+Inf": 10}, **one),
@@ -219,18 +234,22 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
         ),
         "TurnkeepSnapshotsRejected": (
             [
+                *workers,
                 series("snapshots_rejected_total", "0x18 0 1 1", **one),
                 series("snapshots_rejected_total", "7x21", **two),
+                series("snapshots_rejected_total", "_x17 3x3", **three),  # found while it starts
             ],
-            [one],
+            [one, three],
         ),
         # A single one is no reason to wake somebody.
         "TurnkeepSnapshotsDropped": (
             [
+                *workers,
                 series("snapshots_dropped_total", "0+1x21", **one, reason="queue_full"),
                 series("snapshots_dropped_total", "0x14 1x6", **two, reason="queue_full"),
+                series("snapshots_dropped_total", "_x14 300x6", **three, reason="queue_full"),
             ],
-            [one],
+            [one, three],
         ),
         "TurnkeepEventLoopSlow": (
             [
