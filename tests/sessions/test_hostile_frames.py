@@ -15,6 +15,7 @@ from raw_wire import PATIENCE_S, append, generate
 
 from turnkeep_client.nats_client import Nats
 from worker.wire.connection import connect
+from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -282,3 +283,27 @@ async def test_a_pull_that_brought_all_it_asked_for_is_no_fault(wire: Start) -> 
             for ack in acks:
                 assert (await w.result((await ack).seq))["code"] == "invalid_request"
     assert [line for line in lines if "pulling requests failed" in line["event"]] == []
+
+
+async def test_a_bad_name_is_refused_once_even_if_its_refusal_takes_longer_than_the_server_waits(
+    local_worker: Callable[..., Awaitable[Any]], raw: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_ever = Journal.refuse
+
+    async def slow(self: Journal, subject: str, seq: int, message: str) -> None:
+        await asyncio.sleep(0.02)  # 64 are pulled at a time, and the server redelivers after half a second
+        await as_ever(self, subject, seq, message)
+
+    monkeypatch.setattr(Journal, "refuse", slow)
+    worker = await local_worker(ack_wait_s=0.5)
+    prefix, num = worker.settings.prefix, 100
+    for _ in range(num):
+        await raw.publish(b"%s.default.\xff.in" % prefix.encode(), json.dumps(append("a")).encode())
+    js = (await worker.client.session("s").append(text="hello")) and worker.app._nc.jetstream()
+    log, refused = f"{prefix}_log", f"{prefix}.default._refused.out"
+    async with asyncio.timeout(PATIENCE_S):
+        while (await js.consumer_info(log, "worker")).num_ack_pending:  # noqa: ASYNC110  # the server's state
+            await asyncio.sleep(0.05)
+    assert (await js.stream_info(log, subjects_filter=refused)).state.subjects == {refused: num}
+    counts = (await worker.client.session("s").info()).worker.requests
+    assert counts["unnamed"] == {"terminated": num}

@@ -47,6 +47,8 @@ _RETRY_S: Final = 0.5
 #: Returned deliveries come again after the minimum delay, and at most at the second number per second.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
+#: Refused requests that are known if they come again: many times those of one pull.
+_MAX_REFUSED: Final = 4096
 
 #: Statuses of a pull's end without a fault: no messages, or expired.
 _EMPTY: Final = frozenset({"404", "408"})
@@ -127,6 +129,7 @@ class Intake:
         self._returned: dict[
             int, bool
         ] = {}  # sequences to be redelivered -> whether another worker had them before
+        self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
         self._num_to_come = 0
         self._fault = ""
@@ -232,7 +235,19 @@ class Intake:
                 await older.ack()
 
     async def _refuse(self, message: Msg, seq: int) -> None:
-        """Refuse a request whose names form no subject, and terminate its delivery."""
+        """Refuse a request whose names form no subject, and terminate its delivery.
+
+        The server may deliver it again while it waits here, or is refused: it is refused once.
+        """
+        if seq not in self._refused:
+            self._refused[seq] = None
+            if len(self._refused) > _MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            await self._answer_unnamed(message, seq)
+        with contextlib.suppress(nats.errors.Error, OSError):  # if lost, the redelivery is terminated
+            await message.term()
+
+    async def _answer_unnamed(self, message: Msg, seq: int) -> None:
         counts = self._telemetry.requests["unnamed"]
         counts["terminated"] += 1
         if counts["terminated"] == 1:  # log once: there may be thousands
@@ -242,8 +257,6 @@ class Intake:
                 subject=message.subject[:80],
             )
         await self._answer_refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
-        with contextlib.suppress(nats.errors.Error, OSError):  # if lost, the redelivery is terminated
-            await message.term()
 
     def _has_room(self, tenant: str) -> bool:
         mine = self._tenants[tenant]
