@@ -54,7 +54,7 @@ class DashboardError(TurnkeepError):
     """The dashboard cannot run; the message says what would help."""
 
 
-async def run(client: Client, *, host: str, port: int, keep_s: float, prefix: str) -> NoReturn:
+async def run(client: Client, host: str, port: int, *, keep_s: float, prefix: str) -> NoReturn:
     """Serve the page until cancelled. Raises `DashboardError`, also once NATS has closed the connection."""
     dashboard = Dashboard(client, keep_s, prefix)
     with serving(dashboard, host, port) as url:

@@ -34,10 +34,10 @@ class ExporterError(TurnkeepError):
     """The exporter cannot run; the message says what would help."""
 
 
-async def run(client: Client, *, address: str, port: int, forget_s: float) -> NoReturn:
+async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoReturn:
     """Serve the metrics until cancelled. Raises `ExporterError`, also once NATS has closed the connection."""
-    exporter = Exporter(client, forget_s)
-    with serving(exporter, address, port) as url:
+    exporter = Exporter(client, keep_s)
+    with serving(exporter, host, port) as url:
         click.echo(f"serving metrics at {url}", err=True)
         await until_one_ends(exporter.listen(), exporter.look())
     raise ExporterError("the NATS server has closed the connection; its log says why")
@@ -46,9 +46,9 @@ async def run(client: Client, *, address: str, port: int, forget_s: float) -> No
 class Exporter:
     """What the scrapes are answered from. `collect` may be called on any thread."""
 
-    def __init__(self, client: Client, forget_s: float) -> None:
+    def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
-        self._fleet = Fleet(forget_s)
+        self._fleet = Fleet(keep_s)
         self._backlog: Backlog | None = None
 
     async def listen(self) -> None:
@@ -75,7 +75,7 @@ class Exporter:
 
 
 @contextlib.contextmanager
-def serving(exporter: Exporter, address: str, port: int) -> Iterator[str]:
+def serving(exporter: Exporter, host: str, port: int) -> Iterator[str]:
     """Answer scrapes on threads while the block runs; yields the address. Raises `ExporterError`."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -84,15 +84,14 @@ def serving(exporter: Exporter, address: str, port: int) -> Iterator[str]:
     registry = CollectorRegistry()
     registry.register(exporter)
     try:
-        server, thread = start_http_server(port, address, registry)
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ExporterError(
-            f"cannot listen on {address}:{port} ({error.strerror}); choose another --address or --port"
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --listen"
         ) from None
     server.set_app(_guarded(server.get_app()))  # type: ignore[arg-type]  # its stub has None for no app
     try:
-        host = f"[{address}]" if ":" in address else address
-        yield f"http://{host}:{server.server_port}/metrics"
+        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -29,6 +29,7 @@ from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import Histogram, Metrics, encode
 from turnkeep_client.subjects import Subjects
+from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,8 +173,15 @@ def test_a_port_in_use_is_one_line() -> None:
             serving(Watched(5, "w1"), "127.0.0.1", port).__enter__()  # type: ignore[arg-type]
 
 
-async def test_an_address_without_a_port_is_one_line() -> None:
-    done = await command("dashboard", "--listen", "localhost")
+def test_the_exporter_takes_the_same_options() -> None:
+    assert {one.name for one in main.commands["exporter"].params} == {
+        one.name for one in main.commands["dashboard"].params
+    }
+
+
+@pytest.mark.parametrize("name", ["dashboard", "exporter"])
+async def test_an_address_without_a_port_is_one_line(name: str) -> None:
+    done = await command(name, "--listen", "localhost")
     assert done.returncode == 2
     assert "'localhost' is no address; it must be like 127.0.0.1:9423 or [::1]:9423" in done.stderr
 

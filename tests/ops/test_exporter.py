@@ -198,7 +198,7 @@ class Exporter:
 
     def __init__(self, url: str, *options: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "worker", "exporter", "--nats", url, "--port", "0", *options],
+            [sys.executable, "-m", "worker", "exporter", "--nats", url, "--listen", "127.0.0.1:0", *options],
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
@@ -251,7 +251,7 @@ async def test_a_worker_s_figures_are_served_until_it_dies(
     worker.start()
     async with await worker.client() as client:
         await client.session("s1").generate(text="abc", max_tokens=5)
-        serving = exporter(worker.url, "--forget-s", "3")
+        serving = exporter(worker.url, "--keep-s", "3")
         label = {"device": "cpu"}
         found = await serving.scrape_until(
             lambda found: found[key("requests_total", type="generate", outcome="ok")] == 1
@@ -338,9 +338,8 @@ def refused(*arguments: object, serves: bool = False) -> str:
 def test_a_port_in_use_is_one_line(nats_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert refused("--nats", nats_url, "--port", port) == (
-            f"turnkeep: cannot listen on 127.0.0.1:{port} (Address already in use);"
-            " choose another --address or --port"
+        assert refused("--nats", nats_url, "--listen", f"127.0.0.1:{port}") == (
+            f"turnkeep: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --listen"
         )
 
 
@@ -358,7 +357,9 @@ async def test_a_user_who_may_not_hear_the_workers_is_told_so_in_one_line(tmp_pa
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "server.conf")))
     await server.start()
     try:
-        line = refused("--nats", server.url.replace("//", "//eve:pw@"), "--port", "0", serves=True)
+        line = refused(
+            "--nats", server.url.replace("//", "//eve:pw@"), "--listen", "127.0.0.1:0", serves=True
+        )
     finally:
         server.kill()
     assert line.startswith("turnkeep: this user may not subscribe to turnkeep._metrics.*: ")

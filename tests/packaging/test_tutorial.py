@@ -50,7 +50,7 @@ def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
         del blocks[0]
     ports = {"9422": str(free_port()), "9423": str(free_port())}
     lines = "".join(blocks)
-    lines = lines.replace("turnkeep exporter", f"turnkeep exporter --port {ports['9422']}")
+    lines = lines.replace("turnkeep exporter", f"turnkeep exporter --listen 127.0.0.1:{ports['9422']}")
     lines = lines.replace("turnkeep dashboard", f"turnkeep dashboard --listen 127.0.0.1:{ports['9423']}")
     lines = re.sub(r"127\.0\.0\.1:(9422|9423)", lambda found: f"127.0.0.1:{ports[found[1]]}", lines)
     here = {}

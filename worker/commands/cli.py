@@ -31,6 +31,8 @@ from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
     from worker.settings import Settings
@@ -360,25 +362,40 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
+def _endpoint(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
+    host, _colon, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise click.BadParameter(f"{value!r} is no address; it must be like 127.0.0.1:9423 or [::1]:9423")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _page_options(
+    port: int, least_s: float, keep_s: float, kept: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options of a command that serves a page."""
+    listen = click.option(
+        "--listen",
+        metavar="HOST:PORT",
+        default=f"127.0.0.1:{port}",
+        show_default=True,
+        callback=_endpoint,
+        help="Address to serve on; whoever reaches it can read the metrics.",
+    )
+    keep = click.option(
+        "--keep-s",
+        metavar="SECONDS",
+        type=click.FloatRange(least_s, 7 * 86400),
+        default=keep_s,
+        show_default=True,
+        help=kept,
+    )
+    return lambda command: listen(keep(command))
+
+
 @main.command()
-@click.option(
-    "--address",
-    metavar="HOST",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen on; whoever reaches it can read the metrics.",
-)
-@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=9422, show_default=True)
-@click.option(
-    "--forget-s",
-    metavar="SECONDS",
-    type=click.FloatRange(1),
-    default=300.0,
-    show_default=True,
-    help="Drop a worker that has been silent for so long.",
-)
+@_page_options(9422, 1, 300.0, "Time until a silent worker is forgotten.")
 @with_settings(*CLIENT_SETTINGS)
-def exporter(config: Path | None, address: str, port: int, forget_s: float, **flags: Any) -> None:
+def exporter(config: Path | None, listen: tuple[str, int], keep_s: float, **flags: Any) -> None:
     """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
 
     Needs the extra ops; if it is missing, a message says how to install it.
@@ -386,7 +403,7 @@ def exporter(config: Path | None, address: str, port: int, forget_s: float, **fl
     from ops.exporter import run
 
     settings = load_settings(config, flags)
-    talk(settings, "default", lambda client: run(client, address=address, port=port, forget_s=forget_s))
+    talk(settings, "default", lambda client: run(client, *listen, keep_s=keep_s))
 
 
 @main.command()
@@ -400,42 +417,15 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
     talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
 
 
-def _endpoint(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
-    host, _colon, port = value.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise click.BadParameter(f"{value!r} is no address; it must be like 127.0.0.1:9423 or [::1]:9423")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 @main.command()
-@click.option(
-    "--listen",
-    metavar="HOST:PORT",
-    default="127.0.0.1:9423",
-    show_default=True,
-    callback=_endpoint,
-    help="Address to serve the page on; whoever reaches it can read the metrics.",
-)
-@click.option(
-    "--keep-s",
-    metavar="SECONDS",
-    type=click.FloatRange(60, 7 * 86400),
-    default=3600.0,
-    show_default=True,
-    help="Length of the history, and time until a silent worker is forgotten.",
-)
+@_page_options(9423, 60, 3600.0, "Length of the history, and time until a silent worker is forgotten.")
 @with_settings(*CLIENT_SETTINGS)
 def dashboard(config: Path | None, listen: tuple[str, int], keep_s: float, **flags: Any) -> None:
     """Serve one web page with all workers of a prefix and their history, until Ctrl-C."""
     from ops.dashboard import run
 
     settings = load_settings(config, flags)
-    host, port = listen
-    talk(
-        settings,
-        "default",
-        lambda client: run(client, host=host, port=port, keep_s=keep_s, prefix=settings.prefix),
-    )
+    talk(settings, "default", lambda client: run(client, *listen, keep_s=keep_s, prefix=settings.prefix))
 
 
 def _show_whole_sentences(group: click.Group) -> None:
