@@ -37,6 +37,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
     ("recalled_tokens", "recalled_tokens", "Tokens of paged sessions whose KV came back from SSD."),
     ("evicted_tokens", "evicted_tokens", "Tokens of paged sessions that left the device for recalled ones."),
+    ("decoding_seconds", "decoding_s", "Time in which answers were decoded."),
     ("tenant_requests", "by_tenant.requests", "Requests with a result, by tenant.", "tenant", "outcome"),
     ("tenant_prefilled_tokens", "by_tenant.prefilled_tokens", "Tokens that were run, by tenant.", "tenant"),
     ("tenant_cached_tokens", "by_tenant.cached_tokens", "Tokens whose KV was found, by tenant.", "tenant"),

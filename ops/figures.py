@@ -21,14 +21,13 @@ class Figures:
     def __init__(self, sighting: Sighting) -> None:
         now, before = sighting.metrics, sighting.before
         self._elapsed_s = now.uptime_s - before.uptime_s if before else 0.0
-        prefilled, cached, drafted, accepted, generated = (
+        prefilled, cached, drafted, accepted, decoding_s = (
             getattr(now, name) - (getattr(before, name) if before else 0)
             for name in (
                 *("prefilled_tokens", "cached_tokens", "draft_tokens", "accepted_draft_tokens"),
-                "generated_tokens",
+                "decoding_s",
             )
         )
-        self.generated_per_s = self._per_s(generated)
         self.prefilled_per_s = self._per_s(prefilled)
         self.cached_per_s = self._per_s(cached)
         self.cached_share = share(cached, cached + prefilled)
@@ -39,6 +38,8 @@ class Figures:
         self.duration = since(now.request_duration, before.request_duration if before else None)
         self.first_token = since(now.time_to_first_token, before.time_to_first_token if before else None)
         self.per_token = since(now.time_per_output_token, before.time_per_output_token if before else None)
+        #: While answers ran. Workers of earlier versions do not say how long that was.
+        self.generated_per_s = share(self.per_token.count, decoding_s) if before and self.per_token else None
         self.batch = since(now.batch_size, before.batch_size if before else None)
         self.num_drops = sum(now.snapshots.dropped.values())
 

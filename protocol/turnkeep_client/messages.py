@@ -546,8 +546,9 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
 
     `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
     generates from the moment when the log stored them, by the server's clock: until they began to run, and of
-    the successful ones until their results were stored. Workers of earlier versions send neither. `by_tenant`
-    is on the metrics subject alone, never in an answer to `info`.
+    the successful ones until their results were stored. Workers of earlier versions send neither.
+    `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out idle time.
+    `by_tenant` is on the metrics subject alone, never in an answer to `info`.
     """
 
     worker: str
@@ -573,6 +574,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     accepted_draft_tokens: int = 0
     recalled_tokens: int = 0
     evicted_tokens: int = 0
+    decoding_s: float = 0.0
     time_to_first_token: Histogram
     time_per_output_token: Histogram
     batch_size: Histogram

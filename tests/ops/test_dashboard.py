@@ -40,12 +40,13 @@ BOUNDS = (0.1, 0.5, 1.0, 5.0)
 
 
 def message(worker: str, second: int) -> Metrics:
-    """A worker that answers a request a second: 10 tokens generated, 4 prefilled, 36 found in KV."""
+    """A worker that answers a request a second, half of the time: 10 tokens, 4 prefilled, 36 found in KV."""
     few, slow = Histogram(BOUNDS, (second, 0, 0, 0, 0), 0.0, second), second // 2
     return structs.replace(
         metrics(worker),
         uptime_s=float(second),
-        generated_tokens=10 * second,
+        decoding_s=second / 2,
+        time_per_output_token=Histogram(BOUNDS, (10 * second, 0, 0, 0, 0), second / 2, 10 * second),
         prefilled_tokens=4 * second,
         cached_tokens=36 * second,
         time_to_first_token=few,
@@ -86,7 +87,7 @@ def test_a_course_has_the_figures_of_each_moment() -> None:
     course = Watched(100, "w1").history.course("w1")
     assert course["at_s"] == [5 * step for step in range(1, 21)]
     last = {name: values[-1] for name, values in course.items()}
-    assert (last["generated_per_s"], last["prefilled_per_s"], last["cached_per_s"]) == (10, 4, 36)
+    assert (last["generated_per_s"], last["prefilled_per_s"], last["cached_per_s"]) == (20, 4, 36)
     assert (last["first_token_p50_s"], last["duration_p50_s"]) == (0.05, 0.5)
     assert last["duration_p95_s"] == pytest.approx(0.95)
     assert (last["kv_bytes"], last["kv_limit_bytes"], last["sessions"]) == (1024, 2048, 10)
@@ -238,6 +239,9 @@ def test_a_browser_draws_the_course_of_the_worker_that_was_chosen() -> None:
     assert max(path.count("L") for path in paths) == 119
     assert "found in KV 36" in re.sub(r"<[^>]*>", "", page)
     assert ">90%<" in page
+    clocks = re.findall(r">([^<]*\d:\d[^<]*)<", page)
+    assert len(clocks) == 1 + 8 * 3
+    assert all(re.fullmatch(r"(as of )?\d\d:\d\d:\d\d", clock) for clock in clocks), clocks
 
 
 def test_a_browser_says_that_there_is_no_worker_yet() -> None:

@@ -58,13 +58,26 @@ def fleet_of(number: int) -> Fleet:
 
 
 def test_rates_are_of_the_window_and_begin_again_with_the_worker() -> None:
-    first = {"uptime_s": 100.0, "generated_tokens": 0}
-    old, now = {"uptime_s": 130.0, "generated_tokens": 300}, {"uptime_s": 170.0, "generated_tokens": 500}
-    assert figures(first).generated_per_s is None
-    assert figures(first, old, now).generated_per_s == 5.0, "what is older than a minute is left out"
-    again = {"uptime_s": 1.0, "generated_tokens": 9}
-    assert figures(old, again).generated_per_s is None
-    assert figures(old, again, {"uptime_s": 3.0, "generated_tokens": 19}).generated_per_s == 5.0
+    first = {"uptime_s": 100.0, "prefilled_tokens": 0}
+    old, now = {"uptime_s": 130.0, "prefilled_tokens": 300}, {"uptime_s": 170.0, "prefilled_tokens": 500}
+    assert figures(first).prefilled_per_s is None
+    assert figures(first, old, now).prefilled_per_s == 5.0, "what is older than a minute is left out"
+    again = {"uptime_s": 1.0, "prefilled_tokens": 9}
+    assert figures(old, again).prefilled_per_s is None
+    assert figures(old, again, {"uptime_s": 3.0, "prefilled_tokens": 19}).prefilled_per_s == 5.0
+
+
+def test_generated_tokens_a_second_are_of_the_time_in_which_answers_ran() -> None:
+    def decoded(uptime_s: float, num: int, decoding_s: float) -> dict[str, object]:
+        histogram = Histogram(bounds=(1.0,), counts=(num, 0), sum=decoding_s, count=num)
+        return {"uptime_s": uptime_s, "time_per_output_token": histogram, "decoding_s": decoding_s}
+
+    before = decoded(100.0, 1000, 50.0)
+    assert figures(before).generated_per_s is None, "there is no rate before a second message"
+    assert figures(before, decoded(150.0, 1060, 53.0)).generated_per_s == 20.0, "not 60 in 50 s"
+    assert figures(before, decoded(150.0, 1000, 50.0)).generated_per_s is None, "nothing ran"
+    assert figures(before, decoded(3.0, 30, 1.0), decoded(8.0, 60, 2.0)).generated_per_s == 30.0
+    assert figures(before, decoded(150.0, 1060, 0.0)).generated_per_s is None, "an earlier version's"
 
 
 def test_shares_are_of_what_came_since() -> None:

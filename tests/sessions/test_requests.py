@@ -421,6 +421,7 @@ async def test_metrics_add_up(wire: Start) -> None:
     assert last.request_duration.sum >= last.queue_time.sum
     # Of the first token of an answer nobody can say how long it took: the prompt came before it.
     assert last.time_per_output_token.count == last.generated_tokens - len(answers)
+    assert 0 < last.decoding_s <= last.time_per_output_token.sum, "each step counts once, whatever its rows"
     assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)
     assert last.resident_kv_bytes == sum(answer.kv_live_bytes for answer in answers) <= last.max_memory_bytes
     assert last.snapshots.stored > 0

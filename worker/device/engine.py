@@ -308,6 +308,7 @@ class Engine:
             self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
         if report.num_rows:
             self._telemetry.batch_size.observe(report.num_rows)
+            self._telemetry.decoding_s += report.step_s
             per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
             self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
         self._telemetry.draft_tokens = report.num_drafted
