@@ -54,9 +54,12 @@ def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
         return
     print_report(bench, report)
     if path is not None:
-        run.report_file.save(report, render(bench, report, warn=run.warn))
+        page = render(bench, report, warn=run.warn)
+        run.report_file.save(report, page)
         kind = "report" if report.complete else "partial report"
         printing().print(f"{kind}: {path}", soft_wrap=True)
+        if page is not None:
+            printing().print(f"page: {path.with_suffix('.html')}", soft_wrap=True)
 
 
 def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:

@@ -109,9 +109,15 @@ def print_report(bench: AnyBench, report: Report) -> None:
     for rows in tables(bench.findings(report)):
         print_table(rows, console)
     colours = {"holds": "green", "fails": "red", "cannot tell": "yellow"}
-    for one in report.checks:
-        text = f"[{colours[one.outcome]}]{one.outcome}[/]  {one.name}: {one.detail}"
-        console.print(text, soft_wrap=True)
+    for exact, title in (
+        (True, "checks that decide the exit code"),
+        (False, "checks that may fail by chance"),
+    ):
+        if shown := [check for check in report.checks if check.exact is exact]:
+            console.print(f"[bold]{title}[/]")
+        for one in shown:
+            text = f"[{colours[one.outcome]}]{one.outcome}[/]  {one.name}: {one.detail}"
+            console.print(text, soft_wrap=True)
 
 
 def print_table(table: Table, console: Console) -> None:

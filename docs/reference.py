@@ -34,7 +34,7 @@ def commands() -> str:
 
 
 def _helped(command: click.Command, name: str, parent: click.Context | None) -> Iterator[tuple[str, str]]:
-    context = click.Context(
+    context = command.context_class(
         command, parent, name.rpartition(" ")[2], terminal_width=WIDTH, max_content_width=WIDTH
     )
     yield name, command.get_help(context)
@@ -69,7 +69,7 @@ def messages() -> str:
         ("Results, on `out`", RESULTS),
         ("Others of a session", (Chunk, DeadLetter)),
         ("Control, on `ctl`", CONTROLS),
-        ("Replies on `ctl`", tuple(kind for kind in CONTROL_REPLIES if kind not in RESULTS)),
+        ("Replies on `ctl`", tuple(kind for kind in CONTROL_REPLIES if kind not in (*RESULTS, Metrics))),
         ("On `_metrics`", (Metrics,)),
     )
     kinds = [kind for _, group in groups for kind in group]

@@ -113,6 +113,11 @@ def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, t
     held = {turn.position for turn in found.turns[1:4:2]}
     assert {one.x for one in session.BENCH.findings(found).of(session.RESTARTED)} == held
     assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
+    decide, _, others = out[out.index("checks that decide the exit code\n") :].partition(
+        "checks that may fail"
+    )
+    assert all(check.name in (decide if check.exact else others) for check in found.checks)
+    assert f"\npage: {next(tmp_path.glob('*.html'))}\n" in others
 
 
 @two_benches

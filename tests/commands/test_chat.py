@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -124,6 +125,91 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
     assert (first.max_tokens, first.stop, second.max_tokens, second.stop) == (3, ("END",), 5, ())
     info = await worker.client.session("s").info()
     assert info.position == (await answers(worker.client))[0].position
+
+
+async def test_a_question_may_have_several_lines(local_worker: Callable[..., Any]) -> None:
+    worker = await local_worker()
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(r"Alt-Enter, or \\ and Enter, begins a new line")
+        terminal.wait_for(PROMPT)
+        terminal.type("one\\\r")  # a backslash, then Enter
+        terminal.type("two\x1b\r")  # Alt-Enter
+        terminal.type("  three\r")
+        terminal.wait_for("three")
+        terminal.wait_for(END)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker)
+    assert said(await requests(worker.client)) == [("user", "one\ntwo\n  three")]
+
+
+async def test_a_question_is_asked_again_and_a_conversation_saved_and_left(
+    local_worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    file = tmp_path / "said.md"
+
+    def script(terminal: Terminal) -> None:
+        for line, says in (
+            ("/retry", "there is no question to ask again"),
+            ("/save", "needs the name of a file"),
+            ("first question", PROMPT),
+            ("second question", PROMPT),
+            ("/retry", "At temperature 0 the answer is the same"),
+            ("/set temperature 1", PROMPT),
+            ("/retry", "> second question"),
+            (f"/save {file}", "2 exchanges are saved"),
+            (f"/save {file}", r"exists;\s+give\s+another\s+name"),
+            ("/save /nowhere/file", "cannot be written: No such file"),
+            ("/new", r"session 'chat-\w{8}', no tokens"),
+            ("third question", PROMPT),
+            ("/new s", "session 's', [0-9]+ tokens"),
+            ("/new no name", "session 'no name' is not valid"),
+        ):
+            terminal.wait_for(PROMPT)
+            terminal.type(line + "\r")
+            terminal.wait_for(re.escape(line))
+            if says != PROMPT:
+                terminal.wait_for(says)
+        terminal.wait_for(PROMPT)
+        terminal.type("fourth question\r")
+        terminal.wait_for(END)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker, "--system", "Be brief.")
+    asked = ["first question", "second question", "second question", "second question", "fourth question"]
+    assert said(await requests(worker.client)) == [("system", "Be brief."), *(("user", one) for one in asked)]
+    first, second, same, again, _ = (answer.text for answer in await answers(worker.client))
+    assert second == same
+    assert file.read_text() == f"> first question\n\n{first}\n\n> second question\n\n{again}\n\n"
+    [other] = {entry.key.session for entry in await worker.client.log()} - {"s"}
+    new = [decode_request(one.body) for one in await worker.client.log(other) if one.kind == "in"]
+    assert said(new) == [("system", "Be brief."), ("user", "third question")]
+
+
+async def test_what_was_not_answered_is_asked_again_without_a_rewind(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+
+    def script(terminal: Terminal) -> None:
+        for line, says in (
+            ("first question", PROMPT),
+            ("long " * 3000, "context"),
+            ("/set max_tokens 2", PROMPT),
+            ("/retry", "context"),
+        ):
+            terminal.wait_for(PROMPT)
+            terminal.type(line + "\r")
+            if says != PROMPT:
+                terminal.wait_for(f"turnkeep: .*{says}")
+        terminal.wait_for(PROMPT)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker)
+    assert [type(one).__name__ for one in await requests(worker.client)].count("Rewind") == 0
+    assert len(await answers(worker.client)) == 1
 
 
 async def test_ctrl_c_clears_the_line_first_and_leaves_second(local_worker: Callable[..., Any]) -> None:

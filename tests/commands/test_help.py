@@ -51,6 +51,29 @@ def test_help_shows_what_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve")
 
 
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    context = click.Context(group)
+    inner = ((name, group.get_command(context, name)) for name in group.list_commands(context))
+    found = [
+        commands(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
+        for name, command in inner
+    ]
+    return [one for some in found for one in some]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_the_options_of_the_connection_have_a_section_of_their_own(command: tuple[str, ...]) -> None:
+    shown = help_of(*command)
+    options, _, connection = shown.partition("\nConnection to NATS:\n")
+    if connection:
+        assert len(re.findall(r"^  --nats", connection, re.MULTILINE)) >= 9
+        assert not re.search(r"^  --(?!nats)", connection, re.MULTILINE)
+        assert "--help" in options
+        assert "  --nats" not in options
+    else:
+        assert shown.count("\n  --nats") < 3
+
+
 @pytest.mark.parametrize("group", groups(), ids=" ".join)
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_list_of_commands_has_whole_sentences(group: tuple[str, ...], columns: int) -> None:

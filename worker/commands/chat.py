@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import click
 
@@ -22,6 +24,9 @@ from .stream import stream
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+
     from turnkeep_client.client import Client
     from turnkeep_client.messages import SessionInfo
     from turnkeep_client.session import Sampling
@@ -29,13 +34,17 @@ if TYPE_CHECKING:
     from .exchanges import Exchange
 
 _KEYS: Final = (
-    "Enter sends. Ctrl-C stops an answer, or clears the line; Ctrl-C again leaves. /help lists more."
+    "Enter sends; Alt-Enter, or \\ and Enter, begins a new line.\n"
+    "Ctrl-C stops an answer, or clears the line; Ctrl-C again leaves. /help lists more."
 )
 _HELP: Final = """\
 /system TEXT      add a system message, valid from here on
 /set              show the sampling options
 /set NAME VALUE   change an option; without VALUE reset it to its default
 /rewind [N]       remove the last exchange, or the last N
+/retry            ask the last question again, in place of its answer
+/new [NAME]       leave this session for a new one, or for another one
+/save FILE        write the conversation to a file
 /info             position, KV, queue, and the worker's metrics
 /bye              leave and keep the session (like Ctrl-D)"""
 _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
@@ -49,6 +58,7 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
 _PATIENCE_S: Final = 30.0
 #: Maximum characters of the last question and answer to show at the start.
 _SHOWN: Final = 2000
+_LINE, _QUOTED = "\n", "\n> "
 
 
 async def chat(client: Client, name: str, system: str | None, sampling: Sampling) -> None:
@@ -62,6 +72,9 @@ class _Chat:
         self._client = client
         self._session = client.session(name)
         self._name = name
+        self._system_text: str | None = None
+        #: The last question, until it has an answer.
+        self._unanswered: str | None = None
         #: For options that are not given, the worker's defaults apply.
         self._defaults: dict[str, Any] = {
             option: value for option, value in sampling.items() if value not in (None, ())
@@ -72,20 +85,15 @@ class _Chat:
             "/system": self._system,
             "/set": self._set,
             "/rewind": self._rewind,
+            "/retry": self._retry,
+            "/new": self._new,
+            "/save": self._save,
             "/info": self._info,
         }
 
     async def run(self, system: str | None) -> None:
-        info = await self._begin()
-        past = await last_exchanges(self._client, self._name) if info.position else []
-        if sys.stdin.isatty():
-            self._greet(info, past)
-        elif info.position:
-            _say(f"Continuing session {self._name!r} at position {info.position}.")
-        if system and info.position:
-            _say("The session keeps its system message; /system adds another from here on.")
-        elif system:
-            await self._system(system)
+        self._system_text = system
+        past = await self._enter()
         async for line in _lines([one.question for one in past]):
             word, _, rest = line.partition(" ")
             if word == "/bye":
@@ -99,6 +107,20 @@ class _Chat:
                     await self._answer(line)
             except TurnkeepError as error:
                 _say(f"turnkeep: {error}")
+
+    async def _enter(self) -> list[Exchange]:
+        """Begin or continue the session, and say so; return its last exchanges."""
+        info = await self._begin()
+        past = await last_exchanges(self._client, self._name) if info.position else []
+        if sys.stdin.isatty():
+            self._greet(info, past)
+        elif info.position:
+            _say(f"Continuing session {self._name!r} at position {info.position}.")
+        if self._system_text and info.position:
+            _say("The session keeps its system message; /system adds another from here on.")
+        elif self._system_text:
+            await self._system(self._system_text)
+        return past
 
     async def _begin(self) -> SessionInfo:
         try:
@@ -121,7 +143,10 @@ class _Chat:
         generation = self._session.generate(
             messages=[{"role": "user", "content": question}], **self._sampling
         )
+        self._unanswered = question
         answered = await stream(self._session, generation)
+        if not answered or generation.result.tokens:
+            self._unanswered = None
         if sys.stdin.isatty():
             is_cut = answered and generation.result.finish_reason == "length"
             _say("Ended at max_tokens, or at the end of the context.\n" if is_cut else "")
@@ -159,9 +184,38 @@ class _Chat:
         count = int(words or 1) if len(words) < 10 and (words.isdecimal() or not words) else 0
         if count < 1:
             raise InvalidMessageError(f"{words!r} is not valid; it must be a number of exchanges")
+        _say(f"Removed: {_end_of(await self._remove(count))}")
+
+    async def _remove(self, count: int) -> str:
+        """Rewind the session by so many exchanges; return the first removed question."""
         start, exchange = await start_of_last(self._client, self._name, count)
         await self._session.rewind(start, timeout_s=_PATIENCE_S)
-        _say(f"Removed: {_end_of(exchange.question)}")
+        self._unanswered = None
+        return exchange.question
+
+    async def _retry(self, _: str) -> None:
+        question = self._unanswered
+        if question is None:
+            if not await last_exchanges(self._client, self._name):
+                raise InvalidMessageError("there is no question to ask again")
+            question = await self._remove(1)
+            if not self._sampling.get("temperature"):
+                _say("At temperature 0 the answer is the same; /set temperature 0.7 varies it.")
+        _say(f"> {_end_of(question)}")
+        await self._answer(question)
+
+    async def _new(self, name: str) -> None:
+        name = name or f"chat-{uuid4().hex[:8]}"
+        self._session = self._client.session(name)
+        self._name, self._unanswered = name, None
+        await self._enter()
+
+    async def _save(self, name: str) -> None:
+        if not name:
+            raise InvalidMessageError("/save needs the name of a file")
+        past = await last_exchanges(self._client, self._name, sys.maxsize)
+        _write(Path(name), past)
+        _say(f"{len(past)} exchanges are saved in {name}.")
 
     async def _info(self, _: str) -> None:
         await control.info(self._client, self._name, as_json=False)
@@ -179,6 +233,8 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
     from prompt_toolkit.output import create_output
 
     prompt: PromptSession[str] = PromptSession(
+        multiline=True,
+        key_bindings=_keys(),
         history=InMemoryHistory([text for text in past if text]),
         output=create_output(always_prefer_tty=True),  # also when standard output is a pipe
     )
@@ -197,6 +253,40 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
         is_leaving = False
         if line.strip():
             yield line.rstrip()
+
+
+def _keys() -> KeyBindings:
+    """Let Enter send, and Alt-Enter, or Enter after a backslash, begin a new line."""
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _write(path: Path, past: Sequence[Exchange]) -> None:
+    """Write exchanges as Markdown, questions as quotations. Raises `InvalidMessageError`."""
+    text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
+    try:
+        with path.expanduser().open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InvalidMessageError(f"{path} exists; give another name") from None
+    except OSError as error:
+        raise InvalidMessageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _say(text: str) -> None:

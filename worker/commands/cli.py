@@ -26,7 +26,7 @@ from worker.keys import cache_access
 from worker.settings import SettingsError
 from worker.wire.credentials import own_token, worker_options
 
-from .flags import SpanType, as_json, load_settings, tenant_option, with_sampling, with_settings
+from .flags import HelpContext, SpanType, as_json, load_settings, tenant_option, with_sampling, with_settings
 from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
@@ -429,8 +429,12 @@ def dashboard(config: Path | None, listen: tuple[str, int], keep_s: float, **fla
 
 
 def _show_whole_sentences(group: click.Group) -> None:
-    """List commands with their whole first sentences; click would cut them at the terminal's width."""
+    """List commands with their whole first sentences; click would cut them at the terminal's width.
+
+    Gives them their `--help` with sections, too.
+    """
     for command in group.commands.values():
+        command.context_class = HelpContext
         command.short_help = command.get_short_help_str(limit=sys.maxsize)
         if isinstance(command, click.Group):
             _show_whole_sentences(command)

@@ -71,8 +71,8 @@ class Demo:
             f"\nAfter the last restart {prefilled} of {tokens} tokens were prefilled, and the first token"
             f" came {first_s:.2f} s after the worker took the question up. Without the snapshots on SSD it"
             f" would have read the whole conversation again: about {tokens / rate:.1f} s at the {rate:.0f}"
-            " tokens/s of the first turn, and more with every turn.\n\nYour turn:"
-            f" [bold]{program()} serve[/], and in another terminal [bold]{program()} chat[/]"
+            " tokens/s of the first turn, and more with every turn.\n\nYour turn, in two terminals:\n"
+            f"  [bold]{program()} serve[/]\n  [bold]{program()} chat[/]"
         )
 
     async def _ask(

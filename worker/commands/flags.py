@@ -7,7 +7,7 @@ import functools
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,9 +15,36 @@ from turnkeep_client.errors import TurnkeepError
 from worker import settings as settings_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from worker.settings import Settings
+
+
+class _Formatter(click.HelpFormatter):
+    """Lists the options of the connection to NATS behind the others, in a section of their own."""
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Write options, or commands, in two columns."""
+        rows = list(rows)
+        nats = [row for row in rows if row[0].startswith("--nats")]
+        if len(nats) < _MIN_SECTION:
+            super().write_dl(rows, col_max, col_spacing)
+            return
+        super().write_dl([row for row in rows if row not in nats], col_max, col_spacing)
+        self.dedent()
+        with self.section("Connection to NATS"):
+            super().write_dl(nats, col_max, col_spacing)
+        self.indent()
+
+
+class HelpContext(click.Context):
+    """The context of a command with such a `--help`."""
+
+    formatter_class = _Formatter
+
+
+#: Fewer options stay among the others.
+_MIN_SECTION: Final = 3
 
 force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
