@@ -207,6 +207,7 @@ class _Chat:
     async def _new(self, name: str) -> None:
         name = name or f"chat-{uuid4().hex[:8]}"
         self._session = self._client.session(name)
+        _say(f"The session {self._name!r} is kept; /new {self._name} goes back to it.")
         self._name, self._unanswered = name, None
         await self._enter()
 
@@ -215,7 +216,7 @@ class _Chat:
             raise InvalidMessageError("/save needs the name of a file")
         past = await last_exchanges(self._client, self._name, sys.maxsize)
         _write(Path(name), past)
-        _say(f"{len(past)} exchanges are saved in {name}.")
+        _say(f"Saved in {name}, exchanges: {len(past)}")
 
     async def _info(self, _: str) -> None:
         await control.info(self._client, self._name, as_json=False)
