@@ -1,24 +1,35 @@
-"""A bench from its start to its printed report, also if it is interrupted."""
+"""A bench from its start to its printed report, also if it is interrupted.
+
+The report's page is one self-contained HTML file: tables as text, plots as inline SVG.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import os
 import signal
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
+import jinja2
 from msgspec.structs import replace
 
+from .checks import Verdict
 from .faults import ReportError
-from .page import render
 from .plan import Where
+from .plots import draw
 from .report import Report
 from .run import Run
 from .spec import Bench
-from .tables import print_report, printing
+from .tables import about, machine, print_report, printing, tables
 
 P = TypeVar("P")
+
+TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
 async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
@@ -43,6 +54,33 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
         report = replace(report, checks=bench.checked(bench.findings(report), run.lags_s))
         _publish(bench, report, run)
     return report
+
+
+def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) -> str | None:
+    """Return the page as HTML; None, after a warning, if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        python = os.path.relpath(sys.executable)
+        warn(
+            "no page is made of the report: matplotlib is missing;"
+            f" {python} -m pip install 'turnkeep[bench]' brings it"
+        )
+        return None
+    findings = bench.findings(report)
+    templates = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    counts = {verdict: sum(one.outcome is verdict for one in report.checks) for verdict in Verdict}
+    return templates.from_string(TEMPLATE.read_text("utf-8")).render(
+        bench=bench,
+        report=report,
+        machine=machine(report),
+        warnings=report.warnings(),
+        counts=", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number),
+        notes=list(bench.notes(findings.plan)),
+        tables=tables(findings),
+        plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],
+        about=about(report),
+    )
 
 
 def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:

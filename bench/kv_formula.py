@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .turns import Turn
 
@@ -18,17 +18,13 @@ def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
     Each of the session's first `kept` tokens takes as much, and each further one nothing; or, if it is paged,
     what the device keeps of every token to know what matters.
     """
+    sizes = [(turn.kv_live_bytes, tokens, _kept(turn)) for turn in turns for tokens in _lengths(turn)]
     is_paged = any(turn.fact("again") is not None for turn in turns)
-    held = _voted(
-        size / min(tokens, kept) for size, tokens, kept in _sizes(turns) if tokens <= kept or not is_paged
-    )
+    held = _voted(size / min(tokens, kept) for size, tokens, kept in sizes if tokens <= kept or not is_paged)
     if not held:
         return None
-    more = _voted(
-        (size - kept * held) / (tokens - kept)
-        for size, tokens, kept in _sizes(turns)
-        if tokens > kept and is_paged
-    )
+    beyond = [one for one in sizes if is_paged and one[1] > one[2]]
+    more = _voted((size - kept * held) / (tokens - kept) for size, tokens, kept in beyond)
 
     def formula(tokens: int, turn: Turn) -> float:
         kept = _kept(turn)
@@ -37,12 +33,10 @@ def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
     return formula
 
 
-def _sizes(turns: Sequence[Turn]) -> Iterator[tuple[float, int, float]]:
-    """Yield the bytes of KV after each turn, of all tokens or all but the last, and how many of them stay."""
-    for turn in turns:
-        for tokens in (turn.position or 0, (turn.position or 0) - 1):
-            if tokens > 0:
-                yield turn.kv_live_bytes, tokens, _kept(turn)
+def _lengths(turn: Turn) -> list[int]:
+    """Return the tokens whose KV there may be after a turn: all, or all but the last."""
+    position = turn.position or 0
+    return [tokens for tokens in (position, position - 1) if tokens > 0]
 
 
 def _voted(sizes: Iterable[float]) -> float:
@@ -56,5 +50,4 @@ def _kept(turn: Turn) -> float:
 
 def follows_formula(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
     """Whether a turn's KV is as large as the formula says, of all tokens or all but the last."""
-    position = turn.position or 0
-    return turn.kv_live_bytes in {formula(tokens, turn) for tokens in (position, position - 1) if tokens > 0}
+    return turn.kv_live_bytes in {formula(tokens, turn) for tokens in _lengths(turn)}

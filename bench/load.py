@@ -27,11 +27,10 @@ from turnkeep_client.messages import Metrics
 from turnkeep_client.session import Session
 
 from . import stats
-from .ask import FAULT_PAUSE_S
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .faults import BenchError, together
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import Run
+from .run import FAULT_PAUSE_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 

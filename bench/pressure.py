@@ -22,12 +22,11 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.session import Session
 
-from .ask import class_of
 from .checks import STRETCHES, Check, count, judged
 from .faults import in_background, together
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
-from .run import Run
+from .run import Run, class_of
 from .spec import Bench, Findings, Plot
 from .stats import Estimate
 from .turns import Measure, Sample, Turn

@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,8 +119,7 @@ def _processor() -> str:
 def _commit() -> str | None:
     """Return the commit if this is a checkout, not a folder within another repository."""
     root = Path(__file__).resolve().parent.parent
-    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if top is None or Path(top) != root:
+    if not (root / ".git").exists():
         return None
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40")
 
@@ -169,20 +167,17 @@ def encode(report: Report) -> bytes:
 
 def write(path: Path, content: bytes) -> None:
     """Replace a file atomically. Raises `ReportError`."""
-    draft = None
+    draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            draft = Path(file.name)
+        with draft.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        draft.chmod(0o644)
         draft.replace(path)
     except OSError as error:
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise ReportError(f"the report cannot be written to {path}: {error.strerror}") from None
 
 

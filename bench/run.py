@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -17,15 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turnkeep_client.client import Client, connect
-from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Metrics
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.messages import Chunk, Generated, Metrics
 from turnkeep_client.session import Session
 
-from .ask import ask
 from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, Process, reach
@@ -38,6 +39,8 @@ P = TypeVar("P")
 #: From look to look at the loop's lag, at the processes, and at the snapshots in flight.
 PULSE_S: Final = 0.02
 SETTLE_TIMEOUT_S: Final = 120.0
+#: The pause after a failed turn, so that a broken worker is not flooded.
+FAULT_PAUSE_S: Final = 0.2
 
 
 class Run(Generic[P]):
@@ -77,15 +80,37 @@ class Run(Generic[P]):
         """Seconds since the run began."""
         return time.monotonic() - self.began_s
 
-    async def ask(self, session: Session, **request: Any) -> Turn:
+    async def ask(
+        self, session: Session, *, begun: asyncio.Event | None = None, texts: bool = False, **request: Any
+    ) -> Turn:
         """Send one generate and time it, for at most the plan's `turn_timeout`; `keep` keeps the turn.
 
-        A fault is returned in the turn, not raised.
+        A fault is returned in the turn, not raised. `request` are the arguments of `Session.generate`. The
+        first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without text
+        has no chunk: its first token arrives with the result.
         """
         _end_where_cancelled()
         timeout_s: float = self.plan.turn_timeout  # type: ignore[attr-defined]  # of all plans with turns
+        sent_s = time.monotonic()
+        arrivals: list[tuple[float, Chunk]] = []
         with self.timing():
-            return await ask(session, timeout_s=timeout_s, began_s=self.began_s, **request)
+            try:
+                generation = session.generate(timeout_s=timeout_s, **request)
+                async for chunk in generation:
+                    arrivals.append((time.monotonic() - sent_s, chunk))
+                    if begun is not None:
+                        begun.set()
+                result = generation.result
+            except TurnkeepError as error:
+                result, fault = None, error
+        times: dict[str, Any] = {"at_s": sent_s - self.began_s, "total_s": time.monotonic() - sent_s}
+        if result is None:
+            first_s = arrivals[0][0] if arrivals else None
+            turn = Turn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
+        else:
+            turn = _answered(arrivals, result, times)
+        facts = {"text": result.text} if texts and result is not None else {}
+        return replace(turn, session=session.key.session, facts=facts)
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -247,3 +272,31 @@ def _end_where_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+
+
+def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
+    """Make the turn of an answer from its chunks, each with its time, and its result."""
+    usage, counts = result.usage, tuple(len(chunk.tokens) for _, chunk in arrivals)
+    tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
+    text = "".join(chunk.text for _, chunk in arrivals)
+    return Turn(
+        **times,
+        first_s=arrivals[0][0] if arrivals else times["total_s"],
+        gaps_s=tuple(later - sooner for (sooner, _), (later, _) in itertools.pairwise(arrivals)),
+        counts=counts if set(counts) != {1} else (),
+        position=result.position,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        prefilled_tokens=usage.prefilled_tokens,
+        tokens=result.tokens,
+        finish_reason=result.finish_reason,
+        joined=(text, tokens) == (result.text, result.tokens),
+        kv_live_bytes=result.kv_live_bytes,
+        queued_s=result.seconds.queued,
+        rewritten_from=result.rewritten_from,
+    )
+
+
+def class_of(fault: TurnkeepError) -> str:
+    """Return the class under which a fault is counted: the worker's code, or the exception's name."""
+    return fault.code if isinstance(fault, RequestFailedError) else type(fault).__name__

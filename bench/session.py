@@ -24,16 +24,17 @@ from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
 
 from . import stats
-from .ask import FAULT_PAUSE_S, FULL
 from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
 from .faults import BenchError
 from .kv_formula import follows_formula, kv_formula
 from .plan import Corpus, Option, TurnTimeout
-from .run import Run
+from .run import FAULT_PAUSE_S, Run
 from .spec import Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
 DEFAULT_TURNS: Final = 50
+#: The errors of a session that has no room left.
+FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
 #: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.
 MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.

@@ -3,7 +3,7 @@
 A block is independent of the others: a round, a session, a stretch of a long run. Values within a block are
 not (turns share the machine's state, rows share a step), so a block is reduced to its median. An interval is
 Student's t over the blocks' numbers, or over their logarithms for times, sizes and ratios. Sides that took
-turns are paired by block. `tests/bench/test_bench_coverage.py` checks the coverage on a known truth, where a
+turns are paired by block. `tests/bench/test_bench_figures.py` checks the coverage on a known truth, where a
 percentile bootstrap has 0.83 at five blocks.
 """
 

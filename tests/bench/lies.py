@@ -208,6 +208,8 @@ HOLDS = samples(pressure.KV, lambda _: KV_LIMIT + 1, **LATE)
 REFUSES = turns(pressure.SHORT, when=lambda turn: turn.block == 2, error=pressure.REFUSED, tokens=())
 TAKES = turns(pressure.NEVER, error=None, facts=SAME)
 OTHER = turns(pressure.AGAIN, facts={"same": "no"})
+LOSES_ONE = turns(pressure.SHORT, position=lambda turn: turn.position - 1)
+LOSES_MEMORY = samples(pressure.PROCESS, lambda one: one.value + 400 * MIB, **LATE)
 PRESSURE_LIES = (
     Lie("allocates beyond its limit", "what MLX allocates", ALLOCATES),
     Lie("holds KV beyond its limit", "KV stays within", HOLDS, by.hold_half_more),
@@ -215,18 +217,10 @@ PRESSURE_LIES = (
     Lie("takes what never fits", "no request was carried out", TAKES),
     Lie("answers twice", "every request has one", samples(pressure.RESULTS, lambda _: 2, **LATE)),
     Lie("leaves one unanswered", "every request has one", samples(pressure.RESULTS, lambda _: 0, **LATE)),
-    Lie(
-        "loses a token",
-        "no answer ran over another",
-        turns(pressure.SHORT, position=lambda t: t.position - 1),
-    ),
+    Lie("loses a token", "no answer ran over another", LOSES_ONE),
     Lie("restores another KV", "answers are those of the same sessions", OTHER, by.restore_badly),
     Lie("has more room than it says", "the load came near", samples(pressure.KV, lambda one: one.value / 2)),
-    Lie(
-        "loses memory",
-        "the process grows",
-        samples(pressure.PROCESS, lambda s: s.value + 400 * MIB, **LATE),
-    ),
+    Lie("loses memory", "the process grows", LOSES_MEMORY),
 )
 
 QUALITY = quality.Plan(corpus="built-in")
@@ -253,14 +247,13 @@ def honest_quality(seed: int) -> Run:
 
 SAVES_NOTHING = samples(quality.DISK, lambda _: 46_080)
 LOSES_8 = samples(quality.PERPLEXITY, lambda one: 1.05 * one.value, EIGHT)
+DIFFERS = samples(quality.EQUAL, lambda one: 0.3 * one.value, EIGHT)
 LOSES_4 = samples(quality.PERPLEXITY, lambda one: 1.25 * one.value, FOUR)
 QUALITY_LIES = (
     Lie("saves nothing", "fewer bits take less", SAVES_NOTHING, by.keep_in_full),
     Lie("loses with 8 bits", "8 bits have", LOSES_8),
     Lie("loses with 4 bits", "4 bits have", LOSES_4),
-    Lie(
-        "answers otherwise", "8 bits answer alike", samples(quality.EQUAL, lambda one: 0.3 * one.value, EIGHT)
-    ),
+    Lie("answers otherwise", "8 bits answer alike", DIFFERS),
 )
 
 RECALL = recall.Plan(corpus="built-in", resident=(1024,), texts=8)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
-from bench.turns import Turn
+from bench.spec import AnyBench
+from bench.turns import Measure, Sample, Turn
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
 from worker.models import model
 from worker.sessions import execution, history
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.spec import AnyBench
-    from bench.turns import Measure, Sample
 
 #: What prefilling a token takes in honest runs of long sessions.
 PREFILL_S = 0.003

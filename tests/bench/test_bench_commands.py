@@ -6,25 +6,21 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from lies import SUITES
+from saboteurs import Suite
 
 from bench import report, session
 from bench.checks import Verdict
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from saboteurs import Suite
-
-    Start = Callable[..., subprocess.Popen[str]]
-    Lasting = tuple[subprocess.Popen[str], Path]
+Start = Callable[..., subprocess.Popen[str]]
+Lasting = tuple[subprocess.Popen[str], Path]
 
 pytestmark = pytest.mark.process
 #: How long a bench may take for what it does in seconds, on a machine that has other work.
@@ -149,12 +145,26 @@ def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> N
     assert report.read(path).ending.startswith("fault: ")
 
 
-def test_a_session_that_does_not_fit_the_model_is_one_line(
-    tmp_path: Path, tiny_model: Path, turnkeep: Start
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("restart --tokens 5000", None, "the context is 2048"),
+        ("recall --resident 2048 --tokens 1000", b"abc", "take fewer resident tokens than the 1,000"),
+        ("recall --depths 10,110", b"abc", "depths of up to 100%"),
+        ("recall", b" \n\n", "text has no text"),
+        ("recall", b"\xff", "cannot be read"),
+        ("recall --resident 64", b"abc", "a window of 60 tokens is smaller than this"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_no_report(
+    tmp_path: Path, tiny_model: Path, turnkeep: Start, command: str, content: bytes | None, message: str
 ) -> None:
-    options = ("--tokens", 5000, "--corpus", "built-in", "--model", tiny_model, "--out", tmp_path)
-    process = turnkeep("restart", *options)
+    options = [*command.split(), "--smoke", "--model", tiny_model, "--out", tmp_path / "reports"]
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+        options += ["--text", tmp_path / "text"]
+    process = turnkeep(*options)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err.count("\n"), err[:10]) == (1, "", 1, "turnkeep: "), err
-    assert "the context is 2048" in err
-    assert list(tmp_path.iterdir()) == []
+    assert message in err
+    assert list((tmp_path / "reports").iterdir()) == []

@@ -8,10 +8,11 @@ import dataclasses
 import json
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 import lies
@@ -20,14 +21,13 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import corpus, plan, plots, report, session
+from bench import corpus, plan, plots, recall, report, session
 from bench.checks import Check, Verdict, judged
 from bench.cli import bench
-from bench.conduct import conduct
+from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
-from bench.page import render
 from bench.plan import Option, Where
 from bench.report import Report, ReportFile
 from bench.restart import BENCH, FIRST
@@ -35,9 +35,6 @@ from bench.run import Run
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
 from bench.turns import Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
@@ -281,13 +278,16 @@ async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
         await conduct(session.BENCH, asked, Where(nats="nats://127.0.0.1:1", out=tmp_path))
 
 
+def formula_fails(turns: list[Turn]) -> bool:
+    return next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed
+
+
 @pytest.mark.parametrize(("kept", "held", "fails"), [(120, 120, False), (120, 249, True), (None, 249, False)])
 def test_kv_that_grows_beyond_a_session_s_window_is_told(kept: int | None, held: int, fails: bool) -> None:
     sizes = [(50, 49), (100, 99), (150, 120 if kept else 149), (200, 120 if kept else 199), (250, held)]
     facts = {"held": 0, "kept": kept}
     turns = [Turn(total_s=1, position=at, kv_live_bytes=128 * size, facts=facts) for at, size in sizes]
-    formula = next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns))))
-    assert formula.failed is fails
+    assert formula_fails(turns) is fails
 
 
 @pytest.mark.parametrize(("wrong", "again", "fails"), [(0, 32, False), (0, None, True), (128, 32, True)])
@@ -298,8 +298,7 @@ def test_kv_of_a_paged_session_grows_by_sketches_beyond_what_is_on_the_device(
     sizes[3] = (200, sizes[3][1] + wrong)
     facts = {"held": 0, "kept": 120, "again": again}
     turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in sizes]
-    formula = next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns))))
-    assert formula.failed is fails
+    assert formula_fails(turns) is fails
     drawn = [one.value for one in session.follows(turns) if one.measure == session.FORMULA.name]
     assert fails or drawn == [size + (128 if at <= 121 else 8) for at, size in sizes]
 
@@ -334,3 +333,21 @@ def test_the_built_in_questions_go_on_for_ever() -> None:
     texts = list(islice(corpus.built_in().texts(), 33))
     assert texts[0] == texts[16] == texts[32]
     assert len(set(texts)) == 16
+
+
+def test_facts_lie_at_their_depths_and_the_rest_is_the_text(tiny_model: Path) -> None:
+    texts = corpus.Texts(tiny_model, repeat("abc"))
+    facts = [recall.Fact(10, "Greta", "4711"), recall.Fact(50, "Anton", "8352")]
+    said = recall.planted(texts, 1000, facts)
+    sentences = [texts.tokens_of(fact.said) for fact in facts]
+    begin, middle = sentences
+    assert said[100 : 100 + len(begin)] == begin
+    assert said[500 + len(begin) :][: len(middle)] == middle
+    text = said[:100] + said[100 + len(begin) : 500 + len(begin)] + said[500 + len(begin) + len(middle) :]
+    assert text == corpus.Texts(tiny_model, repeat("abc")).next_tokens(1000)
+
+
+def test_a_file_is_read_by_paragraphs_again_and_again(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("one\ntwo\n\n\n\nthree\n")
+    assert list(islice(corpus.paragraphs(file), 3)) == ["one two", "three", "one two"]

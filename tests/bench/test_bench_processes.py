@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -19,10 +21,6 @@ from bench.local import Program
 from bench.openai import parse
 from bench.turns import Turn
 from worker.commands.cli import main
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
 
 
 @contextlib.contextmanager
