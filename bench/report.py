@@ -132,11 +132,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def schema_of(bench: str) -> str:
-    """Return the schema of a bench's reports."""
-    return f"turnkeep.bench.{bench}/{VERSION}"
-
-
 class ReportFile:
     """The file of one run's report, named by bench and time. Without a folder nothing is written."""
 
@@ -155,14 +150,9 @@ class ReportFile:
         """Write the report, and the page beside it. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
-            write(self.path, encode(report))
+            write(self.path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
             if page is not None:
                 write(self.path.with_suffix(".html"), page.encode())
-
-
-def encode(report: Report) -> bytes:
-    """Return the report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 
 def write(path: Path, content: bytes) -> None:

@@ -31,7 +31,7 @@ from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, Process, reach
 from .plan import Setting, Where, settings
-from .report import Report, ReportFile, describe, schema_of
+from .report import VERSION, Report, ReportFile, describe
 from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
@@ -236,7 +236,7 @@ class Run(Generic[P]):
         """Return the report of what was measured so far."""
         own = self.where.nats is None
         return Report(
-            schema=schema_of(self._bench),
+            schema=f"turnkeep.bench.{self._bench}/{VERSION}",
             started_at=self._started_at,
             elapsed_s=self.elapsed_s,
             complete=ending == "done",

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import click
 import lies
+import msgspec
 import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
@@ -215,7 +216,7 @@ def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
         turns = [replace(turn, first_s=turn.first_s * factor) for turn in lies.honest_restart(i)[0]]
         found = make_report(turns, started_at=f"2026-11-20T08:{minute:02}:00+00:00")
         paths.append(folder / f"{i}.json")
-        report.write(paths[-1], report.encode(found))
+        paths[-1].write_bytes(msgspec.json.encode(found))
     return paths
 
 
