@@ -1,4 +1,4 @@
-"""Checks of promises against what was measured, with three verdicts. Pure.
+"""Compares measurements with what the worker promises; a check holds, fails or cannot tell. Pure.
 
 An exact check counts violations and cannot fail by chance, so it decides the command's exit code. A
 statistical check compares an interval with the bound in its name: it fails if the whole interval is beyond

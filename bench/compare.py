@@ -1,8 +1,8 @@
-"""`turnkeep bench compare`: two runs side by side, and a verdict on five pairs of interleaved runs.
+"""`turnkeep bench compare`: shows two reports side by side; judges five pairs of runs that took turns.
 
 A machine's speed varies more between runs than within one, so the scatter within two runs cannot tell a
-change of the code from a change of the machine. Two reports are therefore only shown. Five pairs of runs that
-took turns are judged, with each run as a block.
+change of the code from a change of the machine. So two reports are only shown. Five pairs of runs that took
+turns get a verdict, with each run as a block.
 """
 
 from __future__ import annotations

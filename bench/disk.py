@@ -1,8 +1,8 @@
-"""A worker on a bad disk: every sync of its writer thread takes long, or fails.
+"""Runs a worker on a simulated bad disk: every sync of its writer thread is slow, or fails.
 
-`python -m bench.disk SECONDS|fails MODULE ...` patches `os.fsync`, then runs the module. A slow disk delays
-its caller in a sync, and reports many faults there; the patch waits without the GIL, as a real sync does.
-Only the cache's writer is affected, not the log or the model. A disk's work in the kernel is not simulated.
+`python -m bench.disk SECONDS|fails MODULE ...` patches `os.fsync`, then runs the module. The patch waits
+without the GIL, as a real sync does. It affects only the cache's writer thread, not the log or the model, and
+does not simulate what a bad disk does inside the kernel. `bench.overhead` starts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The faults that stop a bench, each one line, and concurrent coroutines, of which one fault stops all.
+"""The faults that stop a bench, each with a one-line message; and coroutines that one fault stops together.
 
 A task group alone would raise an exception group, which commands do not print in one line.
 """

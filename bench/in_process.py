@@ -1,4 +1,4 @@
-"""mlx-lm in a program of its own: no network, no log, no snapshots.
+"""A program that runs mlx-lm alone, for comparison: no network, no log, no snapshots.
 
 `python -m bench.in_process MODEL` runs new sessions for each line of its standard input, and prints a line
 with their turns. The input is `[prompts, max_tokens]` in JSON: a list for each turn, with a prompt for each

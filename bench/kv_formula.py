@@ -1,6 +1,7 @@
-"""What a session's KV takes by the number of its tokens, as most of its turns tell. Pure.
+"""Derives the formula for the size of a session's KV from most of a run's turns. Pure.
 
-A turn's fact `kept` is how many tokens keep their KV on the device; a paged session's turns have `again`.
+A turn's fact `kept` is the number of tokens with KV on the device; only turns of paged sessions have the fact
+`again`. Checks compare every turn with the formula.
 """
 
 from __future__ import annotations

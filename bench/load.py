@@ -1,8 +1,8 @@
-"""`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness, level by level.
+"""`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness at each load.
 
-A level begins sessions, drives them in one of several ways, and closes them. In a closed loop a block is two
-waves, each of as many turns as are served at a time. In an open loop, and for a crowd's turns, a block is a
-stretch of the level; for a long prompt it is a round.
+A level opens sessions, drives them in one of several ways, and closes them. In a closed loop a block is two
+waves of turns, each as many as are served at a time. In an open loop, and for a crowd's turns, a block is a
+section of the level; for a long prompt it is a round.
 """
 
 from __future__ import annotations

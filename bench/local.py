@@ -1,6 +1,6 @@
-"""Processes that a demo or a bench starts and ends: `turnkeep serve`, measuring programs, and others.
+"""Starts and stops the processes of a demo or a bench: `turnkeep serve`, measuring programs, and others.
 
-A bench imports neither the worker nor MLX: what needs them is a program.
+A bench imports neither the worker nor MLX: code that needs them runs as a program of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`turnkeep bench overhead`: what a worker costs beside the model in process, and what snapshots cost.
+"""`turnkeep bench overhead`: the cost of a worker compared with the model in process, and of snapshots.
 
-Every side is a process, and the sides take turns in a random order: one answers while the others are idle.
+Every side is a process, and the sides take turns in a random order: while one answers, the others are idle.
 All get the same prompts, in sessions of several turns. The sides are paired by round.
 """
 

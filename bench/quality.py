@@ -1,8 +1,8 @@
-"""`turnkeep bench quality`: what KV in fewer bits costs and saves, beside full precision.
+"""`turnkeep bench quality`: how much memory KV in fewer bits saves, and how much quality it costs.
 
 The program `worker.quality` runs the model as a worker does, and prints the figures of each window of the
-text, and of the answer that follows on it. A window is a block: the geometric mean of perplexity over windows
-is that over all tokens.
+text and of the answer after it. A window is a block: the geometric mean of perplexity over windows is that
+over all tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`turnkeep bench recall`: which planted facts a session still knows, with KV of a part of it on the device.
+"""`turnkeep bench recall`: how many planted facts a session finds when a part of its KV is on the device.
 
-Long texts with a few secret codes in them, at several depths, and a question for each. The same text is read
-under each cache policy; a text is a block. What is measured is the model's memory, so times are beside it.
+Each long text has secret codes at several depths, and a question for each code. Every cache policy gets the
+same texts; a text is a block. The right answers are the result; times are reported beside them.
 """
 
 from __future__ import annotations

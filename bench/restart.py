@@ -1,8 +1,8 @@
-"""`turnkeep bench restart`: the first token of the next turn, after all that a session can live through.
+"""`turnkeep bench restart`: the time to the first token after a restart, a kill or an eviction.
 
 Sessions of one length get the same tokens. Each case has a tenant of its own, so that no case finds another
-one's KV. A round gives every case a turn, then the event of the case (a restart, say), then measures the next
-turn. The cases are paired by round.
+one's KV. A round gives every case a turn, then the event of the case (a restart, for example), then measures
+the next turn. The cases are paired by round.
 """
 
 from __future__ import annotations

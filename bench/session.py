@@ -1,7 +1,7 @@
-"""`turnkeep bench session`: one session over many turns, and what each turn costs as the session grows.
+"""`turnkeep bench session`: one session over many turns, and the cost of each turn as the session grows.
 
-A block is a stretch of the run. A full session is rewound to its beginning, which the report says; one with
-a window goes on for ever, and its KV is to stay as large.
+A block is a section of the run. A session under `full` is rewound to its beginning when its context is full,
+which the report says. A session with a window never ends, and the size of its KV must stay constant.
 """
 
 from __future__ import annotations

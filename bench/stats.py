@@ -1,6 +1,6 @@
-"""The statistics of the reports. A block gives one number; everything follows from these numbers.
+"""The statistics of the reports: intervals, ratios and slopes over the blocks' numbers. Pure.
 
-A block is independent of the others: a round, a session, a stretch of a long run. Values within a block are
+A block is independent of the others: a round, a session, a section of a long run. Values within a block are
 not (turns share the machine's state, rows share a step), so a block is reduced to its median. An interval is
 Student's t over the blocks' numbers, or over their logarithms for times, sizes and ratios. Sides that took
 turns are paired by block. `tests/bench/test_bench_figures.py` checks the coverage on a known truth, where a

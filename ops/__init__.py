@@ -1,1 +1,1 @@
-"""What surrounds running workers: metrics for people and programs, and the log. Imports `protocol` alone."""
+"""Monitoring of running workers, and commands on the log. Imports only `protocol`."""

@@ -1,7 +1,7 @@
-"""`turnkeep dashboard`: the workers of a prefix on a web page, with history, from the metrics subject.
+"""`turnkeep dashboard`: the workers of a prefix on a web page, with history, from their metrics messages.
 
-The event loop hears the workers and adds a point to the history every few seconds; requests are answered on
-threads of their own, from what is there. Serves one page and one JSON document, and takes no input.
+The event loop receives the messages and adds a point to the history every few seconds; threads answer
+requests from memory. Serves one page and one JSON document, and takes no input.
 """
 
 from __future__ import annotations

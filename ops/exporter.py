@@ -1,7 +1,7 @@
 """`turnkeep exporter`: workers' metrics over HTTP, for Prometheus.
 
-The event loop listens to the metrics subject and looks at the log's consumer; a scrape only reads what is
-there, on a thread of its own. So a scrape never waits for NATS.
+The event loop receives the workers' messages and reads the state of the log's consumer. A scrape only formats
+what is in memory, on a thread of its own, so it never waits for NATS.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Workers' metrics in Prometheus's terms: which figure has which name, kind and labels.
+"""Turns workers' metrics into Prometheus's: names, types and labels. Pure.
 
-Pure. A figure is named after its field of the metrics message, with its unit behind it. Every figure of a
-worker has the labels `worker`, `model` and `device`.
+A figure is named after its field of the metrics message, followed by its unit. Every figure of a worker has
+the labels `worker`, `model` and `device`.
 """
 
 from __future__ import annotations

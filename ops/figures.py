@@ -1,4 +1,4 @@
-"""What people read from a worker's messages: rates, shares and percentiles of the last minute. Pure."""
+"""Computes rates, shares and percentiles of the last minute from a worker's messages, for people. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that were heard of lately: the last metrics messages of each, and how long ago they came.
+"""The workers heard of lately: the last metrics messages of each, and their age. No I/O.
 
 What `exporter`, `top` and `dashboard` show is computed from this alone. No I/O. Whoever may publish on the
 metrics subject can forge messages: those that no worker can have sent are ignored, and memory has limits.

@@ -1,4 +1,7 @@
-"""What a dashboard shows of workers: figures of now, and their course. One thread takes, others read."""
+"""The history of workers for the dashboard: current figures, and points over time.
+
+One thread adds points, others read.
+"""
 
 from __future__ import annotations
 

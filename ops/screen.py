@@ -1,6 +1,6 @@
-"""The screen of `turnkeep top`: what a key does, and what is drawn. Pure; `top` owns the terminal.
+"""The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
 
-Fits 80 x 24: a table of the workers, and below it the selected worker, or a session that was opened.
+Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`turnkeep top`: the workers of a prefix on a terminal, live, from the metrics subject.
+"""`turnkeep top`: the workers of a prefix live on a terminal, from their metrics messages.
 
-Owns the terminal and the tasks; `screen` says what is drawn, `fleet` what was heard. Only an opened session
-costs a worker anything: an `info` a second.
+Owns the terminal and the tasks; `screen` draws, `fleet` has the messages. Workers are only asked about an
+opened session: one `info` a second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Health over HTTP: whether to restart this worker (`/livez`), and whether to count on it (`/readyz`).
+"""Health over HTTP: whether to restart this worker (`/livez`), and whether to send it requests (`/readyz`).
 
-Owns the port. What speaks against either is asked of the composition root; the answer is one line.
+Owns the port. The composition root supplies the reasons against either; the answer is one line.
 """
 
 from __future__ import annotations

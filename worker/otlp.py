@@ -1,7 +1,7 @@
-"""Makes spans of turns that are over, and sends them by OTLP over HTTP, on a thread of its own.
+"""Makes spans of finished turns, and sends them by OTLP over HTTP, on a thread of its own.
 
 The event loop only puts a turn's times into a queue: a slow or dead collector costs spans, never a turn.
-Only imported where a collector is named.
+Imported only if a collector is set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a load of sessions takes: device memory, disk, and bytes written to the disk.
+"""Estimates what a number of sessions needs: device memory, disk, and bytes written to the disk.
 
-Reads a model's shapes, mostly without reading its weights, and computes with the estimator of admission and
-the sizes of snapshot files. Uses MLX; for commands, not for a running worker.
+Reads a model's shapes, mostly without its weights, and uses the estimator of admission and the sizes of
+snapshot files. Uses MLX; for commands, not for a running worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a turn's spans are made of: plain times and numbers, gathered as the turn runs; no text of it.
+"""The times and numbers of a turn's spans, collected while the turn runs; no text of it.
 
 `otlp` makes the spans and sends them.
 """

@@ -1,6 +1,6 @@
-"""How files and rows lie on the disk: here as they are; `sealing` overrides it for a directory with a key.
+"""Reads and writes files, names and rows in the clear; `sealing` overrides this for a directory with a key.
 
-Knows bytes and names; nothing of what a header or a tensor is.
+`format`, `folder` and `catalog` go through it. Knows bytes and names; nothing of headers or tensors.
 """
 
 from __future__ import annotations

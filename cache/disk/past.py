@@ -1,7 +1,7 @@
-"""The KV of a session's first tokens, read from disk one layer at a time, some blocks at a time.
+"""Reads the KV of a session's first tokens from disk, one layer at a time, some blocks at a time.
 
-For a pass over a prompt whose tokens attend to all tokens before them, of which the device holds a part.
-Each block is verified whenever it is read. While one part is used, the next one is read on an I/O thread.
+An exact prefill uses it: its tokens attend to all earlier tokens, and only a part of these is on the device.
+Each block is verified at every read. While one part is used, an I/O thread reads the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Access to files and directories for their owner alone: KV and tokens reveal what users said.
+"""Creates files and directories that only their owner can read: KV and tokens reveal conversations.
 
 Knows modes, not the directory's layout (`folder`).
 """

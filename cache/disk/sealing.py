@@ -1,10 +1,10 @@
 """Encrypts a directory with a key: the only module that knows ciphers, imported only where there is a key.
 
 A file is its salt, then its contents in chunks, each by AES-256-GCM under a key that is derived from the
-directory's key, the salt and the snapshot's digest. So no nonce is used twice (it is the chunk's number), a
-file is accepted under no other name, and a chunk at no other place. Digests, and so the names of files, the
-tokens of rows and the pins are encrypted by AES-SIV, which needs no nonce: equal ones look equal, and no
-more. Sizes, times, positions, and which snapshot continues which, are not hidden.
+directory's key, the salt and the snapshot's digest. So no nonce is used twice (it is the chunk's number), and
+a file under another name, or a chunk at another place, does not decrypt. Digests (and so file names), the
+tokens of rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which are equal,
+and nothing else. Sizes, times, positions, and which snapshot continues which, are not hidden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gaps: nodes whose files were evicted from the middle of a chain, while their names stay in the tree.
 
-A session whose layers see a part of its tokens needs the first and the last blocks of its chain. The blocks
-between them may be evicted before the chain's end. The tree stays whole, and so does all that relies on it.
+A session whose layers see only some of its tokens needs the first and the last blocks of its chain. The
+blocks between them may be evicted first. The tree stays complete, so holds, bisection and pins still work.
 """
 
 from __future__ import annotations

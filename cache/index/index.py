@@ -1,6 +1,7 @@
-"""The index: a tree in memory of the snapshots that are stored or on their way, with their last use.
+"""The index: a tree in memory of all snapshots, stored or waiting for the disk, with their last use.
 
-Belongs to the event loop. Knows no files; `catalog` keeps what must outlive the process.
+Belongs to the event loop; the store and its searches use it. Knows no files; `catalog` keeps on disk what
+must outlive the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opening: lock the directory, remove a dead process's leftovers, reconcile the index with the files."""
+"""Opens a cache directory: locks it, removes a dead process's leftovers, reconciles index and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches in the index: what is stored of some tokens, and what of them is worth saving.
+"""Searches the index: the longest stored prefix of some tokens, and the blocks that are worth saving.
 
 Changes nothing. Finds full blocks by their chained digests (`blocks`), and the pieces of a tail by searching
 the tree.

@@ -1,7 +1,7 @@
-"""Reconcile a directory's catalog with its files at a start, and log what did not agree.
+"""Makes a directory's catalog agree with its files at a start, and logs the differences.
 
-The files are the truth. After an orderly end catalog and files agree, which is verified fast, without opening
-a file; otherwise the catalog is repaired row by row.
+The files are the truth. After an orderly stop catalog and files agree, which is verified fast, without
+opening a file; otherwise the catalog is repaired row by row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The removal of snapshots: first from the index, children before parents, then from the disk.
+"""Removes snapshots: first from the index, children before parents, then from the disk.
 
-Belongs to the event loop. Knows what is being loaded or written, and that nothing removed may come back; not
-why something is removed.
+Belongs to the event loop. Knows which snapshots are being loaded or written, and makes sure that a write does
+not bring a removed snapshot back. Its callers know the reason: eviction, `forget`, a doubtful file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How much room the snapshots have, and when snapshots are evicted.
+"""The disk limits of the cache: decides when snapshots are evicted.
 
 Owns the limits, the pinned prefixes and the count of evictions. Belongs to the event loop and never waits for
-the disk: the writer measures what is free there. Knows nothing of files.
+the disk: the writer measures the free space there. Knows nothing of files.
 """
 
 from __future__ import annotations

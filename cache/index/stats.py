@@ -1,4 +1,4 @@
-"""The cache's counts at one instant: the fate of snapshots, and the use of the disk."""
+"""The cache's counts at one instant: snapshots by outcome, and the use of the disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""KV of a layer that attends within chunks, cut by tokens.
+"""`ChunkCache`: KV of a layer with chunked attention, which can be cut into blocks.
 
-`ChunkCache` is mlx-lm's `ChunkedKVCache`, which the model's own code runs, with what snapshots, rewinds and
-forks need besides. Device thread only.
+It is mlx-lm's `ChunkedKVCache`, which the model's own code runs, with additions for snapshots, rewinds and
+forks. Device thread only.
 """
 
 from __future__ import annotations

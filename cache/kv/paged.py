@@ -1,12 +1,12 @@
-"""KV of a session of which only a part is on the device: `RingCache`, and slots for chunks of other tokens.
+"""KV of a paged session on the device: a ring for its first and last tokens, and slots for other chunks.
 
-All of a session's KV is on SSD. Beside its sinks and its window, `PagedCache` has room for a few chunks of
-earlier tokens, at their true positions. Which chunks, `Pages` decides for all layers together, by attention
-to a sketch of every key: its channels in two bits. Device thread only.
+All of the session's KV is on SSD. A `PagedCache` has the slots of one layer, which keep tokens at their true
+positions. `Pages` chooses the chunks for all layers together: it compares queries with sketches, copies of
+every key in two bits a channel. Device thread only.
 
-A fact is found by a few heads, at one of a question's tokens: what counts is the largest share of its
-attention that any head gives a chunk. Means over heads do not find it, nor do bounds
-over pages of keys as in "Quest" (arXiv 2406.10774), of as many bytes (ADR 0041).
+Few heads find a fact, at one of a question's tokens. So a chunk scores the largest share of attention that
+any head gives it. The mean over heads does not find facts, nor do the bounds of "Quest" (arXiv 2406.10774)
+over pages of keys, which take as many bytes (ADR 0041).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""KV of a session's first few tokens and its last ones, in bounded memory.
+"""`RingCache`: KV of a session's first few tokens and its last ones, in bounded memory.
 
-`RingCache` is a cache class besides those of mlx-lm: for `sink_window`, and for a model's own sliding
-windows. The place of a token's key and value depends only on the token's position, not on how the tokens were
-run, so a restored session has the same bits. Device thread only.
+Serves `sink_window`, and models with sliding windows. The place of a token's key and value depends only on
+the token's position, not on how the tokens were run, so a restored session has the same bits, unlike with
+mlx-lm's `RotatingKVCache`. Device thread only.
 """
 
 from __future__ import annotations

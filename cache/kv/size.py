@@ -1,7 +1,7 @@
-"""The size of a session's KV on the device, by its number of tokens. Pure.
+"""The size of a session's KV on the device, as a function of its number of tokens. Pure.
 
-A layer holds all tokens, those of a window or a chunk, or one state of a fixed size. `layers.sizes` measures
-a model's layers; admission, the estimate of a step and reports use the result.
+A layer holds all tokens, the tokens of a window or chunk, or one state of a fixed size. `layers.sizes`
+measures a model's layers; admission, the estimate of a step and reports use the result.
 """
 
 from __future__ import annotations

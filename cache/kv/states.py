@@ -1,7 +1,7 @@
-"""What a cache of each class holds: a place per token, fixed or in a ring, or one state as a whole.
+"""Describes a cache of each class: tokens at fixed places, tokens in a ring, or one state as a whole.
 
-Knows single caches, by exact class: a subclass may hold more than its base. `layers` stores what is found
-here in snapshots, and restores it. Runs on the device thread.
+Knows single caches, by exact class, since a subclass may hold more than its base. `layers` uses it to store
+caches in snapshots and to restore them. Runs on the device thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens of a session keep their KV on the device: all, or a part of them. Pure.
+"""The cache policy of a session: which of its tokens keep their KV, and where. Pure.
 
 A policy is chosen when a session is opened, and is part of every snapshot's identity: KV depends on the
 tokens that were visible when it was computed.

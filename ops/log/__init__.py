@@ -1,1 +1,1 @@
-"""The log as its operator sees it: what is in it, replays of it, and copies. Reaches NATS by the client."""
+"""Reads, replays and copies the log for its operator. Reaches NATS through the client."""

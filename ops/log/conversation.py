@@ -1,4 +1,4 @@
-"""A session's log as a conversation: its requests in order, with what came of them. Pure."""
+"""A session's log as a conversation: its requests in order, each with its result. Pure."""
 
 from __future__ import annotations
 

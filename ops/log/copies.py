@@ -1,8 +1,8 @@
 """One file that holds a session's log, and perhaps its KV: written, checked and read.
 
-A plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV snapshots as
-`turnkeep cache export` writes them. Requests without a result are left out: two logs would
-have them answered.
+The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
+snapshots as `turnkeep cache export` writes them. Requests without a result are left out, since otherwise the
+workers of both logs would answer them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dead letters: requests that workers gave up, because they ended or failed every attempt (ADR 0027).
+"""Dead letters: requests that workers gave up, because every attempt crashed the worker or failed (ADR 0027).
 
-A letter lies on its session's `dead`, beside the request, which is answered `internal` and stays in the log.
+A letter is on its session's `dead`. The request is answered `internal` and stays in the log.
 """
 
 from __future__ import annotations

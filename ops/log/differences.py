@@ -1,7 +1,7 @@
-"""Where a replayed session first differs from its record, and the likely cause. Pure.
+"""Finds where a replayed session first differs from its record, and the likely cause. Pure.
 
-Both sides' results say what made them (`Turnkeep-Model`, `Turnkeep-Build`); a cause is the first of these
-that differs.
+Results say what made them (`Turnkeep-Model`, `Turnkeep-Build`); the likely cause is the first value in which
+the two sides differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`turnkeep replay`: recorded sessions, played again in their order, and compared with the record.
+"""`turnkeep replay`: sends recorded sessions again, in their order, and compares the answers with the record.
 
 A request that was sent after the previous answer waits for that answer here too, then for the sender's pause;
 other requests are sent without waiting. So a slower worker gets the same conversation later, not a burst of
-requests. Events of the log are all that is compared and timed.
+requests. Only events in the log are compared and timed.
 """
 
 from __future__ import annotations

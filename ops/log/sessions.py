@@ -1,4 +1,4 @@
-"""What is in the log: its sessions, and of each its state, by its last result and the number of its entries.
+"""Lists the sessions in the log with their states, taken from the last result and the number of entries.
 
 Reads one entry of a session, so that 100,000 sessions take seconds. Sizes need all entries, first words the
 first ones.

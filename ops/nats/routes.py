@@ -1,4 +1,4 @@
-"""The routes of a cluster of NATS nodes: their addresses, and the password by which they know each other."""
+"""The routes of a cluster of NATS nodes: their addresses, and the password that nodes use for each other."""
 
 from __future__ import annotations
 

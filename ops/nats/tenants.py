@@ -1,10 +1,10 @@
 """Makes the accounts of a NATS server for tenants that do not trust each other, and their nkeys.
 
-The workers' account holds the streams and exports a tenant's subjects to the account of the same name only:
+The workers' account holds the streams and exports a tenant's subjects only to the account of the same name:
 the server compares the two (`account_token_position`). Each tenant's account mirrors its own part of the
-streams, from which clients read back what they missed: the workers' streams would show them every tenant's
-(ADR 0038). Who watches the workers (exporter, top, dashboard) has an account too, for their metrics and the
-state of the log's consumer. Accounts that begin with an underscore are no tenants.
+streams, from which clients read missed messages: the workers' streams would show them every tenant's
+(ADR 0038). Monitoring (exporter, top, dashboard) has an account too, for the workers' metrics and the state
+of the log's consumer. An account whose name begins with an underscore is not a tenant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batched direct gets: many messages of a stream by one request (NATS ADR-31), which nats-py lacks.
+"""Batched direct gets: one request for many messages of a stream (NATS ADR-31), which nats-py lacks.
 
 Raises nats-py's errors, as `nats_client` does.
 """

@@ -1,4 +1,4 @@
-"""Error codes of the protocol, which of them may be retried, and the exceptions of the client side.
+"""The protocol's error codes, which of them may be retried, and the client's exceptions.
 
 Knows nothing of what causes an error in a worker.
 """

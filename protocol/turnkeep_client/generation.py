@@ -1,6 +1,6 @@
-"""A generate as its client sees it: chunks while it runs, the recorded answer at the end.
+"""A generate for its client: the chunks while the answer runs, the recorded result at the end.
 
-Reads missing chunks back from the token stream. `chunks` joins them; `calls` finds the result.
+Reads missing chunks from the token stream. `chunks` joins chunks; `calls` waits for the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The log's stream as its operator sees it: whose sessions it has, their last entries, and single entries.
+"""The log's stream for its operator: the sessions in it, their last entries, and single entries.
 
-Get it from `Client.stored`. Most of it needs rights on JetStream's API that a tenant's client may lack; which
-ones, each method says.
+Get it from `Client.stored`. Most methods need rights on JetStream's API that a tenant's client may lack; each
+method names them.
 """
 
 from __future__ import annotations

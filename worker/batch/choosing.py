@@ -1,7 +1,7 @@
 """Chooses how a model's rows are run, once, at load. Device thread only.
 
-What a model's classes do not tell is tried: a few tokens are run both ways, and their logits compared.
-`trials` remembers what has passed.
+Where the model's classes do not decide this, a trial does: a few tokens are run both ways, and their logits
+compared. `trials` remembers which trials passed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What MLX computes slowly on a CPU, computed by numpy in MLX's own memory. Device thread only.
+"""Operations that MLX computes slowly on a CPU, computed by numpy in MLX's own memory. Device thread only.
 
 MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. Over
 a prompt at a long context that is most of a forward pass: softmax in attention, SiLU in the layers between.
-Matrix products stay with MLX, which uses BLAS. An operation that numpy takes part in is evaluated at once,
-which costs some ten microseconds, so small operations stay with MLX too.
+Matrix products stay with MLX, which uses BLAS. An operation with numpy is evaluated at once, which costs some
+ten microseconds, so small operations stay with MLX too.
 
-On a CPU MLX's products with quantised matrices are no faster for one token than to dequantise and multiply,
+On a CPU MLX's products with quantised matrices are no faster for one token than dequantising and multiplying,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
 
-What a paged session's queries attend to in the sketches of all its tokens is found run by run, in the cache.
+Queries of a paged session are compared with its sketches in runs that fit into the processor's cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Drafts an answer's next tokens from the session's earlier tokens. Pure.
 
 Prompt lookup: if the last few tokens occurred before, the tokens that followed them are the draft. The step
-that draws the next token runs the draft with it, and accepts the draft tokens that would have been drawn
-(Saxena, "Prompt Lookup Decoding", 2023; the rule of acceptance is that of Leviathan et al., "Fast Inference
-from Transformers via Speculative Decoding", 2023, for draws that are a function of the seed). Speculation
-never changes which tokens are drawn, only how many a step brings.
+that samples the next token runs the draft with it, and accepts the draft tokens that equal the sampled ones
+(Saxena, "Prompt Lookup Decoding", 2023; acceptance as in Leviathan et al., "Fast Inference from Transformers
+via Speculative Decoding", 2023, for samples that are a function of the seed). Speculation changes only the
+number of tokens a step, never the tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds the layers whose attention finds again what a session has said before. Device thread only.
+"""Finds the layers with induction heads, which find earlier text again. Device thread only.
 
-Of what a question asks for, a few heads find the place: those that attend from a token to where it was said
-before, or to what followed it there. They show in a text of random tokens that is said twice. Only their
-layers' keys are kept in sketches, which say what a paged session needs from SSD.
+Such a head attends from a token to the token's first occurrence, or to what followed it there. The trial
+measures this on random tokens that are repeated. A paged session keeps sketches only of these layers' keys,
+to choose the chunks that it reads from SSD.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Answers decode together in merged caches; prompts run on their own ones. Device thread only.
+"""Answers decode together in merged caches; prompts run on their own caches. Device thread only.
 
 For models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
-hybrids, custom attention. Owns which rows are merged; `merged` owns their KV.
+hybrids, custom attention. Owns the list of merged rows; `merged` owns their KV.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Attention to KV whose tokens do not stand where their keys say: sinks, and what lies before a base.
+"""Attention to rings: keys whose rotary position differs from their position in the session.
 
-A session without end must not hand a model large positions: float32 angles are of no use beyond some 100,000.
+A session without end must not give a model large positions: float32 angles are useless beyond some 100,000.
 So the layers of a `RingCache` get offsets from a base on a fixed grid of positions, `RingCache.grid`. A key
-of the base before is one grid further away than it says, and a sink appears right before the window, however
-far it is. Rotating the query makes up for both, since the dot product depends on the distance alone: no
-stored key changes, and what is computed for a token follows from its position alone. Device thread only.
+of the base before is one grid further away than its rotation says, and a sink must appear right before the
+window. Rotating the query corrects both, since the dot product depends only on the distance. So no stored key
+changes, and results for a token depend only on its position. Device thread only.
 """
 
 from __future__ import annotations

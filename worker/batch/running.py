@@ -1,7 +1,7 @@
-"""Attention to keys that come in parts, as those of a paged session's whole past do. Device thread only.
+"""Attention to keys that come in parts, for a paged session's exact prefill. Device thread only.
 
-No more than one part is in memory, with its scores. What was attended to so far is corrected as larger scores
-come: "Online normalizer calculation for softmax" (arXiv 1805.02867).
+Only one part and its scores are in memory. The result so far is corrected when larger scores come: "Online
+normalizer calculation for softmax" (arXiv 1805.02867).
 """
 
 from __future__ import annotations

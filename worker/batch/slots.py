@@ -4,7 +4,7 @@ A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for
 its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
 in place, each at its own length. Attention masks the positions beyond a row's length.
 
-A ring has as many places in a slot as it ever has, so a row whose layers are all rings never moves.
+A ring's slot has its full size from the start, so a row whose layers are all rings never moves.
 """
 
 from __future__ import annotations

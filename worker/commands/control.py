@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `pin` and `unpin`: what asks a worker about a session, and makes no tokens."""
+"""The commands `open`, `info`, `pin` and `unpin`: requests to a worker that generate no tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `export` and `import`: a session's log by NATS, its KV from and to this machine's cache."""
+"""The commands `export` and `import`: a session's log over NATS, its KV from or to the local cache."""
 
 from __future__ import annotations
 

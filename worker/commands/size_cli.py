@@ -1,4 +1,4 @@
-"""`turnkeep size`: what a load of sessions takes of a machine, before there is a worker."""
+"""`turnkeep size`: estimates memory, disk and SSD writes of a number of sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a command to NATS: a client's connection by the settings, for as long as the command runs."""
+"""Connects a command to NATS: a client with the settings' credentials, for as long as the command runs."""
 
 from __future__ import annotations
 

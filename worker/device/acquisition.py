@@ -1,7 +1,7 @@
-"""Where a turn's KV comes from: what its session has, trimmed; snapshots, rebuilt; another session's, copied.
+"""Gives each turn its KV: its session's own, trimmed; a snapshot's, rebuilt; or another session's, copied.
 
-Device thread only. A turn waits here while another one prefills the tokens that both begin with, or until
-there is room for a copy. Which step runs when, and how turns end, is the runner's business.
+Device thread only. A turn waits here while another turn prefills their common beginning, or until there is
+memory for a copy. The `runner` decides which step runs when, and how turns end.
 """
 
 from __future__ import annotations

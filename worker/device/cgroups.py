@@ -1,7 +1,7 @@
-"""How much memory the control group of this process leaves: a container's limit, or systemd's. Linux only.
+"""How much memory this process's control group still allows: a container's limit, or systemd's. Linux only.
 
-A machine's free memory says nothing of it. Of what a group uses the kernel gives back, before it kills, pages
-of files that were not read lately (`inactive_file`).
+The machine's free memory does not include this limit. Before the kernel kills a process of the group, it
+frees file pages that were not read lately (`inactive_file`), so these count as free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which step the device runs next, so that it fits into memory. Device thread only.
+"""Chooses the device's next step so that it fits into memory. Device thread only.
 
 The scheduler decides whose turn it is, the pace how many tokens at a time; this module checks that the step
-fits. The scheduler advances only for a step that will run: a choice in vain is repeated from the same state.
+fits. If a step does not fit, the scheduler stays where it was, and the next choice starts from there.
 """
 
 from __future__ import annotations

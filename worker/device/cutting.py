@@ -1,6 +1,6 @@
-"""Which KV is cut for the disk, and when: whole blocks as they fill up, and the new part of a tail.
+"""Decides when KV is cut for the disk: whole blocks when they are full, and the new part of a tail.
 
-Device thread only. Knows how far a turn is and how much room there is; not how snapshots are named.
+Device thread only. Knows how far a turn is and how much memory a copy may take; not how snapshots are named.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Turns in flight, as the event loop sees them: the one way to the device, and the one way back.
+"""Turns in flight, for the event loop: the only way to the device thread, and the only way back.
 
-Owns which turns are submitted, and each turn's events that have not been read yet. Knows nothing of memory,
-nor of what a turn is for.
+Owns the submitted turns, and their events that have not been read yet. Knows nothing of memory, nor of what a
+turn is for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory MLX may take on this machine, and the calls that tell MLX so."""
+"""How much memory MLX may use on this machine, and the calls that set MLX's limits."""
 
 from __future__ import annotations
 

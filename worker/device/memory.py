@@ -1,7 +1,8 @@
-"""What the device's memory is needed for, in bytes. Pure: one estimate for admission and for the steps.
+"""Estimates the device memory of weights, KV and a step's temporary arrays, in bytes. Pure.
 
-Weights and KV are known to the byte. What else a step needs is estimated from the model's shape; the metrics
-compare the estimate with what MLX measures (`estimated_scratch_bytes` and `measured_scratch_bytes`).
+Admission and the steps use the same estimate. Weights and KV are known to the byte. The rest is estimated
+from the model's shape; the metrics compare the estimate with what MLX measures (`estimated_scratch_bytes` and
+`measured_scratch_bytes`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How many tokens of prompts a step may run without stalling the answers beside them. Pure.
+"""How many prompt tokens a step may run without stalling the answers beside them. Pure.
 
-Learns from past steps what a prompt's token costs on this device, and what the running answers cost.
+Learns from past steps the cost of a prompt's token on this device, and of the running answers.
 """
 
 from __future__ import annotations

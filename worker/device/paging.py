@@ -1,6 +1,6 @@
-"""What turns of paged sessions need from SSD, and which of them wait for it. Device thread only.
+"""Requests from SSD what turns of paged sessions need, and knows which turns wait for it. Device thread only.
 
-Asks the event loop for it (`Recall`, `WantsPast`), and takes its answers. Knows neither steps nor files.
+Sends requests to the event loop (`Recall`, `WantsPast`), and takes the answers. Knows no steps or files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The KV on the device between turns, and whether there is room for more. Device thread only.
+"""The KV of idle sessions on the device, and whether there is memory for more. Device thread only.
 
-Keeps idle sessions' KV, and the room promised to restores. Drops no session: the event loop does, when a
-`Short` asks for it. Knows nothing of turns or steps.
+Also counts the memory promised to restores. Drops a session only when the event loop says so, in answer to a
+`Short`. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations

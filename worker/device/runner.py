@@ -1,7 +1,7 @@
-"""The device thread's loop body: has a step chosen, runs it, and ends turns. Device thread only.
+"""The body of the device thread's loop: lets `choice` choose a step, runs it, and ends turns.
 
-The runner owns the model and the batch. `acquisition` says where KV comes from, `choice` which step is next.
-The runner knows nothing of commands, nor of the thread itself.
+The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
+commands, nor of the thread itself. Device thread only.
 """
 
 from __future__ import annotations

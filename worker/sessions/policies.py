@@ -1,4 +1,4 @@
-"""A session's cache policy: from the request that chooses it, to its results, and back from the log. Pure."""
+"""A session's cache policy: read from its `open`, written to its results, read back from the log. Pure."""
 
 from __future__ import annotations
 

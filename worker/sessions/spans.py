@@ -1,4 +1,4 @@
-"""What the span of a turn says about its request and result: numbers and names, no text. Pure."""
+"""The attributes of a turn's span, from its request and result: numbers and names, no text. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session's checkpoints in the log: stores them after its answers, finds them when the session is opened.
+"""A session's checkpoints in the log: stores them after answers, finds them when the session is opened.
 
 A checkpoint has the size of the changes since the one before. To open a session, its checkpoints and the end
 of its log are read; if the log does not confirm a checkpoint, the whole log is read instead.

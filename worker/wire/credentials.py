@@ -1,6 +1,6 @@
-"""What the settings say about a user of the NATS servers, and about TLS, as nats-py's options.
+"""Turns the settings on NATS users and TLS into nats-py's options.
 
-Files are read once, at the start. No message repeats anything that a file or a secret setting holds.
+Files are read once, at the start. No message repeats the content of a file or of a secret setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NATS's service discovery (ADR-32 of NATS): answers `$SRV.PING`, `INFO` and `STATS` about this worker.
 
-nats-py's own (`nats.micro`) is not used: its endpoints subscribe themselves and answer one request at a time,
-where `Desk` answers many, and its clock is deprecated by Python 3.12.
+nats-py's implementation (`nats.micro`) is not used: its endpoints subscribe themselves and answer one request
+at a time, while `Desk` answers many, and its clock is deprecated since Python 3.12.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Removes sessions from the log: closed ones after a time, earlier in a full log; forgotten ones at once.
 
 A close is noted on the session's `closed` before its result is stored. So the note is there even if the
-worker dies in between; it takes effect once the result is there. Entries of an open session always stay.
+worker crashes in between; it takes effect when the result is there. Entries of an open session always stay.
 
-Between a close and its result there may be requests to the session opened next, and results of requests
+Between a close and its result the log may have requests to the session opened next, and results of requests
 before the close.
 """
 
