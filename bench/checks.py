@@ -58,7 +58,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Check that the promise is broken by none: exact. Cannot tell if `of` is empty."""
+    """Check that nothing in `of` breaks the promise. Exact. Cannot tell if `of` is empty."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)

@@ -87,7 +87,7 @@ def bench() -> None:
     "reports", metavar="A.json B.json [A.json B.json ...]", type=click.Path(path_type=Path), nargs=-1
 )
 def compare(reports: tuple[Path, ...]) -> None:
-    """Set the typical values of two reports side by side.
+    """Compare the typical values of two reports.
 
     Five pairs of runs that took turns, A B A B ..., are judged.
     """

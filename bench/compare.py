@@ -91,7 +91,7 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
 
 
 def _setting(report: Report) -> dict[str, object]:
-    """Return what two runs should share."""
+    """Return the settings that must be equal in comparable runs."""
     environment = msgspec.to_builtins(report.environment)
     del environment["load_average"]  # differs between any two runs
     worker = {

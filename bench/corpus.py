@@ -34,7 +34,7 @@ class Source(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Conversations, of each what its user says, and their source."""
+    """The users' side of some conversations, and their source."""
 
     source: Source
     conversations: tuple[tuple[str, ...], ...]

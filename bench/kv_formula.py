@@ -14,10 +14,10 @@ from .turns import Turn
 
 
 def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
-    """Return what KV of so many tokens takes in a turn's session, by most turns; None where there is none.
+    """Return a function from a number of tokens, and a turn, to bytes of KV; None if no turn has KV.
 
-    Each of the session's first `kept` tokens takes as much, and each further one nothing; or, if it is paged,
-    what the device keeps of every token to know what matters.
+    Fitted to most turns. Each of the session's first `kept` tokens takes the same number of bytes. Each
+    further token takes none; in a paged session, the bytes of its sketch.
     """
     sizes = [(turn.kv_live_bytes, tokens, _kept(turn)) for turn in turns for tokens in _lengths(turn)]
     is_paged = any(turn.fact("again") is not None for turn in turns)

@@ -141,7 +141,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the samples that take all turns of a level, and those of answers beside a long prompt."""
+    """Yield the samples that need all turns of a level, and those of answers beside a long prompt."""
     sent = [turn for turn in turns if turn.fact("late_s") is not None]
     for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
         yield from (Sample(GENERATED.name, case, x, *rate) for rate in enumerate(_generated(level)))

@@ -64,9 +64,9 @@ Prompts = list[list[Tokens]]  # of each turn, of each session
 class Plan:
     """The same prompts in process, with mlx-lm alone, and through workers over NATS.
 
-    One worker is as it ships; four guess nothing ahead, and have snapshots off, on, on a slow disk and on one
-    that fails. Everywhere caches are kept from turn to turn, and answers stop at the same tokens. The two bad
-    disks are those of the writer thread alone: each sync of a file takes 5 s, or fails with EIO.
+    One worker has the default settings. Four do not speculate, and have snapshots off, on, on a slow disk,
+    and on a failing disk. All sides keep caches from turn to turn, and stop answers at the same tokens. The
+    two bad disks are those of the writer thread alone: each sync of a file takes 5 s, or fails with EIO.
     """
 
     batch: Annotated[tuple[int, ...], Option("Sessions at once.", smoke=(1, 2))] = (1, 4, 8, 16)
@@ -108,7 +108,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check that the sides are what they are called, and what snapshots cost."""
+    """Check that each side runs as its name says, and the cost of snapshots."""
     through = [turn for turn in found.answered if turn.case != IN_PROCESS]
     name = "a worker ran the very tokens that were run in process"
     yield count(name, through, lambda turn: turn.position != (turn.fact("sent") or 0) + len(turn.tokens))
@@ -345,7 +345,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 
 
 def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Tokens:
-    """Return a prompt that begins like no other of its tenant, since a corpus repeats itself."""
+    """Return a prompt with a unique beginning, since a corpus repeats itself."""
     most = plan.prompt_tokens
     return (FIRST_ID + number, *texts.next_tokens(order.randint(most // 2, most) - 1))
 

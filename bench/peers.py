@@ -124,7 +124,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Say what is not known."""
+    """Note which servers may run other weights."""
     if others := [peer.partition("=")[0] for peer in plan.peer if peer != OWN]:
         yield f"Whether {', '.join(others)} runs the same weights is not known."
 

@@ -39,10 +39,10 @@ WINDOW: Final = "Tokens that are run together; the second half of them counts."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """KV in 8 and 4 bits beside full precision: perplexity, likeliest tokens, answers, and bytes.
+    """KV in 8 and 4 bits compared with full precision: perplexity, likeliest tokens, answers, bytes.
 
-    The model is run as a worker runs it, on a text that is cut into windows. An answer follows on the first
-    half of a window, by the likeliest tokens; it counts up to the first token that differs.
+    The model runs as in a worker, on a text that is cut into windows. An answer continues the first half of
+    each window greedily; it counts up to the first token that differs.
     """
 
     corpus: Corpus = "mt-bench"

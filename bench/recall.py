@@ -40,10 +40,11 @@ DEPTHS: Final = "Where the facts are, in percent of the text."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Facts that are planted in long texts, and asked for under each cache policy.
+    """Facts planted in long texts, and a question for each, under every cache policy.
 
-    A sentence says a secret code, at each depth of a text; a question behind it asks for the code. Each
-    number of resident tokens is tried as a window, paged, and so with an exact prefill, beside a full one.
+    At each depth of a text a sentence tells a secret code; after the text a question asks for each code. Each
+    number of resident tokens is tried as a window, as a paged session, and as a paged session with an exact
+    prefill, and compared with a full session.
     """
 
     corpus: Corpus = "mt-bench"
@@ -71,7 +72,7 @@ def _case(way: str, resident: int) -> str:
 
 
 def _way(case: str) -> tuple[str, int]:
-    """Return the way that a case goes, and the tokens it has on the device; 0 for all."""
+    """Return a case's policy, and its number of tokens on the device; 0 for all."""
     way, _, resident = case.rpartition(", ")
     return (way, int(resident.replace(",", ""))) if way else (case, 0)
 
@@ -86,9 +87,9 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the share of a text's questions that each way answers right, by the tokens on the device.
+    """Yield each policy's share of right answers for a text, by the number of tokens on the device.
 
-    A full session, which has all of them, stands beside each number.
+    The share of the full session, which has all tokens there, is repeated for each number.
     """
     told = [(turn, right) for turn in turns if (right := turn.fact("right")) is not None]
     levels = sorted({_way(turn.case)[1] for turn, _ in told} - {0})
@@ -100,7 +101,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check what a part on the device takes, and what it knows."""
+    """Check the size of the KV on the device, and the share of right answers."""
     name = "a part on the device takes less than the whole"
     pairs = [*found.pairs(FULL)]
     yield count(name, pairs, lambda pair: not 0 < pair[0].kv_live_bytes < pair[1].kv_live_bytes)
@@ -120,7 +121,7 @@ def _prefills_more(turn: Turn) -> bool:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Say what is right, and what a full session that is wrong means."""
+    """Explain which answers count as right, and what a wrong answer of a full session means."""
     yield (
         f"Texts of {plan.tokens:,} tokens. An answer is right if it has the code's four digits. Where a full"
         " session is wrong the model cannot tell: compare with its line, not with 100%."
@@ -157,7 +158,7 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Read each text under each policy, and ask; a rewind takes each question back."""
+    """Prefill each text under each policy, and ask its questions; a rewind removes each one again."""
     plan, drawn = run.plan, random.Random(run.plan.seed)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
         raise BenchError(

@@ -127,9 +127,9 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield what turns give together: KV by its formula, and by block the bytes written for a token.
+    """Yield samples of several turns: KV against its formula, and each block's bytes written per token.
 
-    Blocks, since snapshots are written behind turns.
+    By block, since snapshots are written after their turns.
     """
     answered = [turn for turn in turns if turn.error is None]
     if formula := kv_formula(answered):
@@ -208,7 +208,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Conversation:
-    """The session, and what its next turn finds."""
+    """The session, and its position before the next turn."""
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)

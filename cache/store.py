@@ -67,7 +67,7 @@ _SETTLE_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """What is stored or on its way of some tokens' KV, held until it is released.
+    """The snapshots of some tokens, stored or waiting for the disk, held until `release`.
 
     `edges` are where the pieces of the last, partial block start and end; the first is a block boundary.
     The last node holds its chain.
@@ -90,7 +90,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return the access with the key in a file; without one everything lies as it is.
+    """Return the access with the key in a file; without a file, the one without encryption.
 
     Raises `KeyFileError`.
     """
@@ -243,7 +243,7 @@ class Store:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for what is on its way to the disk of these tokens, if that is more than `least` of them.
+        """Wait until the KV of these tokens is on disk, if more than `least` of them wait for it.
 
         Ends after `timeout_s`, or once it `is_stopped`.
         """
@@ -256,9 +256,9 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
-        """Hold what is stored or on its way of these tokens, until it is released.
+        """Hold the snapshots of these tokens, stored or waiting for the disk, until `release`.
 
-        A turn can then save what continues it, whatever others save or forget meanwhile.
+        So a turn can save their continuation, whatever other sessions save or forget meanwhile.
         """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
@@ -390,14 +390,14 @@ class Store:
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
-        """Drop what waits for the disk, to free its memory on the device.
+        """Drop the snapshots that wait for the disk, to free their memory on the device.
 
         The snapshot that is being written keeps its memory until the write ends.
         """
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
-        """Remove what is stored or on its way of these tokens, from the end up to what others share.
+        """Remove the snapshots of these tokens, from the end up to the part that others share.
 
         Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed.
         What a load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing
@@ -437,7 +437,7 @@ class Store:
         return await self.barrier(timeout_s) and erasure.clean
 
     async def pin(self, tenant: str | Chain, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
-        """Pin a prefix, over restarts: what is stored of it, and what will be saved.
+        """Pin a prefix, also over restarts: its stored snapshots, and those saved later.
 
         Raises `PinRefusedError` if it is too large, `ValueError` if it is empty.
         """

@@ -64,7 +64,7 @@ async def run(client: Client, host: str, port: int, *, keep_s: float, prefix: st
 
 
 class Dashboard:
-    """What the page is answered from. `document` may be called on any thread."""
+    """The data of the page. `document` may be called on any thread."""
 
     def __init__(self, client: Client, keep_s: float, prefix: str) -> None:
         self._client = client
@@ -89,7 +89,7 @@ class Dashboard:
                     await self._is_new.wait()
 
     def document(self, worker: str | None) -> dict[str, Any]:
-        """Return what a page shows that has chosen this worker, or none."""
+        """Return the page's data with the history of `worker`, or of a default one."""
         shown = self._history.shown(worker)
         return {"prefix": self._prefix, "connected": self._client.connected, **shown}
 

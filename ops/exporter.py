@@ -44,7 +44,7 @@ async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoRetur
 
 
 class Exporter:
-    """What the scrapes are answered from. `collect` may be called on any thread."""
+    """The data of the scrapes. `collect` may be called on any thread."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client

@@ -48,12 +48,12 @@ class Figures:
 
 
 def share(part: float, whole: float) -> float | None:
-    """Return `part / whole`, None of nothing."""
+    """Return `part / whole`; None if `whole` is 0."""
     return part / whole if whole > 0 else None
 
 
 def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> Histogram | None:
-    """Return what was counted since `before`; None if nothing was."""
+    """Return the counts since `before`; None if there are none."""
     if not isinstance(now, Histogram):
         return None
     if isinstance(before, Histogram) and before.bounds == now.bounds:
@@ -84,6 +84,6 @@ def percentile(histogram: Histogram | None, part: float) -> float | None:
 
 
 def listed(counts: Mapping[str, float]) -> str:
-    """List what there is of each kind, the most first: `queue_full 3, disk_limit 1`."""
+    """List counts by kind, the largest first: `queue_full 3, disk_limit 1`."""
     found = sorted(((count, kind) for kind, count in counts.items() if count), reverse=True)
     return ", ".join(f"{kind} {count:g}" for count, kind in found)

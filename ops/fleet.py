@@ -41,7 +41,7 @@ class Sighting:
 
     @property
     def up(self) -> bool:
-        """Whether the worker still publishes: then the message's figures are its own by now."""
+        """Whether the worker still publishes, so that the last message is current."""
         return self.age_s <= _MISSED * self.metrics.interval_s
 
 

@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires when `figure` has compared so for `for_`; with `absent`, when there is no such figure."""
+    """Fires when the comparison of `figure` was true for `for_`; with `absent`, when it is missing."""
 
     name: str
     figure: str

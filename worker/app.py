@@ -541,7 +541,7 @@ class App:
         self._fail("the NATS server has closed the connection; its log says why")
 
     def _hangs(self) -> list[str]:
-        """Say what only a restart mends; that the event loop hangs shows by no answer."""
+        """Return the faults that only a restart fixes; a hanging event loop shows by not answering."""
         busy_s = self._device.busy_s if self._is_loaded else 0.0
         return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
 

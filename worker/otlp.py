@@ -41,7 +41,7 @@ _STOP_S: Final = 2.0
 
 
 class Traces:
-    """Takes turns on the event loop. Which are sampled, the standard's variables say."""
+    """Takes turns on the event loop. The standard's variables decide which are sampled."""
 
     def __init__(self, endpoint: str | None, attributes: Mapping[str, str]) -> None:
         """`endpoint` is the collector; None leaves it to the variables. `attributes` describe the worker."""

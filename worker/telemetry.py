@@ -63,7 +63,7 @@ class Calls:
 
 
 class Tenants:
-    """Counts by tenant: of the first `most` that are seen by name, of the others together; of none at 0."""
+    """Counts of the first `most` tenants by name, and of all others together; with 0 no counts."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -28,7 +28,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """All that the spans of one turn say.
+    """The content of one turn's spans.
 
     The turn began `waited_s` before `end_s`, a reading of the monotonic clock. `parent` are the headers that
     name the publisher's span, `error` is the result's code. The first of the `phases` is the wait.

@@ -71,7 +71,7 @@ class Writer:
 
 
 class Access:
-    """No key: everything lies on the disk as it is."""
+    """The access to a directory without a key: nothing is encrypted."""
 
     #: What the file `SEAL` says: which key; empty without one.
     mark = ""
@@ -102,19 +102,19 @@ class Access:
         return Writer(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest as the catalog has it."""
+        """Return a digest as the catalog stores it."""
         return digest
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
-        """Return a row with its proof as the catalog has it."""
+        """Return a row with its proof as the catalog stores it."""
         return (*row[:-1], proof)
 
     def rows(self, stored: list[Row]) -> Iterable[Row]:
-        """Return the rows that the catalog has, without those that cannot be read with this key."""
+        """Return the catalog's rows, except those that this key cannot decrypt."""
         return stored
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Return a pinned prefix as the catalog has it: name, root, tokens."""
+        """Return a pinned prefix as the catalog stores it: name, root, tokens."""
         return pin.name, *pin
 
     def pins(self, stored: list[Pin]) -> Iterable[Pin]:

@@ -23,7 +23,7 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file, for `open`; a new one is its owner's alone. Refuses to follow a link."""
+    """Open a file, for `open`; only the owner has access to a new one. Refuses to follow a link."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 

@@ -77,7 +77,7 @@ class Sealed(Access):
         return HKDF(SHA256(), num_bytes, salt, b"turnkeep " + purpose).derive(self._key)
 
     def cipher(self, salt: bytes, path: Path) -> AESGCM:
-        """Return the cipher of one file. Raises `DoubtfulSnapshotError` if its name is not of this key."""
+        """Return the cipher of one file. Raises `DoubtfulSnapshotError` if another key made its name."""
         digest = self.digest_in(path)
         if digest is None:
             raise DoubtfulSnapshotError("its name is not encrypted with this key")
@@ -107,7 +107,7 @@ class Sealed(Access):
         return _Writer(file, path, self)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Encrypt a digest, the same one always in the same way."""
+        """Encrypt a digest, always to the same bytes."""
         return self._siv.encrypt(digest, _NAME)
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ class Sealed(Access):
 
 
 def _nonce(number: int, *, last: bool) -> bytes:
-    """Return the nonce of a chunk: the last one differs, so that no file can be cut off between two."""
+    """Return the nonce of a chunk; the last one differs, which shows if chunks were cut off."""
     return number.to_bytes(11, "big") + bytes([last])
 
 

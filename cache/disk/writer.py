@@ -111,7 +111,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the thread does, and what the event loop does afterwards."""
+    """One job: the thread's work, and what the event loop does after it."""
 
     work: Callable[[], object]
     done: Callable[[], None] = _nothing
@@ -119,7 +119,7 @@ class _Job:
 
 @dataclass(slots=True)
 class Counts:
-    """The counts of snapshots by their fate. Belongs to the event loop."""
+    """Counts snapshots by outcome. Belongs to the event loop."""
 
     accepted: int = 0
     durable: int = 0

@@ -18,7 +18,7 @@ _MOST_NODES: Final = 1000
 
 
 def may_become_gap(node: Node) -> bool:
-    """Whether no chain that contains the node ends where it, or a match in its last node, sees the node."""
+    """Whether every chain with the node ends so far behind it that no session or match sees the node."""
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
         return False

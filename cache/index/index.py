@@ -156,7 +156,7 @@ class Index:
         return node
 
     def undo_add(self, node: Node) -> None:
-        """Remove a snapshot that was just added; a gap that it was to fill is one again."""
+        """Remove a snapshot that was just added; if it replaced a gap, restore the gap."""
         if node.children:
             self.make_gap(node)
         else:

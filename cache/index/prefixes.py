@@ -50,7 +50,7 @@ class Prefixes:
                 nodes.pop()
 
     def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Add to blocks what continues them, or with states end where a session can be resumed."""
+        """Extend blocks by pieces of a tail; with states, shorten them to where a session can resume."""
         if self._stateful:
             nodes = [*nodes]
             self._end_resumable(chain.root, tokens, nodes)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 
 class ChunkCache(ChunkedKVCache):
-    """The last tokens of one layer whose tokens see their own chunk, from a multiple of `chunk_size` on.
+    """KV of the last tokens of one layer, in which a token sees its own chunk of `chunk_size` tokens.
 
     Holds the tokens from `start_position` on. Before a pass the model drops all but the last `chunk_size`, so
     a session that is restored with those goes on with the bits of one that was never interrupted.
@@ -27,7 +27,7 @@ class ChunkCache(ChunkedKVCache):
         return -(-self.start_position // size) * size
 
     def trim(self, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens. Raises `ValueError` if what is left is not all that is seen."""
+        """Drop the last `num_tokens` tokens. Raises `ValueError` if the next token's chunk is not held."""
         left = self.offset - num_tokens
         if not self.earliest <= left <= self.offset:
             raise ValueError(f"a chunk of {self.offset} tokens cannot go back to {left}")

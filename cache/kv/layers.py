@@ -301,7 +301,7 @@ def holds(caches: Sequence[Any], start: int, end: int) -> bool:
 
 
 def pages(caches: Sequence[Any]) -> Pages | None:
-    """Return what decides which chunks are on the device; None if the session is not paged."""
+    """Return the session's `Pages`, which choose its chunks; None if the session is not paged."""
     return next((cache.pages for _, cache in leaves(caches) if isinstance(cache, PagedCache)), None)
 
 
@@ -311,7 +311,7 @@ def num_passed(caches: Sequence[Any]) -> int:
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return how many tokens can be run at once so that rings hold them all, and a block begun before."""
+    """Return how many tokens one pass may run so that rings still hold them, and the block begun before."""
     held = (cache.window + SLACK for _, cache in leaves(caches) if isinstance(cache, RingCache))
     return max(min(held, default=block) - block, block)
 
@@ -319,7 +319,7 @@ def most_run(caches: Sequence[Any], block: int) -> int:
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
     """Put whole chunks from SSD into slots, unevaluated: `spans` in order, and the arrays of their tokens.
 
-    A chunk that matters less than all that are there stays away. Returns how many chunks lost their slots.
+    A chunk with a lower score than all chunks in slots is left out. Returns how many chunks lost their slots.
     """
     decides = pages(caches)
     if decides is None:

@@ -67,7 +67,7 @@ def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.arr
 
 
 def sketch_group(head_dim: int) -> int | None:
-    """Return how many channels of a key's sketch have one scale; None where keys cannot be sketched."""
+    """Return how many channels share a scale in a key's sketch; None if keys cannot be sketched."""
     return next((size for size in (64, 32) if head_dim % size == 0), None)
 
 
@@ -83,7 +83,7 @@ class Past(Protocol):
 
 
 class Pages:
-    """Which chunks are in the slots of a session's layers, and how much each chunk matters.
+    """Which chunks are in the slots of a session's layers, and each chunk's score.
 
     While it `sees_all`, tokens that are run see all tokens before them: those of the `past`, where some have
     left the device, and those that the layers hold.
@@ -116,17 +116,17 @@ class Pages:
         return slot
 
     def asks(self, start: int, num: int) -> bool:
-        """Whether the queries of the tokens `[start, start + num)` are asked what matters to them."""
+        """Whether the queries of the tokens `[start, start + num)` are compared with the sketches."""
         if num == 1:
             return start % _EVERY == 0
         return start + num >= self.asks_from or start % _SELDOM < num
 
     def note(self, mattering: mx.array) -> None:
-        """Note how much each page of the whole chunks matters to some queries of a layer, unevaluated."""
+        """Record a layer's scores for the pages of whole chunks, unevaluated."""
         self._noted.append(mattering)
 
     def settle(self) -> None:
-        """Take what was noted into account; what is noted next counts as another question."""
+        """Add the recorded scores to the chunks' scores; later scores count as another question."""
         if not self._noted:
             return
         mx.eval(self._noted)
@@ -147,7 +147,7 @@ class Pages:
         self._usual = _INERTIA * usual + (1 - _INERTIA) * now
 
     def choose(self, position: int) -> list[int]:
-        """Return the chunks that should be in slots and are not, those that matter most first."""
+        """Return the chunks that should be in slots and are not, highest score first."""
         self.settle()
         last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
@@ -162,7 +162,7 @@ class Pages:
         return wanted
 
     def take(self, chunk: int) -> int | None:
-        """Give a recalled chunk the slot of the one that matters least; None if all matter more."""
+        """Give a recalled chunk the slot of the chunk with the lowest score; None if all score higher."""
         slot = self.assign(chunk)
         if slot is None:
             movable = range(len(self._pinned), len(self.slots))
@@ -337,10 +337,10 @@ class PagedCache(RingCache):
             yield keys, values
 
     def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
-        """Note how much pages of whole chunks matter to the last of `queries`, (tokens, heads, 1, head_dim).
+        """Score the pages of whole chunks for the last of `queries`, (tokens, heads, 1, head_dim).
 
         That is the largest share of its attention that any query and head gives to a token of the page.
-        `compare` is `compared`, or what finds the same faster.
+        `compare` is `compared`, or a faster function with the same result.
         """
         num_tokens = self.offset // CHUNK * CHUNK
         if self.offset <= self.sink + self.window:

@@ -125,7 +125,7 @@ class RingCache:
         return keys, values
 
     def rounded(self, array: mx.array) -> mx.array:
-        """Return keys or values as they are read again once they are held."""
+        """Return keys or values as the cache would return them: rounded if it is quantised."""
         return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:

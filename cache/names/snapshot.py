@@ -64,7 +64,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
-    """Say which tensors are in one section: those of one reach, and of one layer if that is read alone."""
+    """Return the section of a tensor: its reach, and its layer if layers are read one by one."""
     return reach, layer_path(name) if reach.exact else ""
 
 

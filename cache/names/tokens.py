@@ -51,11 +51,11 @@ class Boundary(NamedTuple):
 
 
 class Tokens(Sequence[int]):
-    """A session's token ids, 4 bytes each. Immutable; what grows from other tokens shares theirs.
+    """A session's token ids, 4 bytes each. Immutable: appending makes new tokens that share the old ones.
 
-    So the cost of a turn does not depend on what its session has said before: nothing of that is copied,
-    compared or hashed again. `chains` are the names that these tokens, or those they grew from, have by root;
-    they belong to the event loop.
+    So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
+    hashed again. `chains` are the names that these tokens, or those they grew from, have by root; they belong
+    to the event loop.
 
     Those of a long session may be `shortened`: the ids of a middle part are left out. Whatever needs one of
     these raises `CutOffError`. `boundaries` name what ends behind them.
@@ -131,7 +131,7 @@ class Tokens(Sequence[int]):
 
     @property
     def held_from(self) -> int:
-        """Return the position behind what is left out; 0 where nothing is."""
+        """Return the position after the left-out ids; 0 if none are left out."""
         nums = range(len(self._parts), 0, -1)
         return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
 
@@ -173,7 +173,7 @@ class Tokens(Sequence[int]):
         return _digest((), self.ids()).hexdigest()
 
     def alone(self) -> Tokens:
-        """Return these tokens without what is known of them: to be kept in there."""
+        """Return a copy without the known names, so that the names can keep it."""
         return Tokens(self._parts, self._rest)
 
     def shortened(self, end: int) -> Tokens:
@@ -188,7 +188,7 @@ class Tokens(Sequence[int]):
         return Tokens(parts, self._rest, self.chains, found)
 
     def filled(self, other: Tokens) -> Tokens:
-        """Return these tokens with what is left out of them and is there in others."""
+        """Return these tokens, with left-out ids filled in from other tokens."""
         pairs = zip_longest(self._parts, other._parts[: len(self._parts)])
         parts = (
             theirs if theirs is not None and theirs.digest == mine.digest else mine for mine, theirs in pairs
@@ -196,7 +196,7 @@ class Tokens(Sequence[int]):
         return Tokens(tuple(parts), self._rest, self.chains, self.boundaries)
 
     def pack_shortened(self) -> tuple[bytes, bytes, bytes]:
-        """Pack the ids before what is left out, the digests of that, and the ids behind it."""
+        """Pack the ids at the beginning, the digests of the left-out ids, and the ids at the end."""
         start = min(_PART, self.held_from)
         cut = self._parts[start // _PART : self.held_from // _PART]
         return self.packed(0, start), b"".join(part.digest for part in cut), self.packed(self.held_from)

@@ -71,7 +71,8 @@ async def find(client: Client, session: str, request: str) -> Dead:
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
     """Send a request again, under a new id, and remove its letter once it is answered.
 
-    Unless `anyway`, the session has to be where it was. A request that is given up again has a new letter.
+    Unless `anyway`, the session must still have the position of that time. A request that is given up again
+    gets a new letter.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

@@ -52,7 +52,7 @@ class Times(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What a replay came to. Of each session that differs, `differences` has the first one."""
+    """The result of a replay. `differences` has the first difference of each session that differs."""
 
     tenant: str
     sessions: int

@@ -54,7 +54,7 @@ def _private(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one tenant may take of the server. Subscriptions are those of one connection."""
+    """The limits of one tenant's account. Subscriptions are counted for each connection."""
 
     max_bytes: int = 256 * _MIB
     max_connections: int = 100
@@ -239,7 +239,7 @@ async def mirror(
 
 
 def _copies(folder: Path) -> int:
-    """Return how many copies of what is stored the nodes keep: three, where there are so many."""
+    """Return how many nodes keep a copy of the streams: three in a cluster."""
     return 3 if (folder / ROUTES).exists() else 1
 
 

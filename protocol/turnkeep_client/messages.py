@@ -96,11 +96,11 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
 
     `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
-    (1024): so many does each token see, the session may go on without end, and its KV stays as large.
+    (1024); a token sees only these, the session may continue without end, and its KV has a fixed size.
     `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
-    the spans `pin` (start, end), and of the others those that matter most to what is said. A prompt sees what
-    is on the device, or with a `prefill` of `exact` all tokens, read from SSD for it, as under `full`. With
-    `kv_bits`, a worker whose KV has another precision refuses the session.
+    the spans `pin` (start, end), and the chunks that matter most to the current turn. A prompt sees the
+    tokens on the device; with a `prefill` of `exact` it sees all tokens, read from SSD. With `kv_bits`, a
+    worker whose KV has another precision refuses the session.
     """
 
     policy: Literal["full", "sink_window", "paged"] | None = None
@@ -224,9 +224,9 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cache policy of a session.
 
-    Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged` `resident`
-    tokens are on the device, among them always those of the spans `pin`; with a `prefill` of `exact` prompts
-    see all tokens.
+    Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident`
+    tokens are on the device, always including the spans `pin`; with a `prefill` of `exact`, prompts see all
+    tokens.
     """
 
     policy: str

@@ -128,7 +128,7 @@ def faster_compared(queries: mx.array) -> bool:
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Compute `cache.kv.paged.compared`, evaluated: for 32 queries a seventh of the time."""
+    """Compute `cache.kv.paged.compared`, evaluated: for 32 queries in a seventh of MLX's time."""
     mx.eval(asked, sketch)
     heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
     found = [_compared(queries, codes, scales, biases, page) for queries, codes, scales, biases in heads]
@@ -170,8 +170,8 @@ def _products(
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the products of all sketches with the queries, run by run: (tokens, queries).
 
-    While a run's are looked at, MLX computes the next one's. (Numpy's own BLAS would have its threads beside
-    MLX's, and each pool spins.)
+    While numpy reads one run's products, MLX computes the next run's. (numpy's own BLAS would add a second
+    pool of spinning threads.)
     """
     (num, size), groups = asked.shape, scales.shape[1]
     # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.

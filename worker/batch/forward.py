@@ -72,7 +72,7 @@ class OwnPart:
         return cache.grid if isinstance(cache, RingCache) else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model would have it do; what a ring shows, `attend` knows."""
+        """Let the cache make the mask, as the model does; `attend` makes that of a ring."""
         cache = self._caches[layer]
         if isinstance(cache, RingCache):
             return None
@@ -99,7 +99,7 @@ class OwnPart:
         return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
 
     def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Write and attend run by run: what a run overwrites, none of its tokens sees."""
+        """Write and attend run by run: no run overwrites keys that its tokens still need."""
         ring, outputs = self._caches[layer], []
         sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
         if sees_all:
@@ -198,7 +198,7 @@ class _LayerView:
 
 
 class RingView(_LayerView):
-    """Stands for a ring while the model runs tokens of one session as mlx-lm would: in a row, of one base."""
+    """Replaces a ring while the model runs consecutive tokens of one session, as in mlx-lm, from one base."""
 
     def __init__(self, layer: int, part: OwnPart, rotate: Rotate) -> None:
         num_tokens, offset = len(part.offsets), part.offsets[0] % part.grid(layer)

@@ -27,7 +27,7 @@ _MAX_PAUSE: Final = 32
 
 
 class Lookup:
-    """The last tokens of one session, in which the latest place of a run is found."""
+    """The last tokens of one session, searchable for the latest earlier copy of a run of tokens."""
 
     def __init__(self, tokens: Iterable[int], *, most: int) -> None:
         """`most` bounds a draft's length, in tokens."""

@@ -49,10 +49,10 @@ def find(model: Any, forward: Forward) -> tuple[int, ...]:
 
 
 class _Matching(OwnPart):
-    """A text that is said twice. `matched` is what each layer's best head gives to where a token was before.
+    """A pass over a text and its repetition. `matched` has the result of each layer's best head.
 
-    That is the share of attention that the second text's tokens give to themselves in the first, or, if that
-    is more, to what followed there: the mean over tokens, unevaluated.
+    It is the larger of two means over the repeated tokens, unevaluated: the share of attention on the token's
+    first occurrence, and on the token after that.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -62,7 +62,7 @@ class _Matching(OwnPart):
         self._seen = at <= at[_NUM_TOKENS:, None]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend, and note what matches."""
+        """Attend, and add the layer's result to `matched`."""
         keys = self._fetched[0][0]  # (KV heads, tokens, head_dim)
         again = queries[_NUM_TOKENS:, :, 0].swapaxes(0, 1)  # (heads, tokens, head_dim)
         grouped = again.reshape(keys.shape[0], -1, again.shape[-1])

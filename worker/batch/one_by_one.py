@@ -84,7 +84,7 @@ def run_alone(
 
 
 def _shown(caches: list[Any], num_tokens: int, rotations: Sequence[Rotate]) -> list[Any]:
-    """Put views in the places of rings, for the next tokens."""
+    """Replace rings by views, for the next tokens."""
     held = [cache for _, cache in leaves(caches)]
     start = next(cache.offset for cache in held if type(cache) is RingCache)
     part, number = OwnPart(held, start, num_tokens), count()

@@ -98,7 +98,7 @@ class Sight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every key stands where it says."""
+        """Whether every key's rotary position is its position in the session."""
         return self.before is None and self.to_sinks is None
 
 

@@ -15,7 +15,7 @@ class RunningAttention:
     """Attention of some tokens of one session: `queries`, (1, heads, tokens, head_dim)."""
 
     def __init__(self, queries: mx.array, scale: float, sink_logits: mx.array | None = None) -> None:
-        """`sink_logits`, one a head, are what some models have for a key that stands for nothing."""
+        """`sink_logits`, one a head, are some models' scores of a sink without a key."""
         _, heads, num_tokens, _ = queries.shape
         self._queries = queries * scale
         shape = (1, heads, num_tokens, 1)
@@ -51,5 +51,5 @@ class RunningAttention:
         mx.eval(self._largest, self._sums, self._values)
 
     def result(self) -> mx.array:
-        """Return what the tokens attend to, (1, heads, tokens, size of a value), in the queries' type."""
+        """Return attention's output, (1, heads, tokens, size of a value), in the queries' type."""
         return (self._values / self._sums).astype(self._queries.dtype)

@@ -115,7 +115,7 @@ class SharedPass(Batch):
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Undo the failed step: what it wrote lies behind the rows' ends, and is overwritten."""
+        """Undo the failed step: it wrote behind the rows' ends, which the next step overwrites."""
         self._ahead = None
         for row in self._rows:
             _count_back(row)

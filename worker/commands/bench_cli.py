@@ -28,7 +28,7 @@ def _group(config: Path | None, **flags: Any) -> None:
 
 
 def _login(settings: Settings, url: str) -> dict[str, Any]:
-    """Return the URL, and what nats-py takes besides, for the servers at `url`."""
+    """Return the URL and nats-py's further options for the servers at `url`."""
     return {"nats": over_tls(settings, url), "login": nats_options(replace(settings, nats=url))}
 
 

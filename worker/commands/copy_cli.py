@@ -169,7 +169,7 @@ async def _make_log(settings: Settings) -> None:
 
 
 async def _said_by_worker(client: Client, session: str) -> str:
-    """Say what a worker, if one serves, makes of the session."""
+    """Return the position that a worker reads from the log, or its refusal; empty without a worker."""
     try:
         return f", at position {(await client.session(session).info(limit=0)).position}"
     except NoWorkerError:

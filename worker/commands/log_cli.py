@@ -62,9 +62,9 @@ def sessions(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """List the sessions in the log, those at work last first.
+    """List the sessions in the log, most recently active first.
 
-    The log knows no worker's memory: `turnkeep info SESSION` says what runs now.
+    The log does not say what a worker is doing now: `turnkeep info SESSION` does.
     """
     from ops.log.sessions import begun, list_sessions, measured, order
 
@@ -138,7 +138,7 @@ def _state(row: SessionRow) -> str:
 def show(
     config: Path | None, session: str, tenant: str, last: int | None, as_json: bool, **flags: Any
 ) -> None:
-    """Print a session's conversation from the log, with what each request cost."""
+    """Print a session's conversation from the log, with the cost of each request."""
     from ops.log.conversation import conversation
 
     async def read(client: Client) -> list[Turn]:
@@ -158,7 +158,7 @@ def show(
 
 @click.group()
 def dead() -> None:
-    """Requests that workers gave up: each ended or failed every attempt."""
+    """Requests that workers gave up: each crashed the worker or failed on every attempt."""
 
 
 @dead.command("list")

@@ -71,8 +71,8 @@ def replay(
 ) -> None:
     """Play recorded sessions again, and compare every token with the record.
 
-    Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. Of a session that
-    differs, what follows is played and not compared. Exit code 0: the same tokens; 1: others, or a fault.
+    Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. After its first
+    difference a session is replayed but not compared. Exit code 0: the same tokens; 1: others, or a fault.
     """
     from ops.log.copies import of_file
     from ops.log.record import fold, within

@@ -75,10 +75,10 @@ def size(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Say what so many sessions take: device memory, disk, and writes to the SSD.
+    """Estimate memory, disk and SSD writes for a number of sessions.
 
-    Counts with the estimator by which a worker admits turns, for this machine, or for another one by
-    --device-memory and --dtype. Weights are read only with --kv-bits, and for models with windows.
+    Uses the worker's own estimator, for this machine or, with --device-memory and --dtype, for another one.
+    Reads weights only with --kv-bits, and for models with windows.
     """
     from worker.sizing import Load, measure, plan
 

@@ -19,7 +19,7 @@ _V1: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inacti
 
 
 def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what the tightest limit around this process leaves; None without a limit."""
+    """Return the bytes that this process may still use by its tightest limit; None without a limit."""
     try:
         lines = own.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -36,7 +36,7 @@ def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys
 
 
 def _left(root: Path, path: str, limits: tuple[str, ...], used: str, files: str) -> Iterator[int]:
-    """Yield what each limit leaves, from a group up to the root; a container sees only a part of the way."""
+    """Yield the bytes left by each limit, from a group up to the root, as far as a container sees."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):

@@ -35,7 +35,7 @@ EXACT_PATIENCE_S: Final = 30.0
 
 
 class Cutting:
-    """Cuts once `room` is set, which returns, on this thread, the bytes that the writer's queue takes."""
+    """Cuts snapshots, once `room` is set: a function that returns the bytes that the writer's queue takes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Cutting:
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
         """Whether a paged prompt's next piece should wait for the disk, as long as it has patience.
 
-        What leaves the device before it is on its way to the disk can only be prefilled again.
+        KV that leaves the device before the writer has it must be prefilled again.
         """
         if self.room is None or not turn.policy.recall:
             return False
@@ -98,13 +98,13 @@ class Cutting:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
     def cut_tail(self, turn: Turn) -> None:
-        """Cut what an ended answer leaves in its last, partial block."""
+        """Cut the tail of an ended answer: its last, partial block."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
             self._cut(turn, Span(start, turn.num_cached))
 
     def cut_noted(self, only: Turn | None = None) -> None:
-        """Cut what was noted, of all turns or of `only` one: after the step's report, before KV changes.
+        """Cut the noted spans, of all turns or of `only` one: after the step's report, before KV changes.
 
         A cut that would delay an answer's first token stays noted until after that token. Of a turn that has
         failed nothing is cut.

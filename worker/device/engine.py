@@ -357,7 +357,7 @@ class Engine:
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
     def _finds_past_anew(self, run: _Run, event: Faulted) -> bool:
-        """Say whether a turn is to begin again since it lost its past: once, with what is stored then."""
+        """Say whether a turn may begin again after its stored KV was lost: only once."""
         if run.has_lost or not isinstance(event.error, LostPastError):
             return False
         run.has_lost = True

@@ -34,7 +34,7 @@ RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """Calls for turns of sessions that are not paged do nothing."""
+    """Paged sessions' requests for KV and their waits. Calls for other turns do nothing."""
 
     def __init__(
         self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
@@ -68,7 +68,7 @@ class Paging:
         self.want_past(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Say what the tokens of a prompt's next piece see, and which of them are asked what matters."""
+        """Set what the tokens of a prompt's next piece see, and which of their queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             # An end that is run again, with what it asked for in sight, does not ask again.
             asks = turn.asks or not turn.draws
@@ -98,7 +98,7 @@ class Paging:
         self.recall(turn)
 
     def recall(self, turn: Turn) -> None:
-        """Ask for the chunks that have come to matter to a session and are not on the device."""
+        """Ask for a session's chunks that now score high enough and are not on the device."""
         is_end = turn.asks and turn.num_cached >= turn.target - 1
         if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
             return

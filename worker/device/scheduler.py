@@ -38,11 +38,11 @@ class Work(Protocol):
 
     @property
     def asks(self) -> bool:
-        """Whether the prompt's last token waits, whether there is a row or not."""
+        """Whether the prompt's last token has to wait, even if there is a row."""
 
     @property
     def scale(self) -> int:
-        """How many times longer than others the prompt's pieces are; those run without others' pieces."""
+        """How many times longer than usual the prompt's pieces are; longer pieces run alone."""
 
 
 T = TypeVar("T", bound=Work)

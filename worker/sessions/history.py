@@ -87,10 +87,10 @@ class History:
         return digest == self.tokens.digest() or digest == self.tokens.plain_digest()
 
     def shortened(self) -> History:
-        """Leave out what only a rewind needs, or a prompt whose KV is lost: then `CutOffError` is raised.
+        """Leave out what only a rewind or a prefill after lost KV needs; these raise `CutOffError` then.
 
-        Under a policy without an end that is also what the model does not see any more of its tokens, but for
-        the last `KEPT`. This saves memory, and the time to read them.
+        Under a policy without an end, also leave out tokens that the model no longer sees, except the last
+        `KEPT`. This saves memory, and the time to read them.
         """
         conversation = self.conversation.shortened()
         tokens, policy = self.tokens, self.policy

@@ -56,7 +56,7 @@ def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | N
 
 
 def in_words(policy: Policy) -> SessionCache | None:
-    """Build what results say of a policy; None for `full`."""
+    """Build the field `cache` of results; None for `full`."""
     if policy.window is None:
         return None
     if policy.recall:
@@ -66,7 +66,7 @@ def in_words(policy: Policy) -> SessionCache | None:
 
 
 def recorded(cache: SessionCache | None) -> Policy:
-    """Return the policy that a result says. Raises `ValueError` if this worker does not know it."""
+    """Return the policy that a result names. Raises `ValueError` if this worker does not know it."""
     match cache:
         case None:
             return FULL

@@ -67,7 +67,7 @@ class Discovery:
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
-        """Be found no more."""
+        """Stop answering."""
         for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()
@@ -86,7 +86,7 @@ class Discovery:
         return {"started": self._started, "endpoints": [self._calls(one) for one in self._endpoints]}
 
     def _calls(self, endpoint: dict[str, Any]) -> dict[str, Any]:
-        """Count an endpoint's requests. Those on `in` take from their arrival in the log to the result."""
+        """Count an endpoint's requests. On `in` their time runs from the arrival in the log to the result."""
         if endpoint["name"] == "in":
             outcomes = self._telemetry.requests.values()
             num = sum(one.total() for one in outcomes)

@@ -73,7 +73,7 @@ class Lease:
     ) -> None:
         """`lost(why)` is called once if another worker takes the lease while this one does not renew it.
 
-        `replicas` of the stream are kept, by default as many as of the log.
+        The stream has `replicas` copies, by default as many as the log.
         """
         self._js = js
         self._subjects = subjects
