@@ -207,7 +207,7 @@ def beside_blocks(turn: Turn) -> list[float]:
     """Return, for each completed block, how much longer than their neighbours `WINDOW` steps took.
 
     The last sampled token completes a block, so copying and writing the block can delay the steps behind that
-    token. The median of the neighbours on both sides is what a step takes at that time. This shows a cost of
+    token. The median of the neighbours on both sides is the usual time of a step then. This shows a cost of
     milliseconds although whole answers scatter by seconds.
     """
     steps_s, found, block_tokens = steps(turn), [], int(turn.fact("block_tokens") or 0)

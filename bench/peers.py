@@ -99,7 +99,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check what the ratios rely on."""
+    """Check the conditions that the ratios rely on."""
     chat = [turn for turn in found.turns if turn.facts.get("part") == CHAT and turn.prompt_tokens]
     pairs = list(Findings(found.bench, found.plan, chat).pairs(TURNKEEP))
     apart = stats.grouped(

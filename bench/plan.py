@@ -62,9 +62,9 @@ TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Which worker is measured, and where the report goes: the options of every bench.
+    """The options of every bench: the worker to measure, and the folder for the report.
 
-    The worker is the one at `nats`, or the bench's own; `program` is the module of that one, with its
+    The worker is the one at `nats`, or one that the bench starts; `program` is the module to start, with its
     arguments before `serve`.
     """
 

@@ -67,7 +67,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check what the precisions save, and what they cost."""
+    """Check the saved memory and the lost quality of each precision."""
     some = [case for case in CASES if found.of(DISK, case)]
     sizes = {case: [found.of(one, case)[0].value for one in (MEMORY, DISK)] for case in some}
     pairs = list(pairwise(some))

@@ -89,7 +89,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def describe() -> Environment:
-    """Describe this machine. What cannot be found out is left empty."""
+    """Describe this machine. Unknown values are left empty."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

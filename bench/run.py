@@ -44,7 +44,7 @@ FAULT_PAUSE_S: Final = 0.2
 
 
 class Run(Generic[P]):
-    """The interface of a measuring coroutine; keeps what was measured so far."""
+    """The interface of a measuring coroutine; keeps the measurements so far."""
 
     def __init__(self, bench: str, plan: P, where: Where) -> None:
         self.plan = plan
@@ -233,7 +233,7 @@ class Run(Generic[P]):
             raise
 
     def report(self, ending: str) -> Report:
-        """Return the report of what was measured so far."""
+        """Return the report of the measurements so far."""
         own = self.where.nats is None
         return Report(
             schema=f"turnkeep.bench.{self._bench}/{VERSION}",

@@ -70,7 +70,7 @@ def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Divide `other` by `base`, block by block: what a block's sides share (the machine's state) cancels."""
+    """Divide `other` by `base`, block by block, which cancels the state of the machine."""
     return [other[block] / base[block] for block in base if block in other and base[block] > 0]
 
 

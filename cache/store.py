@@ -207,8 +207,8 @@ class Store:
     def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
         """Return a tenant's chain under a policy; a turn passes the chain, to hash each block once.
 
-        That of some tokens goes on from what they grew from. Methods that take a chain or a tenant use the
-        policy `FULL` for a tenant.
+        The chain of some tokens continues the chain of the tokens that they extend. Methods that take a chain
+        or a tenant use the policy `FULL` for a tenant.
         """
         form = self._form(policy)
         self._writer.note_identity(form.digest, self._model)
@@ -339,7 +339,7 @@ class Store:
         self._loading.end_past(past)
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """Return the spans of `[start, end)` that are neither stored nor on their way: those worth cutting.
+        """Return the spans of `[start, end)` that are neither stored nor queued: those worth cutting.
 
         Full blocks, of which the first may begin before `start`, then a piece of the tail up to `end`, from
         `blocks.tail_start`. Empty if the prefix before `start` is missing, since no match could reach the
@@ -355,8 +355,8 @@ class Store:
     ) -> bool:
         """Queue the KV of `span` for the disk; `tokens` must reach at least to its end. False if dropped.
 
-        True also if the same KV is stored or on its way. Once the snapshot is durable, pieces of a tail that
-        it contains are removed. Raises `ValueError` if the tensors do not fit the span or the chain.
+        True also if the same KV is stored or queued already. Once the snapshot is durable, pieces of a tail
+        that it contains are removed. Raises `ValueError` if the tensors do not fit the span or the chain.
         """
         chain = self._chain(tenant)
         form = self._form(chain.policy)
@@ -460,7 +460,7 @@ class Store:
         return sorted(len(pin.tokens) // TOKEN_BYTES for pin in gone)
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
-        """Change the limits. What exceeds them is evicted in the background, in small batches."""
+        """Change the limits. Snapshots above them are evicted in the background, in small batches."""
         self._room.set_limits(
             self._room.max_bytes if max_bytes is None else max_bytes,
             self._room.min_free_bytes if min_free_bytes is None else min_free_bytes,
@@ -487,11 +487,11 @@ class Store:
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
-        """Write what is queued, end the threads and unlock the directory. False if time ran out.
+        """Write the queue, end the threads and unlock the directory. False if time ran out.
 
-        What is not written in time is dropped. If the writer hangs, the directory stays locked; a hanging
-        read ends with the process. Saves are refused from now on; closing again does nothing. `discard`
-        removes everything instead of writing the queue.
+        Snapshots that are not written in time are dropped. If the writer hangs, the directory stays locked; a
+        hanging read ends with the process. Saves are refused from now on; closing again does nothing.
+        `discard` removes everything instead of writing the queue.
         """
         if self._closing:
             return True

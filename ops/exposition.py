@@ -98,8 +98,8 @@ HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
 def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
     """Yield all metric families.
 
-    A silent worker only has `up` and `last_seen_seconds`: nobody knows its figures. Without a `backlog` the
-    figures of the log's consumer are left out.
+    A silent worker only has `up` and `last_seen_seconds`, since its other figures are unknown. Without a
+    `backlog` the figures of the log's consumer are left out.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:

@@ -74,7 +74,7 @@ _NAMES: Final = 2  # these columns are cut where there is no room
 
 @dataclass
 class State:
-    """What was typed so far. `session` is the opened one; `left` says that the user is done."""
+    """What the user has typed so far. `session` is the opened session; `left` says that the user quit."""
 
     mode: Mode = Mode.WATCH
     sort: int = 0

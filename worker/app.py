@@ -471,7 +471,7 @@ class App:
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
-        """Describe what the tokens of an answer may depend on, for the header of results."""
+        """Describe everything that an answer's tokens may depend on, for the header of results."""
         build = {
             "worker": self._settings.worker,
             "version": VERSION,

@@ -69,7 +69,7 @@ class Traces:
             self._num_overflowed += 1
 
     def stop(self) -> None:
-        """Send what is left, for a few seconds at the most."""
+        """Send the remaining spans, for a few seconds at most."""
         with contextlib.suppress(Full):
             self._queue.put(None, timeout=_STOP_S)
             self._thread.join(_STOP_S)

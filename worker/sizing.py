@@ -80,7 +80,7 @@ class Sized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a load takes, with all sessions at their full context; None where there are no snapshots."""
+    """The needs of a load, with all sessions at their full context; None where there are no snapshots."""
 
     weight_bytes: int
     device_memory_bytes: int
@@ -148,7 +148,7 @@ def plan(
     max_memory: int | None,
     max_disk: int,
 ) -> Plan:
-    """Compute what a load takes. A `max_disk` of 0 means no snapshots."""
+    """Compute the needs of a load. A `max_disk` of 0 means no snapshots."""
     estimated = sized.estimator
     room = estimated.kv_limit(max_batch, block, max_context, sized.policy)
     room = min(max_memory or room, room)
@@ -178,7 +178,7 @@ def plan(
 
 
 def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
-    """Return the bytes that a session writes in each turn, on average, and those of its files in the end.
+    """Return the bytes that a session writes in an average turn, and the size of its files at its end.
 
     As the device cuts: blocks as they fill up, and at a turn's end the tail, in pieces (`tail_start`).
     """

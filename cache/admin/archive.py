@@ -55,7 +55,7 @@ _EMPTY: Final = {
 
 @dataclass(slots=True)
 class Transferred:
-    """What was copied; `skipped` are names with the reasons."""
+    """The result of a copy; `skipped` are names with the reasons."""
 
     num_files: int = 0
     size_bytes: int = 0

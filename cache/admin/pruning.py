@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed and what is left; `num_pinned` snapshots stayed only because they are pinned."""
+    """The removed and the remaining snapshots; `num_pinned` stayed only because they are pinned."""
 
     num_files: int
     size_bytes: int

@@ -71,7 +71,7 @@ class ModelUsage:
 
 @dataclass(slots=True)
 class Survey:
-    """What an inspection has found.
+    """The result of an inspection.
 
     `doubtful` are file names with the reasons, `quarantined` the doubtful files that were moved.
     """

@@ -48,7 +48,7 @@ class Reader:
         raise DoubtfulSnapshotError("shorter than its header says")
 
     def read(self, num_bytes: int) -> bytes:
-        """Read just so many bytes; raises as `fill` does."""
+        """Read exactly that many bytes; raises as `fill` does."""
         found = bytearray(num_bytes)
         self.fill([memoryview(found)])
         return bytes(found)
@@ -66,7 +66,7 @@ class Writer:
             buffers = skip_bytes(buffers, os.writev(self._file, buffers))
 
     def finish(self) -> None:
-        """Write what is left, and sync the file."""
+        """Write the buffered rest, and sync the file."""
         os.fsync(self._file)
 
 
@@ -90,7 +90,7 @@ class Access:
         return self.digest_of(path.stem + SUFFIX)
 
     def size_bytes(self, num_bytes: int) -> int:
-        """Return the size of a file with so many bytes of contents."""
+        """Return the size of a file, given the size of its contents."""
         return num_bytes
 
     def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # for those with a key

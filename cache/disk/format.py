@@ -3,10 +3,10 @@
 The header says whose KV the file holds (`header`). Nothing of a file is used before its length, checksum,
 identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of sessions.
 
-The tensors follow the header without gaps, in sections: one section for all layers of the same reach, what
-a carrier has of the blocks before it, then the state of layers that are not cut by tokens. The header and
-each section have a checksum of their own, since a restore reads only the sections that a layer still sees,
-and the state of a chain's last file alone.
+The tensors follow the header without gaps, in sections: one for all layers of the same reach, then a
+carrier's sketches of the blocks before it, then the state of layers that are not cut by tokens. The header
+and each section have a checksum of their own, since a restore reads only the sections that a layer still
+sees, and the state of a chain's last file alone.
 """
 
 from __future__ import annotations

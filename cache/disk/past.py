@@ -42,8 +42,7 @@ _READ_S: Final = 5.0
 class StoredPast:
     """The KV of the first `end` tokens, in `files`; made by `Store.past`, then used by one thread.
 
-    `ahead` is the part that is read already, or is being read. `doubt` is the file that was not what it
-    should be, and why.
+    `ahead` is the part that was read ahead, or is being read. `doubt` is a doubtful file and the reason.
     """
 
     folder: Folder

@@ -73,7 +73,7 @@ class ReadOutcome:
 
 
 def release_thread() -> None:
-    """Release what the calling I/O thread holds of MLX, before the thread ends."""
+    """Release the calling I/O thread's MLX streams, before the thread ends."""
     from cache.kv import arrays
 
     arrays.release_thread()
@@ -177,7 +177,7 @@ class _Reading:
         self._todo = deque(range(len(files)))
 
     def run(self, help_out: Help) -> tuple[int, str | None]:
-        """Read all; return how many files from the first on are good, and what is wrong with the next one.
+        """Read all files; return how many are good, from the first on, and what is wrong with the next one.
 
         Raises `TimeoutError` if the other thread does not return in time.
         """

@@ -143,7 +143,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
 
 
 class _Writer(Writer):
-    """Encrypts what is written, chunk by chunk."""
+    """Writes an encrypted file, chunk by chunk."""
 
     def __init__(self, file: int, path: Path, sealed: Sealed) -> None:
         super().__init__(file)
@@ -154,7 +154,7 @@ class _Writer(Writer):
         self._num_bytes = self._number = 0
 
     def write(self, buffers: list[memoryview]) -> None:
-        """Encrypt what fills a chunk; the rest waits."""
+        """Encrypt full chunks; buffer the rest."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:
@@ -166,7 +166,7 @@ class _Writer(Writer):
                 done += num
 
     def finish(self) -> None:
-        """Encrypt what is left, and sync the file."""
+        """Encrypt the buffered rest, and sync the file."""
         self._seal(last=True)
         super().write(self._out)
         super().finish()
@@ -182,7 +182,7 @@ class _Writer(Writer):
 
 
 class _Reader(Reader):
-    """Decrypts what is read, and verifies it chunk by chunk."""
+    """Reads an encrypted file, and verifies each chunk."""
 
     def __init__(self, file: int, path: Path, sealed: Sealed) -> None:
         super().__init__(file)

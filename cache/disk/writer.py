@@ -96,7 +96,7 @@ class PinNote:
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """The erasure of what is left of a run of packed tokens, or of everything (None).
+    """The erasure of all remains of some packed tokens, or of everything (None).
 
     When done, `clean` says that no file of the directory holds any of these tokens, even after a crash.
     """
@@ -249,7 +249,7 @@ class Writer:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def erase(self, packed: bytes) -> Erasure:
-        """Queue the erasure of what is left of tokens whose files were unlinked before."""
+        """Queue the erasure of all remains of tokens whose files were unlinked before."""
         erasure = Erasure(packed)
         self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
@@ -270,7 +270,7 @@ class Writer:
         await passed
 
     async def stop(self, timeout_s: float) -> bool:
-        """Abandon what is queued and end the thread; False if it did not end in time.
+        """Abandon the queued writes and end the thread; False if it did not end in time.
 
         The thread is a daemon: a hanging system call does not delay the end of the process.
         """
@@ -311,7 +311,7 @@ class Writer:
             self.counts.durable += 1
 
     def _pause(self, write: Write) -> None:
-        """Pause writing, twice as long each time, and abandon what is queued."""
+        """Pause writing, twice as long each time, and abandon the queued writes."""
         if self.paused:
             return  # it failed in the same burst: it had begun before it was abandoned
         if not self._pause_s:

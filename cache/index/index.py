@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    Only leaves are removed, so the whole chain of every node is in the tree. A chain is therefore held or
-    used by its last node alone, without a walk. A removed node passes its last use and its holds to the
-    node before it. A node that no session sees may lose its file alone, and stays as a gap (see `gaps`).
+    Only leaves are removed, so the whole chain of every node is in the tree. So to hold or use a chain, only
+    its last node is marked. A removed node passes its last use and its holds to the node before it. If no
+    session sees a node, its file may be evicted while the node stays as a gap (see `gaps`).
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -44,7 +44,7 @@ class Index:
         self._fill(stored)
 
     def _fill(self, stored: Sequence[Row]) -> None:
-        """Build the tree of what is stored."""
+        """Build the tree of the stored snapshots."""
         nowhere = Parent(b"")
         self._nodes = nodes = {row.digest: Node(row, nowhere, durable=True) for row in stored}
         #: The roots that have chains.
@@ -90,7 +90,7 @@ class Index:
         return not any(node.start for root in self._roots.values() for node in root.children)
 
     def get(self, digest: bytes) -> Node | None:
-        """Return the node with this digest, on its way or stored."""
+        """Return the node with this digest, queued or stored."""
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
@@ -136,7 +136,7 @@ class Index:
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Node:
-        """Add a snapshot that is on its way to the disk, as the most recently used one; it may fill a gap."""
+        """Add a snapshot that is queued for the disk, as the most recently used one; it may fill a gap."""
         digest, up = name.digest, self._parent(name.parent)
         row = Row.of(digest, name, size_bytes, self.next_use())
         node = self._nodes.get(digest)
@@ -240,7 +240,7 @@ class Index:
             self._reclassify(node)
 
     def held_bytes(self) -> int:
-        """Return the bytes of pinned and held nodes, stored or not, and of what they need of their chains."""
+        """Return the bytes of pinned and held nodes, stored or not, and of the nodes that they need."""
         seen: set[Node] = set()
         size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
         for held in self._held:

@@ -22,7 +22,7 @@ BY_TOKENS: Final = attrgetter("tokens", "digest")
 
 
 class Parent:
-    """What snapshots continue: a root (a tenant's empty prefix), or a node."""
+    """The parent of snapshots: a root (a tenant's empty prefix), or a node."""
 
     __slots__ = ("children", "digest", "reach")
 
@@ -35,7 +35,7 @@ class Parent:
 
 
 class Node(Parent):
-    """A snapshot that is stored, or on its way to the disk.
+    """A snapshot that is stored, or queued for the disk.
 
     A snapshot that was removed and saved again is another node with the same digest.
     """

@@ -53,7 +53,7 @@ class Opened:
 def open_directory(
     directory: Path, identity: bytes, model: str, clock: Callable[[], float], access: Access = PLAIN
 ) -> Opened:
-    """Lock a directory and read what is in it. Blocking.
+    """Lock a directory and read its contents. Blocking.
 
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pinned prefix: of its `num_tokens`, `num_stored` are stored or on their way, in `size_bytes`.
+    """A pinned prefix: of its `num_tokens`, `num_stored` are stored or queued, in `size_bytes`.
 
     `pinned_bytes` are those of all pins together; `noted` says that the pin itself is on disk.
     """
@@ -44,9 +44,9 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedPin:
-    """A pin, and the paths in the tree that hold its tokens now, stored or on their way.
+    """A pin, and the paths in the tree that hold its tokens now, stored or queued.
 
-    There is a path for every name under which an added or removed node may change them.
+    There is a path for each parent whose new or removed children may change the pin's nodes.
     """
 
     pin: Pin

@@ -79,7 +79,7 @@ class Prefixes:
         return node is not None and node.is_gap
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return what is stored or on its way: the edges of the tail's pieces, and the last node.
+        """Return the edges of the tail's pieces, stored or queued, and the last node.
 
         Ends before the first gap that a session of these tokens sees.
         """
@@ -111,7 +111,7 @@ class Prefixes:
         return wanted
 
     def parent(self, chain: Chain, tokens: Tokens, start: int) -> bytes | None:
-        """Return the name of what a snapshot from `start` on continues; None if all of `tokens` is stored.
+        """Return the parent's name for a snapshot from `start` on; None if all of `tokens` is stored.
 
         The name is that of a block or of a piece of a tail; it is all zeros, which nothing is called, if the
         piece that should end at `start` is gone.
@@ -126,7 +126,7 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Whether nodes, stored or on their way, hold all of `packed` behind the block `parent`.
+        """Whether nodes, stored or queued, hold all of `packed` after the block `parent`.
 
         If layers have states the last node must also end with `packed`: a state has no parts.
         """

@@ -104,7 +104,7 @@ class Room:
         return self._evict(need, EVICT_LIMIT) >= need
 
     def set_limits(self, max_bytes: int, min_free_bytes: int) -> None:
-        """Change the limits. What exceeds them is evicted step by step."""
+        """Change the limits. Snapshots above them are evicted step by step."""
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         _log.info("cache_limits_changed", max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         if self._index.kept_bytes > max_bytes:
@@ -125,7 +125,7 @@ class Room:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
     def pin(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix: what is stored of it, and what will be. Raises `PinRefusedError`."""
+        """Pin a prefix: its stored snapshots, and later ones. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
         tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)

@@ -275,8 +275,8 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
     Arrays that are cut by tokens may be longer; nobody reads that room before it is written. A ring's arrays
-    are its sinks and its window, no longer. Raises `ValueError` if the arrays are not what such caches hold
-    at that position.
+    are its sinks and its window, no longer. Raises `ValueError` if the arrays do not fit such caches at that
+    position.
     """
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tensors.items():

@@ -118,7 +118,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
-    """Hash what turns text into tokens. The chat template only chooses the text, so it is left out."""
+    """Hash the tokenizer's files. The chat template only chooses the text, so it is left out."""
     files = files_digest([path for name in _TOKENIZER_FILES if (path := folder / name).is_file()], memo=memo)
     path = folder / _TOKENIZER_CONFIG
     said = path.read_bytes() if path.is_file() else b""

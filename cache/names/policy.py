@@ -115,7 +115,7 @@ class Policy:
         return position - self.window
 
     def seen(self, position: int) -> tuple[tuple[int, int], ...]:
-        """List what a session of `position` tokens needs to go on: sinks and pins, then the window."""
+        """List the spans that a session of `position` tokens needs: sinks and pins, then the window."""
         first = self.visible_from(position)
         if not first:
             return ((0, position),) if position else ()

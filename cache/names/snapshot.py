@@ -74,7 +74,7 @@ def layer_path(name: str) -> str:
 
 
 def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Group tensors into the sections of a file, what is carried after others, the state last."""
+    """Group tensors into the sections of a file: carried sketches after the others, the state last."""
     for _, run in groupby(
         tensors, key=lambda one: (one.of_state, one.is_carried, section(one.name, one.reach))
     ):
@@ -90,7 +90,7 @@ States = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
-    """List what a layer of this reach sees of a session's `num_tokens` tokens."""
+    """List the spans of a session's `num_tokens` tokens that a layer of this reach sees."""
     return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
 
 
@@ -145,7 +145,7 @@ class ModelLayout:
         )
 
     def under(self, policy: Policy) -> ModelLayout:
-        """Return what snapshots hold under `policy`: layers without a window get the one of the policy."""
+        """Return the layout of snapshots under `policy`: layers without a window get the policy's window."""
         if policy == FULL:
             return self
         reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)
@@ -161,7 +161,7 @@ class ModelLayout:
         return f"{policy} by {','.join(paths)} in {CARRIER}" if policy.recall else str(policy)
 
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
-        """List what the layers of a session of `num_tokens` tokens see; spans may overlap.
+        """List the spans that the layers of a session of `num_tokens` tokens see; they may overlap.
 
         Of the first `num_carried` tokens the sketches, which alone are of all tokens then, are left out.
         """

@@ -136,7 +136,7 @@ class Tokens(Sequence[int]):
         return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
 
     def holds(self, at: int) -> bool:
-        """Whether the id at a position is there, and not left out."""
+        """Whether the id at a position is not left out."""
         return not _PART <= at < self.held_from
 
     def ids(self, start: int = 0, end: int | None = None) -> _Ids:
@@ -155,7 +155,7 @@ class Tokens(Sequence[int]):
         return pack(self.ids(start, end))
 
     def num_common(self, other: Tokens) -> int:
-        """Count the leading tokens that both have; fewer, where they begin to differ in what is left out."""
+        """Count the common leading tokens; too few if the first difference is among left-out ids."""
         num = min(len(self._parts), len(other._parts))
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
             num -= 1

@@ -51,7 +51,7 @@ class CopyError(TurnkeepError):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a file holds.
+    """The contents of a file.
 
     `digest` is that of the log; `kv` are the names and sizes of snapshots.
     """

@@ -101,7 +101,7 @@ def first_unequal(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int |
 
 
 def _around(recorded: str, replayed: str) -> tuple[str, str]:
-    """Cut two answers to what lies around their first difference."""
+    """Cut two answers to the text around their first difference."""
     start = max(0, (first_unequal(tuple(map(ord, recorded)), tuple(map(ord, replayed))) or 0) - _AROUND)
     both = (text[start : start + 2 * _AROUND] for text in (recorded, replayed))
     was, now = (f"{'...' if start else ''}{text}" for text in both)

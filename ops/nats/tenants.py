@@ -68,7 +68,7 @@ def accounts(
 ) -> dict[str, Any]:
     """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors.
 
-    `worker` and `metrics` are the public keys of the workers, and of those who watch them.
+    `worker` and `metrics` are the public keys of the workers and of monitoring.
     """
     position = subjects.prefix.count(".") + 2
     mine = {"account_token_position": position}

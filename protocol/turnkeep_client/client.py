@@ -210,7 +210,7 @@ class Client:
         return self._wire.connected
 
     async def backlog(self) -> Backlog:
-        """Return what the log's consumer has to deliver, for all tenants; the user must be allowed to ask.
+        """Return the backlog of the log's consumer, for all tenants; the user must be allowed to ask.
 
         Raises `NoWorkerError` if there is no consumer, or no answer.
         """

@@ -168,11 +168,11 @@ class Append(_Input, frozen=True, tag="append"):
 class Generate(_Input, frozen=True, tag="generate"):
     """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
 
-    Filters apply in the order repetition_penalty, temperature, top_k, top_p, min_p. A temperature of 0
-    takes the most likely token. `top_k` 0 and `top_p` 1 are off. The penalty is for tokens that the session
-    has, under `sink_window` that the model sees as the answer begins, and for those of the answer. A missing
-    seed is derived from the request, so an interrupted answer continues with the same tokens. `raw` leaves
-    out the assistant header that the chat template would add after messages.
+    Filters apply in the order repetition_penalty, temperature, top_k, top_p, min_p. A temperature of 0 takes
+    the most likely token. `top_k` 0 and `top_p` 1 are off. The penalty is for the answer's tokens and the
+    session's tokens; under `sink_window` only for the session's tokens that the model sees when the answer
+    begins. A missing seed is derived from the request, so an interrupted answer continues with the same
+    tokens. `raw` leaves out the assistant header that the chat template would add after messages.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256

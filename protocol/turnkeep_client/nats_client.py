@@ -34,7 +34,7 @@ class NoTlsError(NatsError):
 
 
 def refusal(error: Exception) -> str | None:
-    """Say why a server cannot be used however often it is tried, and what would help; else None."""
+    """Say why retries cannot help against an error, and what would; None if they can."""
     text = str(error).lower()
     if isinstance(error, NoTlsError):
         return "does not speak TLS; enable it there, or use nats:// and no CA or certificate"
@@ -72,7 +72,7 @@ class Nats(Client):
         self._ps = _Parser(self)  # type: ignore[assignment]
 
     async def abandon(self) -> None:
-        """Close what could not be connected: after a failed TLS handshake `close` may never return."""
+        """Close a failed connection: after a failed TLS handshake `close` may never return."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABANDON_S):
                 await self.close()

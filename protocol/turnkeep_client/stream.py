@@ -50,7 +50,7 @@ class Unsent(NamedTuple):
 
 
 class Api(Protocol):
-    """What the stream needs of a connection. All raise `NoWorkerError` and `NotPermittedError`."""
+    """The calls that the stream makes on a connection. All raise `NoWorkerError` and `NotPermittedError`."""
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Ask JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""

@@ -55,7 +55,7 @@ def batch_for(
 ) -> Batch:
     """Return an empty batch that runs the model's rows in the best way; logs if that is a slow one.
 
-    `room` says whether so many bytes more may be allocated; `max_draft` bounds a row's draft, in tokens.
+    `room` says whether that many more bytes may be allocated; `max_draft` bounds a row's draft, in tokens.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -148,7 +148,7 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
 
 
 def _deviation_rotated(model: Any, forward: Forward, *, shares: bool) -> float:
-    """Return how far logits over rings differ from those over mlx-lm's windows, relative to the largest.
+    """Return the largest difference of logits with rings and with mlx-lm's windows, as a share.
 
     Of 45 tokens in four pieces, with a window of 16 in layers that have none: the rings
     count positions from a base that moves on every 16 tokens, so most keys stand on the other side of it.

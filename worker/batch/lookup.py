@@ -44,7 +44,7 @@ class Lookup:
 
     @property
     def may_propose(self) -> bool:
-        """Whether `propose` may return tokens once one more token, whichever, is known."""
+        """Whether `propose` may return tokens after one more token, whichever it is."""
         return self._pause <= 1 and self._place(NGRAM - 1) is not None
 
     def propose(self, most: int) -> list[int]:

@@ -39,7 +39,7 @@ class MergedRows(Batch):
     ) -> None:
         """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
 
-        `room` says whether so many bytes more may be allocated. `rotations` says how layers rotate queries,
+        `room` says whether that many more bytes may be allocated. `rotations` says how layers rotate queries,
         if their caches may be rings: such rows are not merged.
         """
         super().__init__()

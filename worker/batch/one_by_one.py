@@ -69,7 +69,7 @@ def run_alone(
 ) -> mx.array:
     """Build a pass over one session's next tokens; returns their logits, (1, tokens, vocabulary).
 
-    The tokens of one call of the model get one base, so those of several take several calls.
+    All tokens of one call of the model share a base, so tokens of several bases take several calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
     if not rings or rotations is None:

@@ -80,7 +80,7 @@ _KINDS: Final = ("here", "before", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What some tokens see of rings of one kind, for all their layers.
+    """Which places of rings some tokens see, for all layers with such rings.
 
     `seen`, (rows, 1, tokens, places), is None where all of it is. `before`, (rows, 1, 1, places), says which
     keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are rotated
@@ -103,10 +103,10 @@ class Sight:
 
 
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
-    """Say what the last `num` tokens of each of several rows see of rings like this one.
+    """Return which places of rings like this one the last `num` tokens of several rows see.
 
-    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base. What is in slots is
-    seen where it is before the window; a ring with slots is alone.
+    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base. Tokens in slots are
+    seen if they are before the window; a ring with slots is alone.
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
@@ -155,8 +155,8 @@ def attend(
     """Compute attention of queries to a ring's places: (rows, heads, tokens, head_dim).
 
     `queries` are (all rows' tokens, heads, 1, head_dim), and `to_rows` makes that (rows, heads, tokens,
-    head_dim); keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are what
-    some models have for a key that stands for nothing.
+    head_dim); keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are some
+    models' scores of a sink without a key.
     """
 
     def scored(asking: mx.array, columns: mx.array) -> mx.array:

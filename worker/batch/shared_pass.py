@@ -63,7 +63,7 @@ class SharedPass(Batch):
         has_rings: bool = False,
         sketched: tuple[int, ...] = (),
     ) -> None:
-        """`room` says whether a pool may allocate so many bytes more; `max_draft` bounds a row's draft.
+        """`room` says whether a pool may allocate that many more bytes; `max_draft` bounds a row's draft.
 
         `pools` says that no KV is quantised: slots hold arrays of keys and of values.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None:
-    """Start a session under a cache policy, and print the one that it got."""
+    """Start a session under a cache policy, and print its policy."""
     opened = await client.session(name).open(cache, timeout_s=30)
     click.echo(f"opened {name} under {opened.cache or 'full'}")
 

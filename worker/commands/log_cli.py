@@ -301,7 +301,7 @@ def _said(role: str, text: str) -> Iterator[str]:
 
 
 def _cost(turn: Turn) -> str:
-    """Say in a line what came of a request."""
+    """Return a line with a request's result and cost."""
     match turn.result:
         case None:
             return "no result yet" if turn.request else "not a valid request"

@@ -89,7 +89,7 @@ async def _obey(
     starting: anyio.CancelScope,
     read_again: Callable[[], Settings],
 ) -> None:
-    """Do what signals say. What is still starting is cancelled, what serves is told to stop."""
+    """Obey signals: cancel a worker that is still starting, stop one that serves."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):

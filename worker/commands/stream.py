@@ -97,7 +97,7 @@ class _Stream:
                 return
 
     async def _show_state(self) -> None:
-        """Show what the answer waits for, once it is silent for some time."""
+        """Show what the answer waits for, if no text has come for some time."""
         warned = False
         while True:
             await asyncio.sleep(_POLL_S)

@@ -1,1 +1,1 @@
-"""The device: what runs there when, what stays there, and whether it fits."""
+"""The device: which step runs next, whose KV stays there, and whether it fits into memory."""

@@ -55,7 +55,7 @@ class Acquisition:
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn; False if it has to wait for a turn that is about to prefill what both begin with."""
+        """Add a turn; False if it has to wait for a turn that is about to prefill their common beginning."""
         # An append leaves its last token to the answer drawn from its logits: run twice, the token could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
@@ -87,8 +87,8 @@ class Acquisition:
     def acquire(self, turn: Turn) -> bool:
         """Give a turn its caches, trimmed to the tokens that it can reuse.
 
-        False, with nothing changed, if a copy of another session's KV waits until idle ones are dropped.
-        Raises ValueError for a token id outside of the vocabulary.
+        False, with nothing changed, if a copy of another session's KV must wait until idle sessions are
+        dropped. Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
         kv = self._room.estimator.kv.under(turn.policy)

@@ -94,7 +94,7 @@ class Device:
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
-        """Return what a session's KV takes under a policy."""
+        """Return the size of a session's KV under a policy."""
         return self.estimator.kv.under(policy)
 
     @property

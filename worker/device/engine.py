@@ -1,8 +1,8 @@
 """The event loop's side of the device: which turns run, whose KV stays resident, and how each turn ended.
 
-The engine owns the ledger of device memory, and with it the residency. For each turn it has KV found
-(`finding`), submits the turn (`flights`), and passes on its tokens. It knows nothing of messages, the log or
-the order of a session's requests; each session makes sure that it has at most one turn under way.
+The engine owns the ledger of device memory, and with it the residency. For each turn it lets `finding` find
+the KV, submits the turn (`flights`), and passes on its tokens. It knows nothing of messages, the log or the
+order of a session's requests; each session makes sure that it has at most one turn under way.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """What a turn cost. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
+    """The cost of a turn. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
 
     `complete` says that the whole context has KV: the turn was not cancelled before.
     `started_s` and `first_token_s` are readings of the monotonic clock.
@@ -232,9 +232,9 @@ class Engine:
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
         slower than the device. Of waiting turns those of a higher `priority` come first. Returns None if the
         turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
-        What it spends its time on is added to `phases`, also if it fails.
-        Raises `DeviceFaultError`, `NoMemoryError`, `CutOffError` where tokens of the context that were left
-        out have to be run, and `StoppingError` if the worker stops before the end.
+        The phases of its time are added to `phases`, also if it fails. Raises `DeviceFaultError`,
+        `NoMemoryError`, `CutOffError` where tokens of the context that were left out have to be run, and
+        `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)

@@ -77,7 +77,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
-    """Estimate what attention of `num_new` tokens to a context of `num_context`, themselves included, takes.
+    """Estimate the bytes for attention of `num_new` tokens to a context of `num_context` (with them).
 
     The output, and the scores unless a kernel never holds them: `fused` says that the device has one for head
     sizes of up to 128. The formula is that of oMLX's prefill guard.
@@ -91,8 +91,8 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
 def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
     """Count the scores of a token of a prompt's piece of `num_tokens`, with `num_cached` tokens at its end.
 
-    A ring's are put together from runs: twice. But not those of a paged session, whose keys all stand where
-    they say; with an exact prefill its scores come in parts.
+    A ring's scores are joined from runs, so they count twice; a paged session's do not, since its queries
+    need no rotation. With an exact prefill its scores come in parts.
     """
     if policy.window is None:
         return num_cached
@@ -153,7 +153,7 @@ class Estimator:
         return len(lengths) * room + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:
-        """Estimate what a restore of `num_tokens` takes: their KV, one layer twice, the rest of a block."""
+        """Estimate a restore of `num_tokens`, in bytes: their KV, one layer twice, the rest of a block."""
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:

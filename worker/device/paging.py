@@ -76,7 +76,7 @@ class Paging:
             pages.sees_all, pages.past = turn.policy.exact, turn.past
 
     def end_piece(self, turn: Turn) -> None:
-        """Have the next tokens see what is on the device."""
+        """Let the next tokens see only the KV on the device."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.settle()
             pages.sees_all, pages.past = False, None

@@ -39,7 +39,7 @@ class Room:
     """Idle sessions' KV by key, and the restores that wait for room or have it."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
-        """`report_short` tells the event loop what is short."""
+        """`report_short` sends a `Short` to the event loop."""
         #: Whether the event loop was asked to drop sessions, and has not answered with `made_room`.
         self.awaits_drops = False
         self.estimator = estimator
@@ -71,7 +71,7 @@ class Room:
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:
-        """End a promise: what the room was for is on the device now."""
+        """End a promise: the restored KV is on the device now."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
@@ -80,7 +80,7 @@ class Room:
         self._requests = [request for request in self._requests if request.key != key]
 
     def made_room(self) -> None:
-        """Record that the event loop has dropped what it could for the last `Short`."""
+        """Record that the event loop has dropped sessions for the last `Short`."""
         self.awaits_drops = False
 
     def grant_requests(self, *, is_busy: bool) -> None:
@@ -111,7 +111,7 @@ class Room:
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether an optional `size_bytes` fit; if not, ask for room, for the next time."""
+        """Say whether `size_bytes` fit now; if not, ask for room, so that a later call may succeed."""
         if self.has(size_bytes):
             return True
         self.ask_for(size_bytes)

@@ -223,7 +223,7 @@ class Runner:
         return choice.pause_s
 
     def serve_waiting(self) -> None:
-        """Do what needs no step: start turns whose wait is over, grant room, report both."""
+        """Do the work without a step: start turns whose wait is over, grant room, report both."""
         self._start_ready()
         is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
         self.room.grant_requests(is_busy=is_busy)
@@ -253,7 +253,7 @@ class Runner:
             turn.row.num_left = _num_left(turn)
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Let a turn see chunks that were read from SSD; one whose prompt waited for them goes on."""
+        """Let a turn see chunks that were read from SSD; a prompt that waited for them continues."""
         turn.is_recalling = False
         if turn in self._paging or turn in self._scheduler:
             self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
@@ -463,7 +463,7 @@ def _repeated(turn: Turn) -> set[int]:
 
 
 def _num_left(turn: Turn) -> int:
-    """Count the tokens that a turn's answer may still get, by its limit and by what is granted."""
+    """Count the tokens that a turn's answer may still get, by its limit and its granted memory."""
     if turn.answer is None:
         return 0
     most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)

@@ -14,7 +14,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 
 class Work(Protocol):
-    """What the scheduler reads of a turn: its tenant, its progress, and its prompt's length."""
+    """The part of a turn that the scheduler reads: its tenant, its progress, and its prompt's length."""
 
     @property
     def tenant(self) -> str:

@@ -43,16 +43,15 @@ class ResidentKv:
 class Turn:
     """One append or generate on its way through the device.
 
-    `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have
-    KV on the device under `key`; or `restored` has the KV of the first `num_restored`, as evaluated arrays
-    by name; or the session `source` has, or is about to have, KV of more of them. A generate has an
-    `answer`; tokens that the answer already holds were published before a crash, and end the context. At
-    `num_granted` tokens, the limit of its memory, the turn ends, whether its answer is complete or not.
-    `spans` are the parts of the context without a snapshot; `edges` are where the stored pieces of the
-    last, partial block start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to
-    the store, and `restores` belong to the event loop. `resident` is the session's KV on the device until the
-    turn starts.
-    A turn that `asks` stops before its prompt's last token, until what matters to it is on the device.
+    `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have KV
+    on the device under `key`; or `restored` has the KV of the first `num_restored`, as evaluated arrays by
+    name; or the session `source` has, or is about to have, KV of more of them. A generate has an `answer`;
+    tokens that the answer already holds were published before a crash, and end the context. At `num_granted`
+    tokens, the limit of its memory, the turn ends, whether its answer is complete or not. `spans` are the
+    parts of the context without a snapshot; `edges` are where the stored pieces of the last, partial block
+    start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and
+    `restores` belong to the event loop. `resident` is the session's KV on the device until the turn starts. A
+    turn that `asks` stops before its prompt's last token, until its recalled chunks are on the device.
     """
 
     key: SessionKey
@@ -203,12 +202,12 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did, and the device's memory after it.
+    """The outcome of one step, and the device's memory after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. `num_drafted` counts the
     draft tokens since the start, `num_accepted` those accepted, `num_evicted` the tokens of paged sessions
-    that gave way to recalled ones. `estimated_bytes` is what the step was
-    estimated to need besides weights and KV, `measured_bytes` what it did need.
+    that gave way to recalled ones. `estimated_bytes` is the estimate for the step besides weights and KV,
+    `measured_bytes` the measurement.
     """
 
     events: tuple[Event, ...]

@@ -34,7 +34,7 @@ _INSTALL: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install ope
 
 @dataclass(frozen=True, slots=True)
 class BlasStatus:
-    """What `preload` found. `advice` is one line for the operator, empty if there is nothing to do."""
+    """The result of `preload`. `advice` is one line for the operator, empty if there is nothing to do."""
 
     library: str | None
     needed: bool

@@ -193,7 +193,7 @@ class Fold:
         return replace(self.begin(history.conversation.started), exists=True, policy=policy)
 
     def closed(self, history: History) -> History:
-        """End a session. Its tokens are kept only to know its position."""
+        """End a session. Its tokens are kept only for its position."""
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:

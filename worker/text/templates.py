@@ -91,7 +91,7 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a session keeps besides its tokens. Immutable: every change returns a new object.
+    """A session's state besides its tokens. Immutable: every change returns a new object.
 
     `history` is always the session's tokens before the change. `started` is the date that the template may
     write: one date per session, so replaying its log gives the same tokens.

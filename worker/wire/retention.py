@@ -127,7 +127,7 @@ class Retention:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
     async def _follow(self, note: Entry, *, at_once: bool) -> bool:
-        """Do what a note asks for, if due. Returns False if its close has no result yet."""
+        """Carry out a note if it is due. Returns False if its close has no result yet."""
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
