@@ -525,7 +525,8 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
 
     The first tenants that a worker sees have their own, the others share the name `_other`. `requests` counts
     results by outcome, which is `ok` or an error's code; `sessions` are those with requests that wait or run.
-    `cached_tokens` are those whose KV was found, `restored_tokens` those of them that were read from disk.
+    `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the part of them that was read from
+    disk.
     """
 
     requests: dict[str, dict[str, int]] = {}
@@ -539,10 +540,10 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
-    `waiting` counts the sessions that the worker has taken up and that do not run; `waiting_for_memory` of
-    them wait for device memory only. `returned` counts requests handed back to the log's consumer because
-    their tenant has its maximum of sessions at work. `ignored` counts, by kind, entries and chunks that no
-    worker can have published. `kv_layers` names the layers of each kind of KV.
+    `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
+    memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
+    of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
+    `kv_layers` names the layers of each kind of KV.
 
     `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
     generates from the moment when the log stored them, by the server's clock: until they began to run, and of
