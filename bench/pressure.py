@@ -60,8 +60,8 @@ Room = Annotated[
 class Plan:
     """A worker at its memory limit: never above it, refusing nothing that fits, answering everything else.
 
-    Sessions of random length come and go, some of them so long that they fit alone, or never; some requests
-    are cancelled. Afterwards some of the sessions are held again alone: they must get the same answers.
+    Sessions of random length are opened and closed; some fit only alone, some never; some requests are
+    cancelled. Afterwards some of the sessions are held again alone: they must get the same answers.
     """
 
     duration: Annotated[float, Option("How long requests are sent.", smoke=1.5, metavar="SECONDS")] = 600.0

@@ -55,8 +55,8 @@ Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(2
 class Plan:
     """The first token of a session's next turn after a restart and after kill -9.
 
-    Beside them the same turn in a session that is in memory, in one that was spilled to SSD, and in one that
-    is prefilled from its beginning.
+    For comparison, the same turn in a session in memory, in a session that was evicted to SSD, and in a
+    session without KV, which is prefilled from its beginning.
     """
 
     tokens: Lengths = (256, 1024, 2048, 4096, 6000)

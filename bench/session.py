@@ -52,8 +52,8 @@ LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit wi
 class Plan:
     """One session, many turns: what each turn costs as the session grows.
 
-    A turn is sent every --every seconds, or as soon as the one before is answered where that takes longer.
-    Four hours of a turn every half minute: --duration 14400 --every 30.
+    A turn is sent every --every seconds, or when the previous turn is answered, if that takes longer. Four
+    hours of a turn every half minute: --duration 14400 --every 30.
     """
 
     duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None

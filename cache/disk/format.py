@@ -131,11 +131,11 @@ def read(
 ) -> int:
     """Read those tokens of a snapshot that have a place, and verify what is read.
 
-    `layout` is the model's; `places` are in its order. Of a carrier, `carried` are the tokens whose sketches
-    it has, and their places, which come last in the layout. A section is skipped if none of its tokens has a
-    place. Each byte is read once, to its final place, and hashed there. The header is verified before the
-    first write, a section after its last one: after a `DoubtfulSnapshotError` nobody may use the places of
-    this span.
+    `layout` is the model's; `places` are in its order. For a carrier, `carried` has the tokens whose sketches
+    it contains, and their places, which come last in the layout. A section is skipped if none of its tokens
+    has a place. Each byte is read once, to its final place, and hashed there. The header is verified before
+    the first write, a section after its last one: after a `DoubtfulSnapshotError` the places of this span
+    must not be used.
 
     `state` are the buffers of the state's tensors, in the order of `peek`, for the last snapshot of a chain;
     None skips the state.

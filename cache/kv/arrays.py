@@ -64,11 +64,11 @@ def _held(
 
 
 class Blank:
-    """Uninitialised tensors: those of a layout, for a session's first `num_tokens`, and those of a state.
+    """Uninitialised tensors for the first `num_tokens` tokens of a session, and for a state.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
-    layout has room for at least `room_tokens`: its user must know how many tokens count. With a limited reach
-    (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
+    layout has room for at least `room_tokens`: the caller must remember how many are valid. With a limited
+    reach (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
     `carried` are the buffers of the last `num_carriable` tensors of the layout for their first `num_carried`
     tokens, which `places` do without. `only` asks for a part of the layers: no other tensor is made.
     """

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import ChunkedKVCache
 class ChunkCache(ChunkedKVCache):
     """KV of the last tokens of one layer, in which a token sees its own chunk of `chunk_size` tokens.
 
-    Holds the tokens from `start_position` on. Before a pass the model drops all but the last `chunk_size`, so
-    a session that is restored with those goes on with the bits of one that was never interrupted.
+    Holds the tokens from `start_position` on. Before a pass the model drops all but the last `chunk_size`
+    tokens. So a session that is restored with these computes the same bits as an uninterrupted one.
     """
 
     @property

@@ -64,9 +64,9 @@ def make(
     """Make a model's new caches under a policy: with a window, its plain layers are rings.
 
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
-    the layers whose keys a paged session keeps in sketches, by default all. With `block_tokens` chunks of two
-    blocks or more are cut by tokens: a block waits for another piece of the prompt at the most. Raises
-    `ValueError` with the class of a layer that does not support the policy.
+    the layers whose keys a paged session keeps in sketches, by default all. With `block_tokens`, chunks of
+    two blocks or more are cut by tokens, since a block may wait for one more piece of the prompt before it is
+    cut. Raises `ValueError` with the class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
     own = (

@@ -85,8 +85,8 @@ class Past(Protocol):
 class Pages:
     """Which chunks are in the slots of a session's layers, and each chunk's score.
 
-    While it `sees_all`, tokens that are run see all tokens before them: those of the `past`, where some have
-    left the device, and those that the layers hold.
+    While it `sees_all`, tokens that are run see all tokens before them: those in the layers, and those in
+    `past`, which have left the device.
     """
 
     def __init__(self, policy: Policy) -> None:

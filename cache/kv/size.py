@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that hold at most `num_tokens` tokens, of `bytes_per_token` bytes in all of them together.
+    """Layers that hold at most `num_tokens` tokens; a token takes `bytes_per_token` in all of them together.
 
     A ring is cut by tokens, and its size includes `spare` tokens: the piece of a prompt that is being
     prefilled, and what is being recalled. A chunk that `is_chunk` is cut by tokens, too.
@@ -39,7 +39,7 @@ class Window:
 class KvSize:
     """Bytes of a model's KV: for every token, for tokens in windows, and for states of a fixed size.
 
-    `sketch_bytes` are what a policy with `recall` keeps of every token besides.
+    `sketch_bytes` is the size of the sketches of one token, under a policy with `recall`.
     """
 
     bytes_per_token: int

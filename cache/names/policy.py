@@ -30,9 +30,9 @@ class Policy:
 
     That part is the first `sink` and the last `window`, itself included: as in "Efficient Streaming Language
     Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they are, and up to
-    `recall` other tokens are visible too, in whole chunks: those with tokens of `pins`, (start, end), and
-    those that matter most. All tokens are on SSD, and these on the device. If it is `exact`, a prompt's
-    tokens see all tokens, read from SSD layer by layer, and only an answer's see a part.
+    `recall` other tokens are visible too, in whole chunks: chunks with tokens of `pins`, (start, end), and
+    the chunks that matter most. All tokens are on SSD, the visible ones also on the device. If it is `exact`,
+    a prompt's tokens see all tokens, read from SSD layer by layer, and only an answer's tokens see a part.
     """
 
     sink: int = 0

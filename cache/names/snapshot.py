@@ -108,13 +108,13 @@ GROWING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What a model's snapshots hold, as its own caches have it; a file that differs is not used.
+    """The tensors of a model's snapshots, taken from its own caches; a file with others is not used.
 
-    `kv` are the tensors that are cut by tokens, tensors of one reach together; `reaches` says of each which
-    tokens its layer sees, by default all. `states` are the tensors of a state; -1 along `GROWING` means any
-    length. `prove(tensors, num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors,
-    as when the numbers in a state make no sense. `sketches` are the tensors that a policy with `recall` adds,
-    of all tokens, and `carried` is what carriers have of these under such a policy.
+    `kv` are the tensors that are cut by tokens, grouped by reach; `reaches` has the reach of each, by default
+    all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
+    num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors, as when the numbers in
+    a state make no sense. Under a policy with `recall`, `sketches` are the additional tensors of all tokens,
+    and `carried` those of a carrier's earlier blocks.
     """
 
     kv: Layout
@@ -137,7 +137,7 @@ class ModelLayout:
 
     @property
     def reach(self) -> Policy:
-        """The most that a layer sees: the sinks and the window that hold those of all layers."""
+        """The largest reach: sinks and a window that include those of all layers."""
         if not self._distinct or FULL in self._distinct:
             return FULL
         return Policy(

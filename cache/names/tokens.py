@@ -54,11 +54,11 @@ class Tokens(Sequence[int]):
     """A session's token ids, 4 bytes each. Immutable: appending makes new tokens that share the old ones.
 
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
-    hashed again. `chains` are the names that these tokens, or those they grew from, have by root; they belong
-    to the event loop.
+    hashed again. `chains` are the names of these tokens' blocks, by root, shared with the tokens that they
+    extend; they belong to the event loop.
 
-    Those of a long session may be `shortened`: the ids of a middle part are left out. Whatever needs one of
-    these raises `CutOffError`. `boundaries` name what ends behind them.
+    A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs one
+    of these raises `CutOffError`. `boundaries` name the tokens up to some positions.
     """
 
     __slots__ = ("_parts", "_rest", "boundaries", "chains")

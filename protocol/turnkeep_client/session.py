@@ -109,7 +109,7 @@ class Session:
     ) -> Opened:
         """Start the session explicitly: its first request, or the first after `close`.
 
-        Without `cache` it gets the one of this object, or the worker's default.
+        Without `cache` the session gets this object's policy, or the worker's default.
         """
         asked = self._cache if cache is None else _fields(cache)
         call = self._call(build(Open, request_id, cache=asked), timeout_s)
@@ -164,8 +164,8 @@ class Session:
     ) -> Generation:
         """Prepare a generate, after appending at most one of `messages`, `text`, `tokens`.
 
-        Iterate over it or await it to send it. `headers` are those of an `append`. Raises
-        `InvalidMessageError` at once.
+        Iterate over it or await it to send it. `headers` as for `append`. Raises `InvalidMessageError` at
+        once.
         """
         request = build(
             Generate,

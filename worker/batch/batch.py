@@ -79,7 +79,7 @@ class PrefillPiece:
 
     @property
     def states(self) -> list[Any]:
-        """The arrays of the caches, to be evaluated with the drawn tokens, which may not depend on them."""
+        """The arrays of the caches, to be evaluated together with the drawn tokens."""
         return [cache.state for cache in self.caches]
 
 
@@ -131,9 +131,9 @@ class Batch(ABC):
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run every row and piece, and draw the rows' next tokens; rows of `pieces` get their first and join.
 
-        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all that
-        was run. `run_ahead` lets a batch that can launch the step after this one while the caller
-        reads what this one drew: see `is_ahead`.
+        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
+        tokens that were run. With `run_ahead` a batch may launch the next step before the caller has read
+        this step's tokens: see `is_ahead`.
         """
 
     def remove(self, row: Row) -> list[Any]:

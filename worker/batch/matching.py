@@ -33,7 +33,7 @@ def num_sketched(num_layers: int) -> int:
 
 
 def find(model: Any, forward: Forward) -> tuple[int, ...]:
-    """Return the numbers of the layers that match best, in order, out of those that keep all tokens."""
+    """Return the numbers of the best layers, in order, among the layers that keep all tokens."""
     own = make_prompt_cache(model)
     whole = [layer for layer, cache in enumerate(own) if type(cache) in (KVCache, QuantizedKVCache)]
     if len(whole) <= _FEWEST:

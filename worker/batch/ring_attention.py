@@ -82,10 +82,10 @@ _KINDS: Final = ("here", "before", "sinks")
 class Sight:
     """Which places of rings some tokens see, for all layers with such rings.
 
-    `seen`, (rows, 1, tokens, places), is None where all of it is. `before`, (rows, 1, 1, places), says which
-    keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are rotated
-    for the first `num_sinks` places, None where those stand where they say. `num_places` are looked at.
-    Of a single row, `runs` are the ends of places in order that have the same of these three.
+    `seen`, (rows, 1, tokens, places), is None if all places are seen. `before`, (rows, 1, 1, places), says
+    which keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are
+    rotated for the first `num_sinks` places, None if these need no rotation. The first `num_places` places
+    are used. For a single row, `runs` are the ends of consecutive places with equal values of these three.
     """
 
     num_places: int

@@ -41,7 +41,7 @@ class Exchange:
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
-    """Return the last exchanges of a session, the newest last: `at_least` so many, or all.
+    """Return at least the last `at_least` exchanges of a session, or all, the newest last.
 
     Reads the log from its end, so a long session costs no more than a short one.
     """

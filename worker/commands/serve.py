@@ -38,8 +38,8 @@ _SWITCH_INTERVAL_S = 0.001
 def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    SIGHUP takes the limits that may change from `read_again`, where the worker has no terminal. On a
-    terminal it means that this was closed, and stops the worker like SIGTERM.
+    Without a terminal, SIGHUP applies the limits that `read_again` returns. On a terminal SIGHUP means that
+    the terminal was closed, and stops the worker like SIGTERM.
     """
     configure(settings.log_format, settings.log_level)
     log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))

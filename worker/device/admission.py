@@ -120,11 +120,11 @@ class Admission:
 
     First the turns that have run or were overtaken, oldest first. If pausing younger turns makes enough room
     for such a turn, they are paused, youngest first, and no younger turn gets memory before it. Otherwise the
-    turn waits for older ones, and younger ones may use what is left.
-    Then new turns, by priority, and within a priority in rotation by tenant. A new turn that would bring its
-    tenant above `max_tenant_bytes` waits until it fits, or is the tenant's only one. A turn that fits may
-    overtake one that does not; the first turn overtaken counts as older than those from then on. So no turn
-    waits for ever, and the oldest always continues.
+    turn waits for older ones, and younger ones may use the remaining memory. Then new turns, by priority, and
+    within a priority in rotation by tenant. A new turn that would bring its tenant above `max_tenant_bytes`
+    waits until it fits, or is the tenant's only one. A turn that fits may overtake one that does not; from
+    then on the overtaken turn counts as older than the turns that overtake it. So no turn waits for ever, and
+    the oldest always continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -159,7 +159,7 @@ class Admission:
         return self.decide()
 
     def release(self, claim: Claim) -> Decision:
-        """End a turn's reservation and its waiting: the turn is over, or nobody wants it any more."""
+        """End a turn's reservation and its waiting: the turn is over, or was withdrawn."""
         self._give_back(claim)
         return self.decide()
 
@@ -230,7 +230,7 @@ class Admission:
         return True
 
     def _served(self, claim: Claim, *, wanted: int = 0) -> None:
-        """Take a turn out of those that wait; if it is new, its tenant goes to the end of the rotation."""
+        """Take a turn out of the queue; if it is new, its tenant goes to the end of the rotation."""
         claim.wanted = wanted
         if claim is self._overtaken:
             self._overtaken = None

@@ -230,11 +230,11 @@ class Engine:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
-        slower than the device. Of waiting turns those of a higher `priority` come first. Returns None if the
-        turn was `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far.
-        The phases of its time are added to `phases`, also if it fails. Raises `DeviceFaultError`,
-        `NoMemoryError`, `CutOffError` where tokens of the context that were left out have to be run, and
-        `StoppingError` if the worker stops before the end.
+        slower than the device. Among waiting turns higher priorities come first. Returns None if the turn was
+        `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
+        of its time are added to `phases`, also if it fails. Raises `DeviceFaultError`, `NoMemoryError`,
+        `CutOffError` where tokens of the context that were left out have to be run, and `StoppingError` if
+        the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)

@@ -131,7 +131,7 @@ class Finder:
         turn.spans = store.wanted(chain, turn.context, start, end)
 
     async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
-        """Find the KV of a turn's first `end` tokens on SSD, for the device to read; hold it instead."""
+        """Give the device the KV of a turn's first `end` tokens on SSD; from now on the turn holds this."""
         past = None
         try:
             if self._store is not None and turn.chain is not None:

@@ -116,7 +116,7 @@ class Paging:
             self._wait(turn)
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Let a turn see chunks that were read; one whose prompt waited for them goes on."""
+        """Let a turn see chunks that were read; a prompt that waited for them continues."""
         if spans:
             self.num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
         if turn in self._waiting:

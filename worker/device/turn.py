@@ -206,7 +206,7 @@ class StepReport:
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. `num_drafted` counts the
     draft tokens since the start, `num_accepted` those accepted, `num_evicted` the tokens of paged sessions
-    that gave way to recalled ones. `estimated_bytes` is the estimate for the step besides weights and KV,
+    that recalled ones replaced. `estimated_bytes` is the estimate for the step besides weights and KV,
     `measured_bytes` the measurement.
     """
 

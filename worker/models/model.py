@@ -198,7 +198,7 @@ def _load_weights(
 
 
 def cache_sizes(model: Module) -> KvSize:
-    """Measure the size of a session's KV by a pass of one token, whose shapes are enough: it is not run."""
+    """Measure the size of a session's KV from the shapes of a pass of one token, which is not evaluated."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

@@ -113,8 +113,9 @@ class Start(Struct, frozen=True, array_like=True):
 class _Body(Struct, frozen=True, array_like=True):
     """A checkpoint; `near` is the shortened conversation, empty if the template looks back.
 
-    `cache` is the session's policy; of a session under `full`, it is left out, as in earlier versions.
-    A session can be opened from a checkpoint with a `start` without those before it, unless it needs all.
+    `cache` is the session's policy; of a session under `full`, it is left out, as in earlier versions. If a
+    checkpoint has a `start`, a session can be opened without earlier checkpoints, unless it needs all of its
+    tokens.
     """
 
     version: int
@@ -214,9 +215,9 @@ def has_start(body: bytes) -> bool:
 def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
     """Decode a session from the bodies of its checkpoints, oldest first. Call it on a thread.
 
-    These are all, or, unless `whole`, the last one with a start and those behind it. Then the conversation is
-    shortened, and with a start the tokens are. Returns None if the bodies cannot be decoded, do not fit
-    together, or are of another version or tokenizer.
+    With `whole`, `bodies` are all checkpoints; else they begin with the last one that has a start, and the
+    decoded conversation, and with a start also the tokens, are shortened. Returns None if the bodies cannot
+    be decoded, do not fit together, or are of another version or tokenizer.
     """
     tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
     num_bytes = 0

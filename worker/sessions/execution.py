@@ -336,7 +336,7 @@ class Execution:
             raise RefusedError("invalid_request", why)
 
     def _note_policy(self, policy: Policy) -> None:
-        """Note what a session is opened under; refuse one policy too many. Open sessions go on."""
+        """Note the policy of an `open`; refuse one policy too many. Open sessions are not affected."""
         if policy in (FULL, self._fold.policy, *self._policies):
             return
         if len(self._policies) == MOST_POLICIES:

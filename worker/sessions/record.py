@@ -275,7 +275,7 @@ class Record:
             self._diverge("this model makes other tokens of the same log", proof)
 
     def mark_diverged(self, why: str) -> None:
-        """Fold nothing any more; requests fail with `history_diverged`."""
+        """Stop folding; from now on requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
 
     def committed(self, pending: Pending, out_seq: int, history: History) -> None:

@@ -326,7 +326,7 @@ class Session:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
 
     async def whole_tokens(self) -> Tokens:
-        """Return the session's tokens; those that were left out are read, if a stored checkpoint has them."""
+        """Return the session's tokens; reads left-out tokens from a stored checkpoint if it has them."""
         tokens = self.history.tokens
         return tokens.filled(await self._trail.tokens()) if tokens.held_from else tokens
 

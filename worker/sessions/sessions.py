@@ -112,7 +112,7 @@ class Sessions:
         session.counted_bytes = 0
 
     def _update_size(self, session: Session) -> None:
-        """Count a session's size anew, after it was read or has answered."""
+        """Update the counted size of a session that was read or has answered."""
         size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
         session.counted_bytes = size_bytes

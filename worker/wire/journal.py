@@ -167,7 +167,7 @@ class Journal:
             return message.data or b""
 
     async def last_result(self, key: SessionKey) -> Entry | None:
-        """Read a session's last result, or an earlier one from a replica that lags; None without one."""
+        """Read a session's last result, or an earlier one if the replica lags; None if there is none."""
         subject = self._subjects.of(key, "out")
         while True:
             try:
