@@ -67,7 +67,7 @@ _SETTLE_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """The snapshots of some tokens, stored or waiting for the disk, held until `release`.
+    """The snapshots of some tokens, stored or queued, held until `release`.
 
     `edges` are where the pieces of the last, partial block start and end; the first is a block boundary.
     The last node holds its chain.
@@ -256,7 +256,7 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
-        """Hold the snapshots of these tokens, stored or waiting for the disk, until `release`.
+        """Hold the snapshots of these tokens, stored or queued, until `release`.
 
         So a turn can save their continuation, whatever other sessions save or forget meanwhile.
         """
@@ -390,7 +390,7 @@ class Store:
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
-        """Drop the snapshots that wait for the disk, to free their memory on the device.
+        """Drop the queued snapshots, to free their memory on the device.
 
         The snapshot that is being written keeps its memory until the write ends.
         """

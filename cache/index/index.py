@@ -1,4 +1,4 @@
-"""The index: a tree in memory of all snapshots, stored or waiting for the disk, with their last use.
+"""The index: a tree in memory of all snapshots, stored or queued, with their last use.
 
 Belongs to the event loop; the store and its searches use it. Knows no files; `catalog` keeps on disk what
 must outlive the process.

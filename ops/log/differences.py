@@ -44,7 +44,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 def first_difference(
     session: str, recorded: Sequence[Exchange], replayed: Mapping[str, Exchange], faults: Mapping[str, str]
 ) -> Difference | None:
-    """Compare a session with its record; `replayed` and `faults` (of requests without result) are by id."""
+    """Compare a session with its record; `replayed` and `faults` map request ids to results and errors."""
     for number, one in enumerate(recorded, 1):
         other = replayed.get(one.request.id)
         found = _fault(one, other, faults) if other is None or _failed(other) else _compared(one, other)
