@@ -168,7 +168,7 @@ def _choice(*words: str) -> Kind:
 
 
 def _or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Let `word` stand for `meaning`, so that a source can undo what a source below it set."""
+    """Let `word` mean `meaning` (such as no value), so that a source can undo the setting of a lower source."""
     return Kind(
         f"{word!r} or {kind.wants}",
         f"{word}|{kind.shape}",

@@ -143,7 +143,7 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
 
 
 async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
-    """Create a stream, or bring it to these settings; says whether its copies are others now.
+    """Create a stream, or bring it to these settings; says whether its number of copies changed.
 
     Raises `BrokerError`.
     """
