@@ -168,7 +168,7 @@ def _choice(*words: str) -> Kind:
 
 
 def _or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Let `word` mean `meaning` (such as no value), so that a source can undo the setting of a lower source."""
+    """Let `word` mean `meaning` (no value, for example), so that a source can undo a lower one."""
     return Kind(
         f"{word!r} or {kind.wants}",
         f"{word}|{kind.shape}",
