@@ -306,7 +306,7 @@ def pages(caches: Sequence[Any]) -> Pages | None:
 
 
 def num_passed(caches: Sequence[Any]) -> int:
-    """Count the first tokens of a paged session that are not all on the device."""
+    """Count the first tokens of a paged session of which some have left the device."""
     return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
 
 

@@ -76,7 +76,7 @@ def computes_on_linux_cpu() -> bool:
 
 
 def _choose_core(soname: str) -> None:
-    """Tell OpenBLAS the processor if it does not know it, and so fell back to the kernels of 2004."""
+    """Tell OpenBLAS the processor if it does not know it and fell back to its kernels of 2004."""
     library = ctypes.CDLL(soname, mode=ctypes.RTLD_LOCAL)
     try:
         name = library.openblas_get_corename
