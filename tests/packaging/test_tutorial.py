@@ -81,6 +81,7 @@ def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
     said = f"{done.stdout}\n{done.stderr}\n{(folder / 'worker.log').read_text()[-2000:]}"
     assert done.returncode == 0, said
     assert "Paris" in done.stdout, said
+    assert "Berlin" in done.stdout, said  # after the crash, by what was said before it
     assert re.search(r"^turnkeep_up\{.*\} 1\.0$", done.stdout, re.MULTILINE), said
     assert re.search(r'^turnkeep_requests_total\{.*type="generate".*\} [2-9]', done.stdout, re.MULTILINE), (
         said
