@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from nats.aio.client import Client
 
+from turnkeep_client.client import connect
+from turnkeep_client.errors import NoServerError
 from turnkeep_client.nats_client import Nats
 
 if TYPE_CHECKING:
@@ -86,3 +88,9 @@ async def test_a_client_that_is_closed_while_it_reconnects_stops(
     await nc.close()
     done, _ = await asyncio.wait([task], timeout=5)
     assert done
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:69983", "nats://"])
+async def test_a_url_that_names_no_server_is_said_to_be_one(url: str) -> None:
+    with pytest.raises(NoServerError, match=f"no NATS server at {url}"):
+        await connect(url)
