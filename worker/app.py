@@ -582,6 +582,7 @@ class App:
             intake=intake,
             retention=self._retention,
             model=self._loaded.name,
+            sampling=self._loaded.sampling,
             worker=self._settings.worker,
             version=VERSION,
             interval_s=self._settings.metrics_interval_s,

@@ -543,7 +543,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
-    `kv_layers` names the layers of each kind of KV.
+    `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
+    authors recommend; the worker applies none by itself.
 
     `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
     generates from the moment when the log stored them, by the server's clock: until they began to run, and of
@@ -585,6 +586,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     request_duration: Histogram | UnsetType = UNSET
     resident_kv_bytes: int
     kv_layers: dict[str, str] = {}
+    sampling: dict[str, int | float] = {}
     max_memory_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int

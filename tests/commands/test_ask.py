@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from command_runs import Terminal, environment, turnkeep, where
 
-from turnkeep_client.messages import Generate, Generated, decode_request, decode_result
+from turnkeep_client.messages import Generate, Generated, decode_request, decode_result, encode
 from worker.commands.screen import printable, wrapped
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ async def test_what_is_piped_in_is_a_part_of_the_question(
 ) -> None:
     worker = await local_worker()
     done = await ask(worker, *arguments, text=piped)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "turnkeep: ended at max_tokens (4): the answer is cut\n")
     assert contents(await asked(worker.client)) == [("user", whole)]
 
 
@@ -88,11 +90,13 @@ def test_a_terminal_is_not_read_for_a_question_but_for_a_dash() -> None:
 async def test_the_options_of_an_answer_reach_the_worker(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
+    options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
     done = await ask(worker, "hello", *options, "--stop", "END", "--stop", "\n\n")
     assert done.returncode == 0, done.stderr
     request = await asked(worker.client)
     assert contents(request) == [("system", "Be brief."), ("user", "hello")]
     assert (request.top_p, request.temperature, request.seed) == (0.5, 2, 7)
+    assert (request.top_k, request.min_p, request.repetition_penalty) == (5, 0.1, 1.5)
     assert request.stop == ("END", "\n\n")
 
 
@@ -102,7 +106,7 @@ async def test_in_a_pipe_the_answer_is_as_it_was_recorded(
     """Neither wrapped nor cut, and without anything else."""
     worker = await local_worker(model=str(endless_model))
     done = await ask(worker, "hello", "--max-tokens", 300, "--temperature", 1, "--seed", 3, COLUMNS="20")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "turnkeep: ended at max_tokens (300): the answer is cut\n")
     text = (await answered(worker.client)).text
     assert len(text) > 20
     assert done.stdout == printable(text) + "\n"
@@ -132,19 +136,45 @@ async def test_where_nobody_reads_on_the_answer_is_cancelled(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_a_session_made_for_one_question_is_closed_also_where_that_failed(
+async def test_an_answer_is_as_long_as_fits_unless_an_option_says_less(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_context=200)
+    done = await asyncio.to_thread(turnkeep, "ask", "hello", "--session", "s", *where(worker))
+    usage = (await answered(worker.client)).usage
+    assert usage.prompt_tokens + usage.completion_tokens == 200
+    num = usage.completion_tokens
+    assert done.stderr == (
+        f"turnkeep: ended at {num} tokens: no more fit into the context, the worker's memory or one result\n"
+    )
+
+
+async def test_as_json_an_answer_has_its_usage_its_end_and_its_times(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
-    for text, code in (("hello", 0), ("x" * 3000, 1)):
-        done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))
-        assert done.returncode == code, done.stderr
-    types = [
-        decode_request(entry.body).__struct_config__.tag
-        for entry in await worker.client.log()
-        if entry.kind == "in"
-    ]
-    assert types == ["generate", "close"] * 2
+    done = await ask(worker, "hello", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == encode(await answered(worker.client)).decode() + "\n"
+    result = json.loads(done.stdout)
+    assert (result["finish_reason"], result["usage"]["completion_tokens"]) == ("length", 4)
+    assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
+
+
+async def test_options_that_are_not_given_are_those_of_the_model(
+    local_worker: Callable[..., Any], endless_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(endless_model, tmp_path / "model")
+    own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": "much"}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    worker = await local_worker(model=str(folder))
+    for command in ("ask", "chat"):
+        options = ("--session", "s", "--max-tokens", 4, "--top-p", 0.5, *where(worker))
+        done = await asyncio.to_thread(turnkeep, command, *options, text="hello\n")
+        assert done.returncode == 0
+        assert "nded at max_tokens (4): the answer is cut\n" in done.stderr
+        request = await asked(worker.client)
+        assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 20, 0.5, 0)
 
 
 @pytest.mark.parametrize("columns", [40, 80])
@@ -220,7 +250,8 @@ async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
 
         seen = await asyncio.to_thread(run)
         text = printable((await answered(client)).text)
-    assert seen == [line.rstrip() for line in wrapped(text).split("\n")] + [""]
+    note = "turnkeep: ended at max_tokens (1500): the answer is cut"
+    assert seen == [*(line.rstrip() for line in wrapped(text).split("\n")), note, ""]
 
 
 @pytest.mark.process

@@ -94,7 +94,7 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
             ("/help", "/rewind"),
             ("/system Be brief.", "The system message is added"),
             ("/system", "needs a text"),
-            ("/set", "max_tokens   5"),
+            ("/set", "max_tokens +5"),
             ("/set max_tokens 3", PROMPT),
             ("/set max_tokens 0", "max_tokens must be"),
             ("/set temperature hot", "'hot' is not valid"),

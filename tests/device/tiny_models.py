@@ -276,6 +276,7 @@ def loaded(model: Any) -> LoadedModel:
         vocab_size=VOCABULARY,
         eos_ids=frozenset(),
         weight_bytes=0,
+        sampling={},
     )
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tests.parts import WorkerProcess
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {"worker", "model", "device", "version", "kv_layers", "snapshots", "by_tenant"}
+LABELS = {"worker", "model", "device", "version", "kv_layers", "sampling", "snapshots", "by_tenant"}
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

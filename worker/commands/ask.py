@@ -10,8 +10,11 @@ from uuid import uuid4
 import click
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import encode
 
 from .close_cli import removed
+from .sampling import asked, cut
+from .screen import wrapped
 from .stream import stream
 
 if TYPE_CHECKING:
@@ -46,15 +49,27 @@ def decoded(body: bytes) -> str:
         ) from None
 
 
-async def ask(client: Client, name: str | None, text: str, system: str | None, sampling: Sampling) -> bool:
-    """Stream the answer, then remove a session that was made for it. Returns False if Ctrl-C ended it."""
+async def ask(
+    client: Client, name: str | None, text: str, system: str | None, sampling: Sampling, *, as_json: bool
+) -> bool:
+    """Stream the answer, then remove a session that was made for it. Returns False if Ctrl-C ended it.
+
+    With `as_json` print the result instead, once it is there.
+    """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    generation = session.generate(messages=messages, **sampling)
+    options = await asked(client, sampling)
+    generation = session.generate(messages=messages, **options)
     try:
-        return await stream(session, generation)
+        finished = await stream(session, generation, shown=not as_json, kept=name is not None)
+        if finished and as_json:
+            click.echo(encode(generation.result))
+        elif finished and (why := cut(generation.result, options["max_tokens"])):
+            note = f"turnkeep: {why}"
+            click.echo(wrapped(note) if sys.stderr.isatty() else note, err=True)
+        return finished
     finally:
         if name is None:
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker

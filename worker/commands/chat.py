@@ -18,6 +18,7 @@ from . import control
 from .ask import decoded
 from .close_cli import start_of_last
 from .exchanges import last_exchanges
+from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
 
@@ -51,6 +52,9 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
     "max_tokens": int,
     "temperature": float,
     "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
     "seed": int,
     "stop": lambda text: [text],
 }
@@ -75,10 +79,8 @@ class _Chat:
         self._system_text: str | None = None
         #: The last question, until it has an answer.
         self._unanswered: str | None = None
-        #: For options that are not given, the worker's defaults apply.
-        self._defaults: dict[str, Any] = {
-            option: value for option, value in sampling.items() if value not in (None, ())
-        }
+        self._given = sampling
+        self._defaults: dict[str, Any] = {}
         self._sampling = self._defaults
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
             "/help": self._help,
@@ -111,6 +113,8 @@ class _Chat:
     async def _enter(self) -> list[Exchange]:
         """Begin or continue the session, and say so; return its last exchanges."""
         info = await self._begin()
+        if not self._defaults:
+            self._sampling = self._defaults = preferred(info.worker.sampling, self._given)
         past = await last_exchanges(self._client, self._name) if info.position else []
         if sys.stdin.isatty():
             self._greet(info, past)
@@ -140,16 +144,17 @@ class _Chat:
             _say(f"Unanswered requests of the session: {waiting}. Your question waits for them.\n")
 
     async def _answer(self, question: str) -> None:
-        generation = self._session.generate(
-            messages=[{"role": "user", "content": question}], **self._sampling
-        )
+        options = whole(self._sampling)
+        generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
         self._unanswered = question
         answered = await stream(self._session, generation)
         if not answered or generation.result.tokens:
             self._unanswered = None
+        why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
-            is_cut = answered and generation.result.finish_reason == "length"
-            _say("Ended at max_tokens, or at the end of the context.\n" if is_cut else "")
+            _say(f"{why.capitalize()}\n" if why else "")
+        elif why:
+            _say(why.capitalize())
 
     async def _help(self, _: str) -> None:
         _say(_HELP)
@@ -165,7 +170,7 @@ class _Chat:
         name, _, value = words.partition(" ")
         if not name:
             for option in _OPTIONS:
-                _say(f"{option:<12} {self._sampling.get(option, 'none')}")
+                _say(f"{option:<18} {self._sampling.get(option, 'none')}")
             return
         if name not in _OPTIONS:
             raise InvalidMessageError(f"there is no option {name!r}; there are {', '.join(_OPTIONS)}")

@@ -188,7 +188,7 @@ def _examine(settings: Settings, *, as_json: bool) -> NoReturn:
     "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
 )
 @tenant_option
-@with_sampling(max_tokens=512)
+@with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def chat(
     config: Path | None, name: str, tenant: str, system: str | None, sampling: Sampling, **flags: Any
@@ -206,16 +206,18 @@ def chat(
 @main.command()
 @click.argument("question", required=False)
 @click.option(
-    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, closed afterwards]"
+    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, removed afterwards]"
 )
 @tenant_option
-@with_sampling(max_tokens=256)
+@as_json
+@with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def ask(
     config: Path | None,
     question: str | None,
     name: str | None,
     tenant: str,
+    as_json: bool,
     system: str | None,
     sampling: Sampling,
     **flags: Any,
@@ -229,9 +231,11 @@ def ask(
     from .ask import question as whole
 
     text = whole(question)
-    if not talk(
-        load_settings(config, flags), tenant, lambda client: run(client, name, text, system, sampling)
-    ):
+
+    async def answer(client: Client) -> bool:
+        return await run(client, name, text, system, sampling, as_json=as_json)
+
+    if not talk(load_settings(config, flags), tenant, answer):
         sys.exit(_INTERRUPTED)
 
 

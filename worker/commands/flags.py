@@ -109,52 +109,42 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-def with_sampling(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the sampling options, passed as `sampling`, and `--system`."""
+_SAMPLING: tuple[tuple[str, str, Any, str], ...] = (
+    ("--max-tokens", "N", int, "Maximum tokens of one answer. [default: what fits the context]"),
+    ("--temperature", "T", float, "0 always takes the most likely token. [default: the model's]"),
+    (
+        "--top-p",
+        "P",
+        float,
+        "Only the most likely tokens with this total probability. [default: the model's]",
+    ),
+    ("--top-k", "N", int, "Only the N most likely tokens; 0 is all. [default: the model's]"),
+    (
+        "--min-p",
+        "P",
+        float,
+        "Only tokens at least P times as likely as the likeliest. [default: the model's]",
+    ),
+    ("--repetition-penalty", "X", float, "Above 1: repeat fewer tokens. [default: the model's]"),
+    ("--seed", "N", int, "Seed of the sampling. [default: a new one]"),
+)
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def sampled(*args: Any, **options: Any) -> Any:
-            sampling = {name: options.pop(name) for name in ("max_tokens", "temperature", "top_p", "seed")}
-            return command(*args, sampling={**sampling, "stop": options.pop("stop")}, **options)
 
-        for option in reversed(
-            (
-                click.option("--system", metavar="TEXT", help="System message, sent first."),
-                click.option(
-                    "--max-tokens",
-                    metavar="N",
-                    type=int,
-                    default=max_tokens,
-                    show_default=True,
-                    help="Maximum tokens of one answer.",
-                ),
-                click.option(
-                    "--temperature",
-                    type=float,
-                    default=0.0,
-                    show_default=True,
-                    help="0 always takes the most likely token.",
-                ),
-                click.option(
-                    "--top-p",
-                    type=float,
-                    default=1.0,
-                    show_default=True,
-                    help="Sample from the most likely tokens with this total probability.",
-                ),
-                click.option(
-                    "--seed", metavar="N", type=int, help="Seed of the sampling. [default: a new one]"
-                ),
-                click.option(
-                    "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
-                ),
-            )
-        ):
-            sampled = option(sampled)
-        return sampled
+def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the sampling options, passed as `sampling` (None: not given), and `--system`."""
+    names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING]
 
-    return decorate
+    @functools.wraps(command)
+    def sampled(*args: Any, **options: Any) -> Any:
+        sampling = {name: options.pop(name) for name in (*names, "stop")}
+        return command(*args, sampling=sampling, **options)
+
+    sampled = click.option(
+        "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
+    )(sampled)
+    for flag, metavar, kind, purpose in reversed(_SAMPLING):
+        sampled = click.option(flag, metavar=metavar, type=kind, help=purpose)(sampled)
+    return click.option("--system", metavar="TEXT", help="System message, sent first.")(sampled)
 
 
 def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:

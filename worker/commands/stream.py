@@ -22,20 +22,23 @@ _POLL_S: Final = 0.3
 _SILENCE_S: Final = 1.5
 
 
-async def stream(session: Session, generation: Generation) -> bool:
+async def stream(session: Session, generation: Generation, *, shown: bool = True, kept: bool = True) -> bool:
     """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
 
     Ctrl-C cancels the answer. If no worker is there, or at a second Ctrl-C, only the wait ends: the request
-    stays in the log. Raises what the generation raises.
+    stays in the log, unless the caller removes the session then (not `kept`). Without `shown` the text is
+    not printed. Raises what the generation raises.
     """
-    return await _Stream(session, generation).run()
+    return await _Stream(session, generation, shown=shown, kept=kept).run()
 
 
 class _Stream:
-    def __init__(self, session: Session, generation: Generation) -> None:
+    def __init__(self, session: Session, generation: Generation, *, shown: bool, kept: bool) -> None:
         self._session = session
         self._generation = generation
         self._screen = Screen()
+        self._shown = shown
+        self._kept = kept
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._has_begun = False
@@ -51,12 +54,16 @@ class _Stream:
         except asyncio.CancelledError:
             if self._stopping is None or not self._reading.cancelled():
                 raise
-            self._screen.end()
-            stored = "is in the log and will be answered" if self._generation.seq else "may be lost"
+            self._end()
+            stored = "may be lost"
+            if self._generation.seq:
+                stored = (
+                    "is in the log and will be answered" if self._kept else "will be removed from the log"
+                )
             click.echo(f"turnkeep: not waiting any longer; the question {stored}", err=True)
         except TurnkeepError:
             if self._has_begun:
-                self._screen.end()
+                self._end()
             raise
         except OSError:  # the reader of the output is gone
             with contextlib.suppress(TurnkeepError):
@@ -74,8 +81,14 @@ class _Stream:
     async def _read(self) -> None:
         async for chunk in self._generation:
             self._heard_at, self._has_begun = self._loop.time(), True
-            self._screen.write(chunk.text)
-        self._screen.end()
+            if self._shown:
+                self._screen.write(chunk.text)
+        self._end()
+
+    def _end(self) -> None:
+        """End the answer's last line."""
+        if self._shown:
+            self._screen.end()
 
     def _interrupt(self) -> None:
         if self._stopping is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from . import blas, gguf_model, hub
 from .misfits import explain
 from .model_files import ModelError, Progress, check_folder, check_tokenizer, weight_files
+from .own_sampling import own_sampling
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class LoadedModel:
     vocab_size: int
     eos_ids: frozenset[int]
     weight_bytes: int
+    sampling: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,7 @@ def load(
         vocab_size=_text_config(config).get("vocab_size") or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
+        sampling=own_sampling(folder),
     )
 
 

@@ -1,0 +1,49 @@
+"""The sampling options of `ask` and `chat`: those that were given, else the model's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Generated
+    from turnkeep_client.session import Sampling
+
+#: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
+_ALL_THAT_FITS: Final = 2**31 - 1
+#: For a model that names none: small models repeat themselves without end where the most likely token is
+#: always taken. The first two are what SmolLM2's authors recommend; without the penalty it still repeats.
+_CAREFUL: Final = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
+    """Return the options that were given, and of the others the model's `own`."""
+    return {**(own or _CAREFUL), **{name: value for name, value in given.items() if value not in (None, ())}}
+
+
+async def asked(client: Client, given: Sampling) -> dict[str, Any]:
+    """Ask the worker for the model's own options, for those that were not given."""
+    try:
+        own = (await client.worker_metrics()).sampling
+    except TurnkeepError:  # the request waits in the log for a worker
+        own = {}
+    return whole(preferred(own, given))
+
+
+def whole(options: dict[str, Any]) -> dict[str, Any]:
+    """Let an answer without `max_tokens` go on to its end."""
+    return {"max_tokens": _ALL_THAT_FITS, **options}
+
+
+def cut(result: Generated, max_tokens: int) -> str:
+    """Say why an answer ended in the middle; empty if it did not."""
+    if result.finish_reason != "length":
+        return ""
+    num = result.usage.completion_tokens
+    if num >= max_tokens:
+        return f"ended at max_tokens ({num}): the answer is cut"
+    return f"ended at {num} tokens: no more fit into the context, the worker's memory or one result"

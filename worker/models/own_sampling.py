@@ -1,0 +1,36 @@
+"""The sampling options that a model's authors recommend, from its folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Generate
+from turnkeep_client.session import build
+
+from .model_files import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_OPTIONS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def own_sampling(folder: Path) -> dict[str, float]:
+    """Return the options in `generation_config.json`, without those that no generate may have.
+
+    Empty if there is no such file, or none in it. `do_sample` false takes the most likely token.
+    """
+    path = folder / "generation_config.json"
+    config = read_json(path) if path.exists() else {}
+    if config.get("do_sample") is False:
+        config["temperature"] = 0.0
+    return {name: config[name] for name in _OPTIONS if _is_valid(name, config.get(name))}
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        build(Generate, None, **{name: value})
+    except InvalidMessageError:
+        return False
+    return value is not None
