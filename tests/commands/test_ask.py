@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from command_runs import Terminal, environment, turnkeep, where
 
-from turnkeep_client.messages import Generate, Generated, decode_request, decode_result, encode
+from tests.parts import TINY_CONTEXT
+from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
 from worker.commands.screen import printable, wrapped
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ async def test_ctrl_c_ends_the_answer_and_is_an_exit_code(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_sigterm_leaves_the_terminal_as_it_was(
+async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -227,6 +228,13 @@ async def test_sigterm_leaves_the_terminal_as_it_was(
             return terminal.end(), terminal.echoes
 
     assert await asyncio.to_thread(run) == (143, True)
+    async with asyncio.timeout(60):
+        # Until it is forgotten, which leaves the close and its result.
+        while len(entries := await worker.client.log()) != 2 or entries[-1].kind == "in":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    closed = decode_result(entries[-1].body)
+    assert isinstance(closed, Closed)
+    assert closed.position < TINY_CONTEXT, "nobody reads the answer, so it was stopped"
 
 
 @pytest.mark.process

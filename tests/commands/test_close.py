@@ -57,7 +57,7 @@ async def test_a_name_that_is_no_session_is_one_line_and_makes_none(
     await worker.client.session("s").append(text="x")
     done = await command(*deed, "typo", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("turnkeep: unknown_session: there is no such session")
+    assert done.stderr.startswith("turnkeep: typo: unknown_session: there is no such session")
     assert list(await states(worker)) == ["s"]
 
 

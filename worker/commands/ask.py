@@ -62,6 +62,7 @@ async def ask(
         messages.insert(0, {"role": "system", "content": system})
     options = await asked(client, sampling)
     generation = session.generate(messages=messages, **options)
+    finished = False
     try:
         finished = await stream(session, generation, shown=not as_json, kept=name is not None)
         if finished and as_json:
@@ -72,5 +73,8 @@ async def ask(
         return finished
     finally:
         if name is None:
+            if not finished:  # nobody will read the rest
+                with contextlib.suppress(TurnkeepError):
+                    await generation.cancel()
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
                 await removed(session, _CLOSE_S)

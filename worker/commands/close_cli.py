@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
 
 from .exchanges import last_exchanges
 from .flags import load_settings, tenant_option, with_result_timeout, with_settings
@@ -59,9 +59,8 @@ def _close(
     async def run(client: Client) -> None:
         for name in names:
             session = client.session(name)
-            # A refused request would stay in the log under a name that is no session.
             if not (forget and await _is_in_log(client, name)):
-                await session.info(limit=0)
+                await _check_open(session)
             if not forget:
                 closed = await session.close(timeout_s=timeout_s)
                 click.echo(f"closed {name} at position {closed.position}")
@@ -83,6 +82,14 @@ async def removed(session: Session, timeout_s: float) -> Closed:
             raise
     await session.open(timeout_s=timeout_s)
     return await session.close(forget=True, timeout_s=timeout_s)
+
+
+async def _check_open(session: Session) -> None:
+    """Raise unless a session is open: a refused request would stay in the log, under a name that is none."""
+    try:
+        await session.info(limit=0)
+    except RequestFailedError as error:
+        raise TurnkeepError(f"{session.key.session}: {error}") from None
 
 
 async def _is_in_log(client: Client, name: str) -> bool:
@@ -115,7 +122,7 @@ def rewind(
         raise click.UsageError("give --last or --position, not both")
 
     async def run(client: Client) -> None:
-        await client.session(session).info(limit=0)  # as in `close`
+        await _check_open(client.session(session))
         first, note = position, ""
         if first is None:
             first, exchange = await start_of_last(client, session, last or 1)
