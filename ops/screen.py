@@ -1,12 +1,14 @@
 """The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
 
 Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session.
+On fewer columns it folds lines, and leaves out columns of the table whose figures are below the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 
     from .fleet import Sighting
 
-#: Lines besides the table's rows: title, heads, a gap, the details, the keys.
+#: Lines above and below the table's rows: title, heads, a gap. Then there are the details and the keys.
+_OTHER_LINES: Final = 3
 _DETAIL_LINES: Final = 11
-_OTHER_LINES: Final = 4 + _DETAIL_LINES
 _MIN_ROWS: Final = 3
+_LABEL: Final = 10
+_KEYS: Final = ("q quit", "s sort", "r reverse", "/ filter", "↑↓ worker", "i open a session", "Esc back")
+_NO_BREAK: Final = "\u00a0"
 
 
 class Mode(Enum):
@@ -70,6 +75,10 @@ _COLUMNS: Final = (
     _Column("drop", lambda _, own: count(own.num_drops), lambda _, own: own.num_drops),
 )
 _NAMES: Final = 2  # these columns are cut where there is no room
+#: Characters of a worker's name and a model's for which there has to be room.
+_MIN_NAMES: Final = (16, 8)
+#: Columns in the order in which they are left out where names would be shorter than that.
+_LEAST: Final = ("model", "drop", "disk", "sess", "hit", "KV", "first", "tok/s")
 
 
 @dataclass
@@ -162,36 +171,59 @@ def draw(
     rows = state.rows(sightings)
     shown = names(rows)
     place = shown.index(state.selected) if state.selected in shown else 0
-    num_rows = max(size[1] - _OTHER_LINES, _MIN_ROWS)
-    first = min(max(place - num_rows // 2, 0), max(len(rows) - num_rows, 0))
     num_silent = sum(not one.up for one in sightings)
     heading = f"{title}  {len(sightings)} worker" + ("s" if len(sightings) != 1 else "")
     heading += f", {num_silent} silent" if num_silent else ""
     if len(shown) < len(sightings):
         heading += f", {len(shown)} shown"
-    table = _table(state, rows[first : first + num_rows], place - first, size[0])
     if state.session:
         details = session_lines(session) if not isinstance(session, str) else [("session", session)]
     elif rows:
         details = worker_lines(*rows[place])
     else:
         details = [("", "no worker fits the filter" if sightings else "no worker has published metrics yet")]
-    blank = num_rows - min(len(rows), num_rows) + _DETAIL_LINES - len(details)
+    columns, lines = size
+    told = [line for label, value in details for line in _detail(label, value, columns)]
+    keys = _keys(state, columns)
+    most = lines - _OTHER_LINES  # for rows, details and keys
+    num_rows = max(most - max(len(told), _DETAIL_LINES) - len(keys), _MIN_ROWS)
+    keys = keys[: max(most - num_rows, 1)]
+    told = told[: max(most - num_rows - len(keys), 0)]
+    first = min(max(place - num_rows // 2, 0), max(len(rows) - num_rows, 0))
+    rows = rows[first : first + num_rows]
     return Group(
         Text(_clean(heading), style="bold", no_wrap=True, overflow="ellipsis"),
-        table,
+        _table(state, rows, place - first, columns),
         Text(""),
-        *(_detail(label, value) for label, value in details[: max(size[1] - num_rows - 4, 0)]),
-        *[Text("")] * blank,
-        _keys(state),
+        *told,
+        *[Text("")] * (most - len(rows) - len(told) - len(keys)),
+        *keys,
     )
+
+
+def _fitting(
+    state: State, rows: Sequence[tuple[Sighting, Figures]], columns: int
+) -> list[tuple[int, _Column]]:
+    """Choose the columns for which there is room, with their places; rows can be sorted by any."""
+    found = list(enumerate(_COLUMNS))
+
+    def width(index: int, column: _Column) -> int:
+        width = max(len(column.head), *(len(column.cell(*row)) for row in rows), 0)
+        return 1 + (min(width, _MIN_NAMES[index]) if index < _NAMES else width)
+
+    for head in _LEAST:
+        if sum(width(*one) for one in found) <= columns + 1:
+            break
+        found = [one for one in found if one[1].head != head or one[0] == state.sort]
+    return found
 
 
 def _table(
     state: State, rows: Sequence[tuple[Sighting, Figures]], place: int, columns: int
 ) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=columns, header_style="dim")
-    for index, column in enumerate(_COLUMNS):
+    found = _fitting(state, rows, columns)
+    for index, column in found:
         head = Text(column.head, style="bold underline" if index == state.sort else "")
         if index < _NAMES:
             table.add_column(head, no_wrap=True, overflow="ellipsis", ratio=1)
@@ -199,28 +231,27 @@ def _table(
             table.add_column(head, no_wrap=True, justify="right")
     for row, (one, figures) in enumerate(rows):
         style = "reverse" if row == place else "" if one.up else "red"
-        cells = (
-            column.cell(one, figures) if one.up or index <= _NAMES else ""
-            for index, column in enumerate(_COLUMNS)
-        )
+        cells = (column.cell(one, figures) if one.up or index <= _NAMES else "" for index, column in found)
         table.add_row(*(Text(_clean(cell)) for cell in cells), style=style)
     return table
 
 
-def _detail(label: str, value: str) -> Text:
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"{label:<10}", style="cyan")
-    line.append(_clean(value))
-    return line
+def _detail(label: str, value: str, columns: int) -> list[Text]:
+    """Write a label and its value, folded below each other."""
+    folded = wrap(_clean(value), max(columns - _LABEL, 1), max_lines=3, placeholder=" …") or [""]
+    return [
+        Text.assemble((f"{'' if number else label:<{_LABEL}}", "cyan"), line, no_wrap=True)
+        for number, line in enumerate(folded)
+    ]
 
 
-def _keys(state: State) -> Text:
+def _keys(state: State, columns: int) -> list[Text]:
     if state.mode is Mode.FILTER:
-        return Text(f"filter: {_clean(state.typed)}_   Enter keeps it, Esc removes it", style="bold")
+        return [Text(f"filter: {_clean(state.typed)}_   Enter keeps it, Esc removes it", style="bold")]
     if state.mode is Mode.SESSION:
-        return Text(f"session: {_clean(state.typed)}_   Enter opens it", style="bold")
-    keys = "q quit  s sort  r reverse  / filter  ↑↓ worker  i open a session  Esc back"
-    return Text(keys, style="dim", no_wrap=True)
+        return [Text(f"session: {_clean(state.typed)}_   Enter opens it", style="bold")]
+    keys = "  ".join(key.replace(" ", _NO_BREAK) for key in _KEYS)
+    return [Text(line.replace(_NO_BREAK, " "), style="dim", no_wrap=True) for line in wrap(keys, columns)]
 
 
 def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:

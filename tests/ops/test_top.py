@@ -134,6 +134,23 @@ def test_the_screen_fits_other_terminals(columns: int, lines: int) -> None:
     assert max(map(len, drawn)) <= columns
 
 
+def test_the_screen_is_readable_at_50_columns() -> None:
+    fleet = Fleet(300)
+    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, max_memory_bytes=2**30))
+    fleet.hear(metrics("studio-2"))
+    drawn = screen(State(), fleet, columns=50, lines=30)
+    assert len(drawn) == 30
+    assert max(map(len, drawn)) <= 50
+    assert "…" not in "".join(drawn), "nothing is cut"
+    assert drawn[1].split() == ["worker", "up", "sess", "run", "wait", "tok/s", "first", "hit", "KV", "disk"]
+    assert [line.split()[0] for line in drawn[2:4]] == ["studio-1", "studio-2"]
+    text = " ".join(" ".join(drawn).split())
+    for part in ("KV 900M of 1.0G; MLX 512B, process 4K", "free 0B", "a token 325ms (p95 932ms)", "Esc back"):
+        assert part in text
+    sorted_by = State(sort=11)
+    assert "drop" in screen(sorted_by, fleet, columns=50)[1], "what rows are sorted by is there"
+
+
 def test_long_names_are_cut_and_control_characters_do_not_reach_the_terminal() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
