@@ -50,8 +50,6 @@ NATS = {
 #: Of the worker: the way from the device thread to the event loop, and what drives the client.
 ASYNCIO = {"worker/app.py", "worker/device", "worker/commands"}
 BARE_TASKS = {"worker/commands/stream.py"}
-#: Packages whose modules still import types from one another in a circle.
-KNOW_EACH_OTHER = {"worker.sessions"}
 
 
 def modules() -> list[Path]:
@@ -138,11 +136,10 @@ def attributes(path: Path) -> list[ast.Attribute]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
 
 
-def circle(*, of_types: bool, left_out: set[str]) -> str:
+def circle(*, of_types: bool) -> str:
     """Find modules that import one another in a circle; empty if there are none."""
     names = {".".join(module_parts(path)): path for path in modules()}
-    kept = {name: path for name, path in names.items() if name.rpartition(".")[0] not in left_out}
-    graph = {name: imports(path, of_types=of_types) & kept.keys() - {name} for name, path in kept.items()}
+    graph = {name: imports(path, of_types=of_types) & names.keys() - {name} for name, path in names.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -151,16 +148,11 @@ def circle(*, of_types: bool, left_out: set[str]) -> str:
 
 
 def test_no_module_imports_itself_over_others():
-    assert not circle(of_types=False, left_out=set())
+    assert not circle(of_types=False)
 
 
 def test_no_module_knows_itself_over_others_not_even_by_its_types():
-    assert not circle(of_types=True, left_out=KNOW_EACH_OTHER)
-
-
-@pytest.mark.parametrize("package", sorted(KNOW_EACH_OTHER))
-def test_a_package_whose_circles_are_gone_is_not_left_out(package):
-    assert circle(of_types=True, left_out=KNOW_EACH_OTHER - {package})
+    assert not circle(of_types=True)
 
 
 def test_the_client_package_needs_msgspec_and_nats_alone():

@@ -153,10 +153,10 @@ def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> N
         ("recall --depths 10,110", b"abc", "depths of up to 100%"),
         ("recall", b" \n\n", "text has no text"),
         ("recall", b"\xff", "cannot be read"),
-        ("recall --resident 64", b"abc", "a window of 60 tokens is smaller than this"),
+        ("recall --resident 64", b"abc", "a window of 60 tokens is smaller than this"),  # behind a full case
     ],
 )
-def test_what_cannot_be_is_one_line_and_leaves_no_report(
+def test_what_cannot_be_is_one_line_and_leaves_no_report_of_nothing(
     tmp_path: Path, tiny_model: Path, turnkeep: Start, command: str, content: bytes | None, message: str
 ) -> None:
     options = [*command.split(), "--smoke", "--model", tiny_model, "--out", tmp_path / "reports"]
@@ -165,6 +165,7 @@ def test_what_cannot_be_is_one_line_and_leaves_no_report(
         options += ["--text", tmp_path / "text"]
     process = turnkeep(*options)
     out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, out, err.count("\n"), err[:10]) == (1, "", 1, "turnkeep: "), err
+    assert (process.returncode, err.count("\n"), err[:10]) == (1, 1, "turnkeep: "), err
     assert message in err
-    assert list((tmp_path / "reports").iterdir()) == []
+    has_measured = "window" in message
+    assert (bool(out), any((tmp_path / "reports").iterdir())) == (has_measured, has_measured)
