@@ -144,7 +144,7 @@ class Store:
         )
         self._monotonic = monotonic
         self._removal = Removal(self._index, self._writer)
-        self._behind = Behind(self._index, keep_behind)
+        self._behind = Behind(self._index, self._removal, keep_behind)
         self._room = Room(
             self._index,
             self._writer,
@@ -215,7 +215,7 @@ class Store:
         root = blocks.root(form.digest, tenant)
         if form.layout.reach != FULL:
             self._index.limit(root, form.layout.reach)
-            self._behind.follow(root, form.layout.reach)
+        self._behind.follow(root, form.layout, form.identity)
         chain = Chain(root, form.identity.block_tokens, policy)
         if of is None:
             return chain

@@ -12,17 +12,18 @@ sees, and the state of a chain's last file alone.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from cache.names.errors import DoubtfulSnapshotError
-from cache.names.snapshot import sections
+from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
+from cache.names.snapshot import ITEM_BYTES, Tensor, sections
 
 from . import header as headers
 from . import private
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.identity import Identity
-    from cache.names.snapshot import Layout, Name, Place, States, Tensor
+    from cache.names.snapshot import Layout, ModelLayout, Name, Place, States
 
     from .access import Access, Reader
+    from .rows import Row
 
 #: Errors that mean a lack of open files or memory, in the process or the machine.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -147,12 +149,12 @@ def read(
         found.check(digest, start, identity)
         if state is not None and not (found.header.name.resumable and len(state) == len(found.header.states)):
             raise DoubtfulSnapshotError("no state to resume from")
-        if found.header.layout != layout:
-            raise DoubtfulSnapshotError("layers unlike the model's")
         span = found.header.name.span
         together = [(span, list(run)) for _, run in groupby(places, key=attrgetter("section"))]
         if carried is not None:
             together.append((carried[0], list(carried[1])))
+        if found.header.layout != layout:
+            together = _there(together, layout, found.header.layout)
         wanted = [
             of.num_tokens * sum(len(place.rows) * place.token_bytes for place in run) for of, run in together
         ]
@@ -166,6 +168,50 @@ def read(
         if state:
             found.read(len(together), _batches(buffer for buffer in state if buffer.nbytes))
         return found.num_read
+
+
+def _there(
+    together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
+) -> list[tuple[Span, list[Place]]]:
+    """Return the sections of a shortened file, whose layout is `found`; nothing else may have a place.
+
+    Raises `DoubtfulSnapshotError` if it is no shortened file, `PartialSnapshotError` if it lacks what does.
+    """
+    places = [place for _, run in together for place in run]
+    kept = tuple(one for one, place in zip(layout, places, strict=True) if not place.section[0].is_endless)
+    if not kept or found != kept:
+        raise DoubtfulSnapshotError("layers unlike the model's")
+    there = []
+    for of, run in together:
+        if not run[0].section[0].is_endless:
+            there.append((of, run))
+        elif any(at is not None for at, _ in run[0].segments(of)):
+            raise PartialSnapshotError("its sections of windows were evicted")
+    return there
+
+
+def shortened(
+    path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
+) -> EncodedSnapshot | None:
+    """Read a file without the sections of layers with windows, and verify it; None if it has none of them.
+
+    `layout` is the model's, without states. Raises `DoubtfulSnapshotError`, `OSError`.
+    """
+    blank = [
+        Tensor(*one, memoryview(b""), reach) for one, reach in zip(layout.kv, layout.reaches, strict=True)
+    ]
+    short = tuple(one for one, reach in zip(layout.kv, layout.reaches, strict=True) if not reach.is_endless)
+    with _opened(path, access) as found:
+        found.check(row.digest, row.start, identity.digest())
+        if found.header.layout == short:
+            return None
+        if found.header.layout != layout.kv:
+            raise DoubtfulSnapshotError("layers unlike the model's")
+        kept: list[Tensor] = []
+        for i, run in enumerate(sections(blank)):
+            if not run[0].reach.is_endless:
+                kept += found.tensors(i, run)
+    return encode(row.name, identity, tuple(kept))
 
 
 def _to_places(
@@ -214,6 +260,16 @@ class _Found:
             raise DoubtfulSnapshotError("made by another model")
         if self.header.name.digest != digest or self.header.name.start != start:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
+
+    def tensors(self, section: int, blank: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Read the tensors of a section; `blank` have no contents, and (heads, head_dim) as their shape."""
+        token_bytes = [math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in blank]
+        num_tokens = self.header.sections[section].size_bytes // sum(token_bytes)
+        read = [memoryview(bytearray(num_tokens * size)) for size in token_bytes]
+        self.read(section, _batches(read))
+        for one, contents in zip(blank, read, strict=True):
+            heads, dim = one.shape
+            yield replace(one, shape=(1, heads, num_tokens, dim), data=contents)
 
     def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
         """Read a section, one system call per group of buffers, and compare its checksum.

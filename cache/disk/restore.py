@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from cache.names.errors import DoubtfulSnapshotError
+from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
 
 from . import format as snapshot_format
 
@@ -65,11 +65,15 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read. `doubt` says what is wrong with the file behind the first `num_read`."""
+    """The outcome of a read. `doubt` says what is wrong with the file behind the first `num_read`.
+
+    If that `is_partial`, it is good, and lacks sections.
+    """
 
     restored: Restored | None
     num_read: int
     doubt: str | None
+    is_partial: bool = False
 
 
 def release_thread() -> None:
@@ -110,6 +114,7 @@ def restore(
     until = started + limit_s
     last = files[-1]
     reading, restored, doubt = None, None, None
+    is_partial = False
     num_read = len(files) - 1  # a doubtful state is that of the last file
     try:
         states: States = ()
@@ -128,7 +133,8 @@ def restore(
             num_carried=num_carried,
         )
         reading = _Reading(folder, files, identity, model, blank, until)
-        num_read, doubt = reading.run(help_out)
+        num_read, error = reading.run(help_out)
+        doubt, is_partial = error.reason if error else None, isinstance(error, PartialSnapshotError)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
     if time.perf_counter() > until:  # the caller no longer waits
@@ -145,9 +151,9 @@ def restore(
             restored = Restored(num_tokens, tensors, time.perf_counter() - started, size_bytes)
         except ValueError as error:
             num_read, doubt = len(files) - 1, str(error)
-    if doubt is not None:
+    if doubt is not None and not is_partial:
         folder.quarantine(files[num_read].digest)
-    return ReadOutcome(restored, num_read, doubt)
+    return ReadOutcome(restored, num_read, doubt, is_partial)
 
 
 class _Reading:
@@ -173,10 +179,10 @@ class _Reading:
         self._carried = blank.carried
         self._state = blank.state
         self._until = until
-        self._doubts: dict[int, str] = {}
+        self._doubts: dict[int, DoubtfulSnapshotError] = {}
         self._todo = deque(range(len(files)))
 
-    def run(self, help_out: Help) -> tuple[int, str | None]:
+    def run(self, help_out: Help) -> tuple[int, DoubtfulSnapshotError | None]:
         """Read all files; return how many are good, from the first on, and what is wrong with the next one.
 
         Raises `TimeoutError` if the other thread does not return in time.
@@ -215,7 +221,7 @@ class _Reading:
             try:
                 self.sizes[i] = self._read(self._files[i])
             except DoubtfulSnapshotError as error:
-                self._doubts[i] = str(error)
+                self._doubts[i] = error
                 self._todo.clear()  # all later files continue the doubtful one
 
     def _read(self, file: ChainFile) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import xor
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import xxhash
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+#: In a row's `resumable`: the file lacks the sections of layers with windows.
+PARTIAL: Final = 2
+
 #: Many rows as columns: one sequence for each field.
 Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
@@ -22,6 +25,7 @@ Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 class Row(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
+    `resumable` is 1 if a session can resume at its end, else 0, and `PARTIAL` more for a partial file.
     `proof` is the row's checksum by `proofs`; rows of older versions have none.
     """
 
@@ -31,7 +35,7 @@ class Row(NamedTuple):
     tokens: bytes
     size_bytes: int
     used: int
-    resumable: bool = True
+    resumable: int = 1
     proof: bytes | None = None
 
     @classmethod
@@ -42,7 +46,7 @@ class Row(NamedTuple):
     @property
     def name(self) -> Name:
         """Which KV the snapshot holds."""
-        return Name(self.parent, self.start, self.tokens, bool(self.resumable))
+        return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
 
     def is_of(self, packed: bytes) -> bool:
         """Whether the snapshot's tokens are a part of these packed tokens, at the same position."""

@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import structlog
 
 from . import format as snapshot_format
+from .rows import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cache.index.nodes import Node
+    from cache.names.identity import Identity
+    from cache.names.snapshot import ModelLayout
 
     from .catalog import Catalog
     from .folder import Folder
@@ -233,6 +236,22 @@ class Writer:
             _Job(partial(self._make_gaps, rows, needed=needed), partial(self._unlinked, size_bytes))
         )
 
+    def shorten(
+        self, row: Row, layout: ModelLayout, identity: Identity, done: Callable[[int | None], None]
+    ) -> None:
+        """Queue the eviction of sections from a file: see `format.shortened`. Never waits.
+
+        `done` gets the file's size afterwards, None if nothing has changed. If the process dies before the
+        row is written, the row says that the file is whole, and shortening it again mends that.
+        """
+        sizes: list[int] = []
+
+        def ended() -> None:
+            self.counts.written_bytes += sum(sizes)
+            done(sizes[0] if sizes else None)
+
+        self._jobs.put(_Job(partial(self._shorten, row, layout, identity, sizes), ended))
+
     def use(self, used: int, digest: bytes) -> None:
         """Queue the last use of a snapshot for the catalog."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
@@ -412,6 +431,21 @@ class Writer:
         put = partial(self._catalog.put, durable=True)
         if self._in_catalog(put, [row._replace(size_bytes=0) for row in rows]) or needed:
             self._remove_files(rows)
+
+    def _shorten(self, row: Row, layout: ModelLayout, identity: Identity, sizes: list[int]) -> None:
+        path = self._folder.path(row.digest)
+        try:
+            encoded = snapshot_format.shortened(path, row, layout, identity, self._folder.access)
+            if encoded is not None:
+                with self._folder.placing(row.digest) as fresh:
+                    snapshot_format.write(encoded, fresh, self._folder.access)
+                    self._folder.place(fresh, row.digest)
+            sizes.append(path.stat().st_size)
+        except Exception as error:  # noqa: BLE001  # the thread must go on; the file is whole
+            _log.warning("snapshot_not_shortened", digest=row.digest.hex(), error=str(error) or repr(error))
+            return
+        changed = row._replace(size_bytes=sizes[0], resumable=row.resumable | PARTIAL)
+        self._in_catalog(self._catalog.put, [changed])
 
     def _remove(self, rows: list[Row]) -> None:
         """Remove files and rows. Failures are kept for the next erasure; the next start finds them too."""

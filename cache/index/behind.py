@@ -6,18 +6,33 @@ A session whose layers see a window has no end, so its disk would grow for ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from cache.names.policy import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cache.names.identity import Identity
     from cache.names.policy import Policy
+    from cache.names.snapshot import ModelLayout
 
     from .index import Index
     from .nodes import Node
+    from .removal import Removal
 
-#: The most nodes that `take` looks at.
+#: The most nodes that are looked at in one step.
 _MOST_NODES: Final = 256
+#: The most files that are shortened at a time: new snapshots wait for them.
+_MOST_SHORTENED: Final = 4
+
+
+class _Followed(NamedTuple):
+    """What the snapshots behind a root are, and the most that their layers with windows see."""
+
+    windows: Policy
+    layout: ModelLayout
+    identity: Identity
 
 
 class Behind:
@@ -27,11 +42,12 @@ class Behind:
     chains part, is within `keep_tokens`, or within a window, behind it. Sinks and pinned nodes never are.
     """
 
-    def __init__(self, index: Index, keep_tokens: int | None) -> None:
+    def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
         self._index = index
+        self._removal = removal
         self._keep_tokens = keep_tokens
-        #: By root: the most that a layer with a window sees of the sessions behind it.
-        self._windows: dict[bytes, Policy] = {}
+        #: By root.
+        self._followed: dict[bytes, _Followed] = {}
         #: Nodes that may be behind, to be looked at.
         self._due: dict[Node, None] = {}
         if keep_tokens is not None:
@@ -40,28 +56,40 @@ class Behind:
     def __len__(self) -> int:
         return len(self._due)
 
-    def follow(self, root: bytes, windows: Policy) -> None:
-        """Find nodes of a root from now on, and among those that it has: its layers see these `windows`."""
-        if self._keep_tokens is None or root in self._windows:
+    def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
+        """Find nodes of a root from now on, and among those that it has.
+
+        Where only some layers have windows and others have states, all is kept.
+        """
+        windows = layout.windows
+        if self._keep_tokens is None or root in self._followed or windows == FULL:
             return
-        self._windows[root] = windows
+        if layout.states and layout.reach == FULL:
+            return
+        self._followed[root] = _Followed(windows, layout, identity)
         for node in self._index.children(root):
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
-    def take(self, most: int) -> list[Node]:
-        """Return up to `most` nodes that are behind, of some that may be."""
+    def evict(self, most: int) -> None:
+        """Evict up to `most` nodes that are behind, or the sections of their files that nobody sees."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
+            if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:
+                break
             node = next(iter(self._due))
             del self._due[node]
-            if self._index.has(node) and self._is_behind(node):
+            if not self._index.has(node):
+                continue
+            windows, layout, identity = self._followed[node.first.parent]
+            if not self._is_behind(node, windows):
+                continue
+            if layout.reach == FULL:
+                self._removal.make_partial(node, layout, identity)
+            else:
                 found.append(node)
-                if len(found) == most:
-                    break
-        return found
+        self._removal.make_gaps(found)
 
-    def _is_behind(self, node: Node) -> bool:
-        windows = self._windows[node.first.parent]
+    def _is_behind(self, node: Node, windows: Policy) -> bool:
         if not node.usable or node.holds or node.kept or node.start < windows.sink:
             return False
         end = node.end + self._kept(windows)
@@ -74,16 +102,16 @@ class Behind:
 
     def _settled(self, node: Node) -> None:
         """Note what may be behind now that this node was stored or released, or has lost a child."""
-        windows = self._windows.get(node.first.parent) if self._windows else None
-        if windows is None:
+        followed = self._followed.get(node.first.parent) if self._followed else None
+        if followed is None:
             return
-        keep = self._kept(windows)
+        keep = self._kept(followed.windows)
         last = node
         for last in _continued(node):
             if last.start >= node.end + keep:
                 break
         for other in node.chain():
-            if other.end + keep <= last.start and not other.is_gap:
+            if other.end + keep <= last.start and not other.is_hollow:
                 self._due[other] = None
             if other.end + keep <= node.start:
                 return  # what is before it does not depend on this node

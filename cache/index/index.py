@@ -141,6 +141,7 @@ class Index:
         row = Row.of(digest, name, size_bytes, self.next_use())
         node = self._nodes.get(digest)
         if node is not None:
+            self._uncount(node)
             node.size_bytes, node.used, node.resumable = size_bytes, row.used, name.resumable
             node.durable = False
             self.kept_bytes += size_bytes * (node.kept > 0)
@@ -156,15 +157,17 @@ class Index:
         return node
 
     def undo_add(self, node: Node) -> None:
-        """Remove a snapshot that was just added; if it replaced a gap, restore the gap."""
-        if node.children:
+        """Remove a snapshot that was just added; what it was to fill is as before."""
+        if node.rest_bytes:
+            self.leave_partial(node)
+        elif node.children:
             self.make_gap(node)
         else:
             self.remove(node)
 
     def mark_durable(self, node: Node) -> None:
         """Mark a node's file as complete on disk."""
-        node.durable = True
+        node.durable, node.rest_bytes = True, 0
         self.on_its_way_bytes -= node.size_bytes
         self.stored += 1
         self.stored_bytes += node.size_bytes
@@ -172,14 +175,30 @@ class Index:
 
     def make_gap(self, node: Node) -> None:
         """Keep the name alone of a node whose file is evicted, or was not written."""
+        self._uncount(node)
+        node.size_bytes, node.durable = 0, True
+        self._reclassify(node)
+
+    def leave_partial(self, node: Node) -> None:
+        """Keep the partial file of a node whose whole file was not written."""
+        self.resize(node, node.rest_bytes)
+        self._reclassify(node)
+
+    def resize(self, node: Node, size_bytes: int) -> None:
+        """Note that a node is stored in a file of this size."""
+        self._uncount(node)
+        node.size_bytes, node.durable = size_bytes, True
+        self.stored += 1
+        self.stored_bytes += size_bytes
+        self.kept_bytes += size_bytes * (node.kept > 0)
+
+    def _uncount(self, node: Node) -> None:
         if node.durable:
-            self.stored -= 1
+            self.stored -= not node.is_gap
             self.stored_bytes -= node.size_bytes
         else:
             self.on_its_way_bytes -= node.size_bytes
         self.kept_bytes -= node.size_bytes * (node.kept > 0)
-        node.size_bytes, node.durable = 0, True
-        self._reclassify(node)
 
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
@@ -306,14 +325,14 @@ class Index:
 
         Siblings are sorted by their tokens, so it is a neighbour of where `packed` would be inserted. Of two
         that share as many, the smaller one is faster to read. `usable` skips nodes that a match may not use,
-        `gaps` includes gaps.
+        `gaps` includes gaps and partial files.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
         found: list[tuple[int, int, Node]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
             near = (siblings[i] for i in side if siblings[i].usable or not usable)
-            node = next((one for one in near if gaps or not one.is_gap), None)
+            node = next((one for one in near if gaps or not one.is_hollow), None)
             if node is not None and (num_tokens := num_common(node.tokens, packed)):
                 found.append((num_tokens, -node.size_bytes, node))
         num_tokens, _, node = max(found, key=lambda one: one[:2], default=(0, 0, None))
@@ -332,7 +351,7 @@ class Index:
         if part is not None and part[1] >= min_share * part[0].num_tokens:
             best = (part[0],), part[1]
         for node in self._prefix_children(parent, packed):
-            if node.is_gap or (usable and not node.usable):
+            if node.is_hollow or (usable and not node.usable):
                 continue
             rest = packed[len(node.tokens) :]
             path, num_tokens = self.longest_path(node.digest, rest, usable=usable, min_share=min_share)

@@ -167,8 +167,10 @@ class Loading:
         finally:
             self._release(match)
         self._hangs = False
-        if outcome.doubt is not None:
+        if outcome.doubt is not None and not outcome.is_partial:
             self.rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
+        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its row
+            self._removal.make_partial(nodes[outcome.num_read], form.layout, form.identity)
         if outcome.restored is not None:
             self.restored_bytes += outcome.restored.size_bytes
         return outcome.restored

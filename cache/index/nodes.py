@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from cache.disk.rows import Row
+from cache.disk.rows import PARTIAL, Row
 from cache.names.snapshot import Name
 from cache.names.tokens import TOKEN_BYTES
 
@@ -46,6 +46,7 @@ class Node(Parent):
         "durable",
         "holds",
         "kept",
+        "rest_bytes",
         "resumable",
         "size_bytes",
         "start",
@@ -63,7 +64,9 @@ class Node(Parent):
         self.used: int
         self.digest, _, self.start, self.tokens, self.size_bytes, self.used, resumable, _ = row
         #: Whether a session can resume at its end.
-        self.resumable = bool(resumable)
+        self.resumable = bool(resumable & 1)
+        #: The size of its partial file, also while a whole one is on its way; 0 if there is none.
+        self.rest_bytes = self.size_bytes if resumable & PARTIAL else 0
         #: Whether its file is complete on disk.
         self.durable = durable
         #: Whether to remove the node once nothing holds it.
@@ -96,12 +99,22 @@ class Node(Parent):
     @property
     def usable(self) -> bool:
         """Whether a match may end with the snapshot."""
-        return self.durable and not self.doomed and not self.is_gap
+        return self.durable and not self.doomed and not self.is_hollow
 
     @property
     def is_gap(self) -> bool:
         """Whether its file was evicted: only its name is there, for the snapshots that continue it."""
         return not self.size_bytes
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its file lacks the sections of layers with windows, which were evicted."""
+        return self.durable and self.rest_bytes > 0
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether a session that sees its tokens through a window needs more than is stored."""
+        return self.is_gap or self.is_partial
 
     @property
     def evictable(self) -> bool:
@@ -116,7 +129,8 @@ class Node(Parent):
     @property
     def row(self) -> Row:
         """The catalog's row of the snapshot."""
-        return Row.of(self.digest, self.name, self.size_bytes, self.used)
+        row = Row.of(self.digest, self.name, self.size_bytes, self.used)
+        return row._replace(resumable=self.resumable | PARTIAL) if self.is_partial else row
 
     @property
     def first(self) -> Node:

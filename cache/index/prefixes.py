@@ -65,27 +65,27 @@ class Prefixes:
         return [i for i in self._seen(len(nodes), num_tokens) if not nodes[i].usable]
 
     def _seen(self, num: int, num_tokens: int) -> list[int]:
-        """Return which of the first `num` blocks a session of `num_tokens` tokens sees, if not all are."""
-        if self._layout.reach == FULL:
-            return []  # without gaps, only the end of a chain is not stored
+        """Return which of the first `num` blocks a session of `num_tokens` tokens sees through windows."""
+        if self._layout.windows == FULL:
+            return []  # only the end of a chain is not stored
         ends = [
             range(span.start // self._block, min(-(-span.end // self._block), num))
-            for span in self._layout.seen(num_tokens)
+            for span in self._layout.seen_by_windows(num_tokens)
         ]
         return sorted(set().union(*ends))
 
-    def _is_gap(self, name: bytes) -> bool:
+    def _is_hollow(self, name: bytes) -> bool:
         node = self._index.get(name)
-        return node is not None and node.is_gap
+        return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
         """Return the edges of the tail's pieces, stored or queued, and the last node.
 
-        Ends before the first gap that a session of these tokens sees.
+        Ends before the first block that lacks what a session of these tokens sees.
         """
         names = chain.names(tokens)
         num = self._index.num_known(names[1:])
-        num = next((i for i in self._seen(num, len(tokens)) if self._is_gap(names[i + 1])), num)
+        num = next((i for i in self._seen(num, len(tokens)) if self._is_hollow(names[i + 1])), num)
         start = num * self._block
         path = self._pieces(names[num], tokens.packed(start, start + self._block))
         return (start, *(node.end for node in path)), path[-1] if path else self._index.get(names[num])
@@ -100,10 +100,10 @@ class Prefixes:
         if spans[0].start and self._index.get(names[0]) is None:
             return []
         wanted = []
-        seen = self._layout.seen(spans[-1].end)
+        seen = self._layout.seen_by_windows(spans[-1].end)
         for span, parent in zip(spans, names, strict=True):
             piece = tokens.packed(span.start, span.end)
-            if not self._covered(parent, piece) and not self._is_unseen_gap(parent, piece, span, seen):
+            if not self._covered(parent, piece) and not self._is_unseen(parent, piece, span, seen):
                 if span.num_tokens < self._block:
                     edges = [span.start, *(node.end for node in self._pieces(parent, piece))]
                     span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
@@ -133,10 +133,11 @@ class Prefixes:
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
-    def _is_unseen_gap(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        if self._layout.reach == FULL or _overlaps(span, seen):
+    def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
+        """Whether a block lacks only what was evicted, and none of that is `seen`."""
+        if self._layout.windows == FULL or _overlaps(span, seen):
             return False
-        return self._is_gap(blocks.link(parent, piece))
+        return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
         """Return the pieces behind a block that hold the longest beginning of `packed`, and nothing else."""

@@ -6,6 +6,7 @@ not bring a removed snapshot back. Its callers know the reason: eviction, `forge
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import structlog
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from cache.disk.rows import Row
     from cache.disk.writer import Write, Writer
+    from cache.names.identity import Identity
+    from cache.names.snapshot import ModelLayout
 
     from .index import Index
     from .nodes import Node
@@ -32,6 +35,8 @@ class Removal:
         self._writer = writer
         #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.
         self._left: set[bytes] = set()
+        #: How many files are being shortened by `make_partial`.
+        self.num_shortened = 0
 
     def evict(self, need_bytes: int, limit: int) -> list[Row]:
         """Evict least recently used files until `need_bytes` are free, at most `limit`; return their rows.
@@ -65,6 +70,23 @@ class Removal:
             self._index.make_gap(node)
         if rows:
             self._writer.make_gaps(rows)
+
+    def make_partial(self, node: Node, layout: ModelLayout, identity: Identity) -> None:
+        """Evict the sections of layers with windows from a node's file."""
+        row = node.row
+        node.rest_bytes = node.size_bytes  # from now on no match counts on these sections
+        self.num_shortened += 1
+        self._writer.shorten(row, layout, identity, partial(self._shortened, node))
+
+    def _shortened(self, node: Node, size_bytes: int | None) -> None:
+        self.num_shortened -= 1
+        if not (self._index.has(node) and node.is_partial):
+            return  # removed meanwhile, or about to be whole again
+        if size_bytes is None:
+            node.rest_bytes = 0
+        else:
+            node.rest_bytes = size_bytes
+            self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
         """Discard these nodes, children first, except those that other nodes continue; return how many.
@@ -105,13 +127,18 @@ class Removal:
     def note_end(self, write: Write) -> None:
         """Bring the index up to date after a write has ended."""
         node = write.node
-        if write.state is WriteState.DURABLE and write.abandoned is None:
+        # The partial file that an abandoned write was to replace is gone once its own file is in place.
+        in_place = bool(node.rest_bytes) and self._index.has(node)
+        if write.state is WriteState.DURABLE and (write.abandoned is None or in_place):
             self._left.discard(node.digest)
             self._index.mark_durable(node)
             if node.resumable:
                 self.discard(self._index.superseded(node))
             return
         if self._index.has(node):
+            if node.rest_bytes:
+                self._index.leave_partial(node)
+                return
             descendants = self._index.descendants(node)
             if any(other.durable for other in descendants):  # the node was to fill a gap
                 self._index.make_gap(node)
@@ -131,10 +158,10 @@ class Removal:
         """Remove nodes, children before parents; writes in flight are abandoned for `reason`."""
         rows = []
         for node in nodes:
-            if node.durable:
-                rows.append(node.row)
-            else:
+            if not node.durable:
                 self._writer.abandon(node, reason)
+            if node.durable or node.rest_bytes:
+                rows.append(node.row)
             self._index.remove(node)
         if rows:
             self._writer.unlink(rows)

@@ -164,7 +164,7 @@ class Room:
 
     def _shrink(self) -> None:
         self._step = None
-        self._removal.make_gaps(self._behind.take(EVICT_LIMIT))
+        self._behind.evict(EVICT_LIMIT)
         excess = self._excess()
         has_evicted = excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT)
         if has_evicted or self._behind:

@@ -20,6 +20,10 @@ class DoubtfulSnapshotError(CacheError):
         self.reason = reason
 
 
+class PartialSnapshotError(DoubtfulSnapshotError):
+    """A file is right, but lacks sections that were asked for: they were evicted."""
+
+
 class DirectoryLockedError(CacheError):
     """Another process has this directory open; `owner` is its pid, or "unknown"."""
 

@@ -144,6 +144,17 @@ class ModelLayout:
             max(reach.sink for reach in self._distinct), max(reach.window or 0 for reach in self._distinct)
         )
 
+    @property
+    def windows(self) -> Policy:
+        """The most that layers see which never see again what their windows have passed.
+
+        `FULL` if there are none, or if other layers recall, which matches what ends anywhere.
+        """
+        endless = [reach for reach in self._distinct if reach.is_endless]
+        if not endless or any(reach.recall for reach in self._distinct):
+            return FULL
+        return Policy(max(reach.sink for reach in endless), max(reach.window or 0 for reach in endless))
+
     def under(self, policy: Policy) -> ModelLayout:
         """Return the layout of snapshots under `policy`: layers without a window get the policy's window."""
         if policy == FULL:
@@ -169,6 +180,14 @@ class ModelLayout:
         if FULL in self._distinct and num_carried < num_tokens:
             found[Span(num_carried, num_tokens)] = None
         return tuple(found)
+
+    def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
+        """List what the layers of `windows` see of a session of `num_tokens` tokens; spans may overlap."""
+        return tuple(
+            dict.fromkeys(
+                span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)
+            )
+        )
 
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into this order, the state last. Raises `ValueError` for others."""

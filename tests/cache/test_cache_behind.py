@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, identity, save_all
-from test_cache_gaps import Sessions, grown, is_there
+import test_cache_carriers as carriers
+from made_kv import BLOCK, LAYOUT, assert_room_rule, identity, kv, save_all
+from test_cache_gaps import FILE, Sessions, grown, is_there
 from test_cache_gaps import assert_room_rule as assert_gaps_room_rule
-from test_cache_reach import POLICY, assert_restored, save
+from test_cache_reach import HYBRID, POLICY, assert_restored, save
 
+from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
+from cache.disk.header import read_header
+from cache.disk.rows import PARTIAL
 from cache.index.index import Index
+from cache.names.blocks import Span
+from cache.names.policy import FULL, Policy
+from cache.names.snapshot import ModelLayout, carried
 
 if TYPE_CHECKING:
     from cache.store import Store
@@ -28,6 +37,7 @@ async def settled(store: Store) -> None:
     assert await store.barrier(5)
     while store._behind:
         store._room._shrink()
+        assert await store.barrier(5)
     assert await store.barrier(5)
 
 
@@ -184,8 +194,170 @@ async def test_an_encrypted_directory_is_as_flat(open_store) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_random_sessions_lose_nothing_that_is_near(open_store, seed) -> None:
-    """They grow, branch, are held, pinned, forgotten and restarted while old blocks leave."""
+@pytest.mark.parametrize(("layout", "policy"), [(LIMITED, POLICY), (HYBRID, FULL)])
+async def test_random_sessions_lose_nothing_that_is_near(open_store, layout, policy, seed) -> None:
+    """They grow, branch, are held, pinned, forgotten, restarted, and writes fail, while old KV leaves."""
     sessions = Sessions(random.Random(seed), open_store)
-    sessions.open = lambda: open_store(keep_behind=KEEP)
-    await sessions.run(50)
+    sessions.layout, sessions.policy = layout, policy
+    model = HYBRID if policy == FULL else LAYOUT
+    sessions.open = lambda: open_store(keep_behind=8, layout=model, max_bytes=40 * FILE)
+    await sessions.run(60)
+
+
+def header_starts(store: Store) -> tuple[list[int], list[int]]:
+    """List where the blocks start whose files are whole, and those that lack the sections of windows."""
+    found: dict[bool, list[int]] = {False: [], True: []}
+    for node in store._index:
+        path = store._folder.path(node.digest)
+        num_sections = len(read_header(path, store._folder.access).sections)
+        assert num_sections == 2 - node.is_partial
+        assert path.stat().st_size == node.size_bytes
+        found[node.is_partial].append(node.start)
+    assert_room_rule(store)
+    return sorted(found[False]), sorted(found[True])
+
+
+async def grown_hybrid(store: Store, end: int, tokens=TOKENS) -> None:
+    await grown(store, "a", end, tokens, HYBRID)
+    await settled(store)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+async def test_of_a_windowed_model_only_the_sections_of_windows_leave(open_store, is_sealed) -> None:
+    """Layers that see all tokens keep them; after each restart the session is all there."""
+    settings = {"layout": HYBRID, "keep_behind": KEEP}
+    if is_sealed:
+        settings["access"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
+    for end in (100, 200):
+        store = await open_store(**settings)
+        await grown_hybrid(store, end)
+        whole, partial = header_starts(store)
+        assert whole == [0, *range(end - KEEP - BLOCK, end, BLOCK)], "the first has sinks"
+        assert partial == [*range(BLOCK, end - KEEP - BLOCK, BLOCK)]
+        match = store.match("a", TOKENS[:end])
+        assert_restored(await store.load(match), HYBRID, TOKENS[:end])
+        assert (store.stats().rejected, store.stats().evicted) == (0, 0)
+        assert await store.close()
+
+
+async def test_a_windowed_model_prefills_behind_a_rewind_and_makes_files_whole_again(open_store) -> None:
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    await grown_hybrid(store, 200)
+    rewound = [*TOKENS[:100], 1, 2, 3, 4]
+    assert store.match("a", rewound).num_tokens == 4
+    held = store.hold("a", rewound)
+    wanted = store.wanted("a", rewound, held.edges[0], len(rewound))
+    assert [span.start for span in wanted] == [96, 100], "what it sees at its end"
+    save(store, HYBRID, "a", rewound, held.edges[0])
+    await settled(store)
+    store.release(held)
+    for tokens in (rewound, TOKENS[:200]):
+        match = store.match("a", tokens)
+        assert match.num_tokens == len(tokens)
+        assert_restored(await store.load(match), HYBRID, tokens)
+    await settled(store)
+    header_starts(store)
+    assert {96, 100} <= {*header_starts(store)[0]}
+
+
+@pytest.mark.parametrize("when", ["before the file", "before the row"])
+async def test_a_kill_while_a_file_is_shortened_costs_nothing(open_store, monkeypatch, when) -> None:
+    """A whole file is shortened by the next start; so is the row of a short one."""
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    with monkeypatch.context() as patched:
+        if when == "before the file":
+            patched.setattr(type(store._writer), "_shorten", lambda *_: None)
+        else:
+            put = Catalog.put
+
+            def keep_whole(self, rows, **how) -> None:
+                put(self, [row for row in rows if not row.resumable & PARTIAL], **how)
+
+            patched.setattr(Catalog, "put", keep_whole)
+        await grown_hybrid(store, 200)
+        assert await store.close()
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    assert not any(node.is_partial for node in store._index)
+    rewound = store.match("a", TOKENS[:100])
+    assert rewound.num_tokens == 100
+    restored = await store.load(rewound)
+    assert (restored is None) == (when == "before the row")
+    await settled(store)
+    assert header_starts(store)[1] == [*range(BLOCK, 200 - KEEP - BLOCK, BLOCK)]
+    match = store.match("a", TOKENS[:200])
+    assert_restored(await store.load(match), HYBRID, TOKENS[:200])
+    assert store.stats().rejected == 0
+    assert list(store._folder.quarantined.iterdir()) == []
+
+
+async def test_the_index_lost_costs_a_windowed_model_nothing(open_store) -> None:
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    await grown_hybrid(store, 200)
+    before = header_starts(store)
+    assert await store.close()
+    store._folder.catalog.unlink()
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    match = store.match("a", TOKENS[:200])
+    assert_restored(await store.load(match), HYBRID, TOKENS[:200])
+    await settled(store)
+    assert header_starts(store) == before
+
+
+@pytest.mark.parametrize("fails", ["shortening", "making whole"])
+async def test_a_file_that_cannot_be_written_is_as_it_was(open_store, monkeypatch, fails) -> None:
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    await grown_hybrid(store, 100)
+    before = header_starts(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot_format, "write", _fail)
+        if fails == "making whole":
+            held = store.hold("a", TOKENS[:60])
+            save(store, HYBRID, "a", TOKENS[:60], held.edges[0])
+            assert await store.barrier(5)
+            store.release(held)
+            assert store.stats().failed >= 1
+        else:
+            store._behind._keep_tokens = 8
+            store._behind._due |= dict.fromkeys(store._index)
+            await settled(store)
+    assert header_starts(store) == before
+    match = store.match("a", TOKENS[:100])
+    assert_restored(await store.load(match), HYBRID, TOKENS[:100])
+
+
+async def test_a_shortened_chain_is_forgotten_and_evicted_to_the_last_file(open_store) -> None:
+    store = await open_store(layout=HYBRID, keep_behind=KEEP)
+    await grown_hybrid(store, 100)
+    held = store.hold("a", TOKENS[:60])
+    save(store, HYBRID, "a", TOKENS[:60], held.edges[0])  # on its way while it is forgotten
+    store.release(held)
+    assert (await store.erase("a", TOKENS[:100])).settled
+    assert (len(store._index), on_disk(store)) == (0, 0)
+    await grown_hybrid(store, 100)
+    store.set_limits(max_bytes=0)
+    while store._index.stored:
+        store._room._shrink()
+    assert await store.barrier(5)
+    assert (len(store._index), on_disk(store), store.stats().stored_bytes) == (0, 0, 0)
+
+
+async def test_a_paged_session_keeps_all_that_it_may_recall(open_store) -> None:
+    """What is recalled is matched at its own end, so the model's own windows stay as well."""
+    paged, tokens = carriers.POLICY, carriers.TOKENS
+    window = Policy(0, 6)
+    layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)
+    store = await open_store(layout=layout, keep_behind=0)
+    chain = store.chain("a", paged)
+    for span in store.wanted(chain, tokens, 0, len(tokens)):
+        cut = carriers.cut_paged(tokens, span, carried(span, BLOCK))
+        tensors = (replace(one, reach=window) if one.name.startswith("1.") else one for one in cut)
+        assert store.save(chain, tokens, span, tuple(tensors))
+    await settled(store)
+    assert not any(node.is_hollow for node in store._index)
+    spans, recalled = await store.recall(chain, tokens[:128], (Span(64, 128),))
+    assert spans == (Span(64, 128),)
+    assert np.array_equal(np.array(recalled["0.keys"]), kv(tokens)["0.keys"][:, :, 64:128])
+
+
+def _fail(*_) -> None:
+    raise OSError(5, "Input/output error")

@@ -97,6 +97,7 @@ async def open_process(
     limit_bytes: int | None = None,
     access: Access = PLAIN,
     trials: Path | None = None,
+    keep_behind: int | None = None,
 ) -> AsyncIterator[Process]:
     """Be a worker process on a snapshot directory; `num_blocks` times `BLOCK` tokens are a block."""
     recorded = Recorded(model)
@@ -119,6 +120,7 @@ async def open_process(
         max_bytes=max_bytes,
         queue_bytes=queue_bytes,
         min_free_bytes=0,
+        keep_behind=keep_behind,
         access=access,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)

@@ -1,0 +1,77 @@
+"""Models with windows of their own: what these have passed leaves the disk, what other layers see stays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from engine_process import open_process
+from tiny_models import BLOCK, key, prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cache.store import Store
+
+KEEP = 4 * BLOCK
+#: By kind: the share of a file that its layers without a window take.
+SHARES = {"exaone4": 1 / 4, "gemma3_text": 1 / 4, "gpt_oss": 1 / 2}
+
+
+async def _settle(store: Store) -> int:
+    """Evict what is behind, without pauses; return the bytes of all KV on disk, without headers."""
+    assert await store.barrier(5)
+    while store._behind:
+        store._room._shrink()
+        assert await store.barrier(5)
+    files = [store._folder.path(node.digest) for node in store._index]
+    assert store.stats().stored_bytes == sum(path.stat().st_size for path in files)
+    heads = [int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in files]
+    return store.stats().stored_bytes - sum(heads)
+
+
+async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[list[Any], list[int]]:
+    """Be three processes, one after the other, with a session that grows, and is rewound in the last."""
+    session: list[int] = []
+    answers, sizes = [], []
+    for part in range(3):
+        async with open_process(model, directory, keep_behind=keep_behind) as process:
+            session = session[:90] if part == 2 else session
+            for turn in range(2):
+                session = [*session, *prompt(100, 2 * part + turn)]
+                outcome, got, _ = await process.generate(session, 20)
+                session += got
+                answers.append((got, outcome.num_prefilled))
+            process.engine.forget(key())
+            assert process.store.stats().rejected == 0
+            sizes.append(await _settle(process.store))
+    return answers, sizes
+
+
+@pytest.mark.parametrize("kind", SHARES)
+async def test_sections_of_windows_leave_and_answers_stay_the_same(
+    make_model, tmp_path: Path, kind: str
+) -> None:
+    """After restarts, too, and behind a rewind to where windows are gone: that is prefilled again."""
+    model, share = make_model(kind), SHARES[kind]
+    kept, sizes = await _live(model, tmp_path / "kept", KEEP)
+    everything, all_sizes = await _live(model, tmp_path / "all", None)
+    assert [tokens for tokens, _ in kept] == [tokens for tokens, _ in everything]
+    assert [num for _, num in kept[:4]] == [num for _, num in everything[:4]], "restarts read the end"
+    assert (everything[4][1], kept[4][1]) == (100, 190)
+    per_token = all_sizes[1] / 479
+    near = (KEEP + 2 * BLOCK) * per_token
+    assert sizes[1] <= share * all_sizes[1] + near < 0.8 * all_sizes[1]
+    grown = share * (all_sizes[1] - all_sizes[0])
+    assert sizes[1] - sizes[0] <= grown + 2 * BLOCK * per_token, "only the other layers' part grows"
+
+
+async def test_a_plain_model_keeps_everything(make_model, tmp_path: Path) -> None:
+    async with open_process(make_model("llama"), tmp_path, keep_behind=0) as process:
+        session = prompt(200)
+        await process.generate(session, 5)
+        process.engine.forget(key())
+        await _settle(process.store)
+        assert not any(node.is_hollow for node in process.store._index)
+        outcome, _, _ = await process.generate(session[:100], 1)
+        assert outcome.num_prefilled == 1
