@@ -154,6 +154,7 @@ async def test_a_question_is_asked_again_and_a_conversation_saved_and_left(
         for line, says in (
             ("/retry", "there is no question to ask again"),
             ("/save", "needs the name of a file"),
+            ("/set temperature 0", PROMPT),
             ("first question", PROMPT),
             ("second question", PROMPT),
             ("/retry", "At temperature 0 the answer is the same"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -22,14 +23,16 @@ async def test_a_durable_consumer_sees_every_answer_once_over_its_own_restart(
     w = await wire()
     found = re.search(r"```python\n(.*?)```", PAGE[PAGE.index("### A durable consumer") :], re.DOTALL)
     assert found is not None
-    program = found[1].replace("nats://127.0.0.1:4222", nats_url).replace("turnkeep_log", f"{w.prefix}_log")
-    program = program.replace('"turnkeep.', f'"{w.prefix}.')
+    program = found[1].replace("turnkeep_log", f"{w.prefix}_log").replace('"turnkeep.', f'"{w.prefix}.')
     await w.send("one", append("a"))
     seen: list[bytes] = []
     for session in ("one", "two"):
         result = await w.send(session, generate("g", text="x"))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-c", program),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"NATS_URL": nats_url},
         )
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 20)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from msgspec import UNSET
 
+from turnkeep_client.errors import NotPermittedError, NoWorkerError
 from turnkeep_client.messages import encode
 from worker.formatting import size, span
 
@@ -15,6 +18,9 @@ from .printing import table
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+
+#: How long to wait for a metrics message; workers publish one every few seconds.
+_PATIENCE_S: Final = 15.0
 
 
 async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None:
@@ -26,7 +32,7 @@ async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None
 async def info(client: Client, name: str | None, *, as_json: bool) -> None:
     """Show a session and its worker, or the worker alone."""
     if name is None:
-        metrics = await client.worker_metrics()
+        metrics = await _metrics(client)
         if as_json:
             click.echo(encode(metrics))
             return
@@ -118,3 +124,13 @@ def _print_metrics(metrics: Metrics) -> None:
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"
     rows.append(("  since the start", f"{written}, {lost}, {snapshots.evicted} evicted"))
     table(("worker", metrics.worker), rows)
+
+
+async def _metrics(client: Client) -> Metrics:
+    """Ask the worker for its metrics; a user who may only watch waits for the next message."""
+    with contextlib.suppress(NotPermittedError):
+        return await client.worker_metrics()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE_S):
+            return await anext(client.metrics())
+    raise NoWorkerError(f"no worker has published metrics for {_PATIENCE_S:g} s")

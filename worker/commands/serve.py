@@ -42,7 +42,8 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     the terminal was closed, and stops the worker like SIGTERM.
     """
     configure(settings.log_format, settings.log_level)
-    log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
+    if _for_people(settings):
+        log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
@@ -61,15 +62,19 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
 
         app = App(settings, progress=progress, loaded=loaded)
         starting = anyio.CancelScope()
-        for_people = settings.log_format != "json" and sys.stderr.isatty()
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
             async with task_group() as tasks:
                 tasks.start_soon(_obey, received, app, starting, read_again)
-                if for_people:
+                if _for_people(settings):
                     tasks.start_soon(_say_what_next, settings, app)
                 with starting:
                     await app.run()
                 tasks.cancel_scope.cancel()
+
+
+def _for_people(settings: Settings) -> bool:
+    """Whether somebody reads the log on a terminal."""
+    return settings.log_format != "json" and sys.stderr.isatty()
 
 
 async def _say_what_next(settings: Settings, app: App) -> None:
