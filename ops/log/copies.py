@@ -32,6 +32,8 @@ from .record import pair_up
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from .record import Exchange
+
 FORMAT: Final = 1
 #: Members that are no snapshots.
 OWN: Final = ("session.json", "log.jsonl")
@@ -93,22 +95,7 @@ def export(
     exchanges = list(pair_up(entries))
     if not exchanges:
         raise CopyError(f"the log has no session {key} with answered requests; see turnkeep sessions")
-    encoder = msgspec.json.Encoder()
-    log = b"".join(
-        encoder.encode(
-            Line(
-                seq=one.asked.seq,
-                stored=one.asked.stored,
-                request=msgspec.Raw(one.asked.body),
-                answered_seq=one.answered.seq,
-                answered=one.answered.stored,
-                result=msgspec.Raw(one.answered.body),
-                headers=_headers(one.answered),
-            )
-        )
-        + b"\n"
-        for one in exchanges
-    )
+    log = _lines(exchanges)
     with contextlib.ExitStack() as stack:
         snapshots = stack.enter_context(tarfile.open(kv, "r:")) if kv else None
         members = snapshots.getmembers() if snapshots else []
@@ -129,7 +116,7 @@ def export(
             os.fdopen(made, "wb") as file,
             tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
         ):
-            for name_, content in ((_SESSION, _signed(encoder.encode(manifest))), (_LOG, log)):
+            for name_, content in ((_SESSION, _signed(msgspec.json.encode(manifest))), (_LOG, log)):
                 member = tarfile.TarInfo(name_)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -137,6 +124,26 @@ def export(
                 tar.addfile(member, snapshots.extractfile(member) if snapshots else None)
         Path(name).replace(target)
     return manifest
+
+
+def _lines(exchanges: Sequence[Exchange]) -> bytes:
+    """Return the file's log: a line of JSON for each request with its result."""
+    encoder = msgspec.json.Encoder()
+    return b"".join(
+        encoder.encode(
+            Line(
+                seq=one.asked.seq,
+                stored=one.asked.stored,
+                request=msgspec.Raw(one.asked.body),
+                answered_seq=one.answered.seq,
+                answered=one.answered.stored,
+                result=msgspec.Raw(one.answered.body),
+                headers=_headers(one.answered),
+            )
+        )
+        + b"\n"
+        for one in exchanges
+    )
 
 
 def _headers(answered: Entry) -> dict[str, str]:

@@ -16,6 +16,7 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    UnknownResult,
     decode_request,
     decode_result,
 )
@@ -101,6 +102,8 @@ def fold(entries: Sequence[Entry]) -> Record:
     for one in joined:
         if one.result.repeat_of is not None:
             left_out["repeated"] += 1
+        elif isinstance(one.result, UnknownResult):
+            left_out["of a newer version"] += 1
         elif isinstance(one.result, Failed):
             left_out["refused"] += 1
         elif isinstance(one.result, Generated) and not one.result.tokens:

@@ -9,7 +9,16 @@ import click
 
 from ops.log.sessions import ORDERS
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
-from turnkeep_client.messages import Append, Appended, Failed, Generate, Generated, Rewind, encode
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Failed,
+    Generate,
+    Generated,
+    Rewind,
+    UnknownResult,
+    encode,
+)
 from worker.formatting import size, span
 
 from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
@@ -309,6 +318,8 @@ def _cost(turn: Turn) -> str:
             return f"repeats the request at {result.repeat_of}"
         case Failed(code=code, message=message):
             return f"{code}: {printable(message)}"
+        case UnknownResult(type=kind, position=position):
+            return f"{printable(kind)}, of a newer version; position {position}"
         case Generated(usage=usage) as made:
             prompt = f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached"
             answer = f"answer {usage.completion_tokens} tokens in {made.seconds.total:.2f} s"
