@@ -34,7 +34,7 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_saboteurs.py
 
-packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, site, deployment and the pages' commands; as root also full and failing disks
+packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, site, deployment, pages and short benches; as root also full and failing disks
 	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts) and not soak'
 
 lint: $(STAMP) ## Check style and format (ruff)

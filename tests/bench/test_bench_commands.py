@@ -39,12 +39,13 @@ LONG = {
 }
 
 
-def _benches(*always: str) -> pytest.MarkDecorator:
-    """Run a test with these benches, and with all in `make soak`."""
-    suites = [
-        pytest.param(one, marks=() if one.bench.name in always else pytest.mark.soak, id=one.bench.name)
-        for one in SUITES
-    ]
+def _benches(*always: str, packaging: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test with these benches, with more in `make packaging`, and with all others in `make soak`."""
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [] if name in always else [pytest.mark.packaging if name in packaging else pytest.mark.soak]
+
+    suites = [pytest.param(one, marks=marks(one.bench.name), id=one.bench.name) for one in SUITES]
     return pytest.mark.parametrize("suite", suites)
 
 
@@ -74,9 +75,7 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
     raise AssertionError("no checkpoint had three turns or samples")
 
 
-@_benches(
-    "session", "load", "peers", "quality", "recall", "restart"
-)  # the others start five workers, or run long
+@_benches("session", packaging=("load", "peers", "quality", "recall", "restart"))  # the others run long
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +98,7 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
 
 
+@pytest.mark.packaging
 def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, turnkeep: Start) -> None:
     options = ["--turns", "5", "--max-tokens", "4", "--restart-every", "2", "--corpus", "built-in"]
     process = turnkeep("session", *options, "--model", tiny_model, "--out", tmp_path)

@@ -329,13 +329,14 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix, "--max-tokens", 5)
     done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n")
-    assert (done.returncode, done.stderr) == (0, "")
+    cut = "Ended at max_tokens (5): the answer is cut\n"
+    assert (done.returncode, done.stderr) == (0, 2 * cut)
     info = await worker.client.session("chat").info()
     assert info.requests == 3, "it was opened, too"
     assert len(done.stdout.splitlines()) >= 2
     again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
     assert again.returncode == 0
-    assert again.stderr == f"Continuing session 'chat' at position {info.position}.\n"
+    assert again.stderr == f"Continuing session 'chat' at position {info.position}.\n{cut}"
     nothing = await asyncio.to_thread(turnkeep, "chat", *options)
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (await worker.client.session("chat").info()).requests == 4
@@ -344,9 +345,11 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
 async def test_ask_info_and_cancel_speak_with_a_worker(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
-    once = await asyncio.to_thread(turnkeep, "ask", "hello", "--max-tokens", 5, *options)
-    assert (once.returncode, once.stderr) == (0, "")
-    kept = await asyncio.to_thread(turnkeep, "ask", "hello", "--max-tokens", 5, "--session", "s", *options)
+    ask = ("ask", "hello", "--max-tokens", 5, "--temperature", 0, *options)
+    once = await asyncio.to_thread(turnkeep, *ask)
+    cut = "turnkeep: ended at max_tokens (5): the answer is cut\n"
+    assert (once.returncode, once.stderr) == (0, cut)
+    kept = await asyncio.to_thread(turnkeep, *ask, "--session", "s")
     assert (kept.returncode, kept.stdout) == (0, once.stdout)
     shown = await asyncio.to_thread(turnkeep, "info", "s", "--json", *options)
     assert (shown.returncode, json.loads(shown.stdout)["session"]) == (0, "s")
