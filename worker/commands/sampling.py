@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 #: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
 _ALL_THAT_FITS: Final = 2**31 - 1
-#: For a model that names none: small models repeat themselves without end where the most likely token is
-#: always taken. The first two are what SmolLM2's authors recommend; without the penalty it still repeats.
-_CAREFUL: Final = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+#: For a model that names none, as the packaged one. Small models repeat themselves: in two answers of 300
+#: tokens 41% and 28% of all runs of six words were repeats; with this penalty 1% and none. Temperature 0.2
+#: and top_p 0.9, which SmolLM2's authors recommend, repeat as much, and often do not name Paris as the
+#: capital of France.
+_CAREFUL: Final = {"repetition_penalty": 1.1}
 
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
