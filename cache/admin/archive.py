@@ -1,8 +1,8 @@
 """Copy snapshots from one cache to another as a plain tar of their files. Blocking: for the command line.
 
 An archive is not encrypted: its files are those of a cache without a key. An import verifies every file
-before it is placed, and uses no name of the archive's choice. A valid file does not prove that a model
-computed its KV: see `import --help`.
+before it moves the file into the cache, and makes the file's path itself, never from a path in the archive. A
+valid file does not prove that a model computed its KV: see `import --help`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EMPTY: Final = {
 
 @dataclass(slots=True)
 class Transferred:
-    """The result of a copy; `skipped` are names with the reasons."""
+    """The result of a copy. `skipped` are the names of the skipped files, each with the reason."""
 
     num_files: int = 0
     size_bytes: int = 0
@@ -65,10 +65,10 @@ class Transferred:
 def export(
     directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
 ) -> Transferred:
-    """Write the chains that end in `digests` (prefixes of hex names; None: all chains) to a tar file.
+    """Write chains of snapshots to a tar file: those that end in `digests`, or all chains if it is None.
 
-    Needs no lock, and verifies every file. Raises `CacheError`, and leaves no archive, if a snapshot is
-    unknown, doubtful, or was evicted meanwhile.
+    `digests` are hex names of snapshots, or prefixes of them. Needs no lock, and verifies every file. Raises
+    `CacheError`, and leaves no archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
     """
     check(directory, access)
     paths = _chains(directory, digests, access)
@@ -98,7 +98,7 @@ def export(
 
 
 def fields_in(source: Path) -> dict[str, Any]:
-    """Read the identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
+    """Read the model identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
     with source.open("rb") as file:
         try:
             for member in _members(file):
@@ -112,7 +112,7 @@ def fields_in(source: Path) -> dict[str, Any]:
 def fields_here(directory: Path, access: Access = PLAIN) -> list[tuple[str, dict[str, Any]]]:
     """List the models of a cache: the name, and the fields of the identity. Raises `CacheError`, `OSError`.
 
-    A model is there once for each policy and for other settings.
+    The list has a model several times if its snapshots were made under several policies or settings.
     """
     ends = {chain.model.identity: chain for chain in inspect(directory, access).chains}
     found = []
@@ -135,9 +135,10 @@ def import_files(
 ) -> Transferred:
     """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
 
-    Skips, with the reason, files that exist already, are doubtful, lack their prefix, or exceed a limit.
-    `others` are names of members that belong to somebody else; `fresh` makes the cache if there is none.
-    Raises `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
+    Skips files that exist already, are doubtful, lack their prefix, or exceed a limit, and returns the
+    reasons. `others` are names of archive members that are not snapshots; the import ignores them. With
+    `fresh` the cache is created if there is none. Raises `CacheError` if the archive cannot be read,
+    `DirectoryLockedError`, `OSError`.
     """
     with source.open("rb") as file, opened(directory, access, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -159,7 +160,7 @@ def import_files(
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield an archive's members, with the file at the start of the member's content.
+    """Yield an archive's members one by one; `file` is then positioned at the start of the member's content.
 
     Reads only headers of 512 bytes. Extended headers are skipped, however long: a snapshot's name is short,
     and its own header has its size. Raises `tarfile.TarError`.
@@ -277,7 +278,7 @@ def _only(there: set[str], beginning: str) -> str:
 
 
 def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
-    """Add a file to an archive under its name, without its owner; return its size."""
+    """Add a file to an archive under its file name, without its owner's name and ids; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
         reader: Any = access.reader(file.fileno(), path)  # reads, as far as tarfile asks
@@ -288,7 +289,7 @@ def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
 
 
 def _is_snapshot(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a plain file, not sparse, with a snapshot's name."""
+    """Whether a member is a plain file, not a sparse one, and its name is that of a snapshot."""
     return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and PLAIN.digest_of(member.name) is not None
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The removed and the remaining snapshots; `num_pinned` stayed only because they are pinned."""
+    """The removed and the remaining snapshots; `num_pinned` snapshots remain only because they are pinned."""
 
     num_files: int
     size_bytes: int
@@ -41,7 +41,7 @@ class Pruned:
 def opened(
     directory: Path, access: Access = PLAIN, *, fresh: bool = False
 ) -> Iterator[tuple[Folder, Catalog, Index]]:
-    """Lock a directory, and reconcile its index with its files; `fresh` makes a missing one.
+    """Lock a directory, and reconcile its index with its files. With `fresh` a missing directory is created.
 
     Raises `CacheError`, `OSError`.
     """
@@ -69,8 +69,8 @@ def prune(
 ) -> Pruned:
     """Remove snapshots unused for `older_than_s` seconds, of one model, until at most `to_bytes` are left.
 
-    None leaves a condition out. `model` is a prefix of an identity's hex digest. Removes leaves first, least
-    recently used first; pinned prefixes stay.
+    A condition that is None does not apply. `model` is the hex digest of a model's identity, or a prefix of
+    it. Removes leaves first, least recently used first; pinned prefixes stay.
     """
     with opened(directory, access) as (folder, catalog, index):
         Pins(index, catalog.pins())
@@ -100,7 +100,7 @@ def prune(
 
 
 def prune_all(directory: Path) -> Pruned:
-    """Remove all snapshots, the quarantine, all pins and the mark of a key, which need not be known.
+    """Remove all snapshots, quarantined files and pins, and the mark of an encryption key. Needs no key.
 
     Raises `CacheError` if files cannot be removed.
     """
@@ -119,7 +119,8 @@ def prune_all(directory: Path) -> Pruned:
 def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
     """Remove pins by prefixes of their hex names.
 
-    Raises `CacheError` for an unknown or ambiguous one, or if the pins would come back.
+    Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written, since the pins
+    would come back.
     """
     with opened(directory, access) as (_, catalog, _):
         if not catalog.is_lasting:

@@ -35,7 +35,7 @@ _COPY_TRIES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model. `identity` is the digest as hex; `name` is empty if no worker has stored it."""
+    """A model. `identity` is its identity's digest as hex; `name` is empty if no worker has stored it."""
 
     identity: str
     name: str
@@ -45,8 +45,9 @@ class Model:
 class StoredChain:
     """One stored sequence of tokens, from a root to a leaf of the tree; `digest` names the leaf.
 
-    `size_bytes` is the whole chain, `own_bytes` what no other chain shares. The first `pinned_tokens` tokens
-    are pinned. The tenant is unknown: names are salted.
+    `size_bytes` is the size of the whole chain, `own_bytes` the size of its files that no other chain shares.
+    The first `pinned_tokens` tokens are pinned. The tenant is unknown, because names are hashes that include
+    it.
     """
 
     digest: bytes
@@ -73,7 +74,8 @@ class ModelUsage:
 class Survey:
     """The result of an inspection.
 
-    `doubtful` are file names with the reasons, `quarantined` the doubtful files that were moved.
+    `doubtful` are the names of files that failed verification, each with the reason. `quarantined` are those
+    of them that were moved to quarantine.
     """
 
     chains: list[StoredChain] = field(default_factory=list)
@@ -88,12 +90,12 @@ class Survey:
 
 
 def is_fresh(directory: Path) -> bool:
-    """Whether there is nothing yet where a cache is to be."""
+    """Whether a cache directory is missing or empty, so that a new cache can be made there."""
     return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
 
 
 def check(directory: Path, access: Access | None) -> None:
-    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if it has another key than this."""
+    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if the key does not fit it."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():
@@ -146,8 +148,8 @@ def verify(
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
     Returns a survey of the doubtful files; files of other format versions are only counted. With `quarantine`
-    doubtful files are moved, under the lock. Raises `CacheError`, and `OSError` if the process lacks open
-    files or memory.
+    doubtful files are moved to quarantine, under the directory's lock. Raises `CacheError`, and `OSError` if
+    the process cannot open more files or lacks memory.
     """
     check(directory, access)
     with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:
@@ -228,9 +230,9 @@ def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str,
 def _copied(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a copy of the index, since a running worker has the file locked.
 
-    A change is in the log (`-wal`) before it is in the file. The log is copied after the file, so it has all
-    changes that the file's copy may have in part, unless the log restarted meanwhile; then copy again. Raises
-    `OSError`, `sqlite3.Error`.
+    SQLite writes a change to its log (`-wal`) before it writes the change to the file. So the log is copied
+    after the file: the copy of the log then has all changes that the copy of the file may have in part. If
+    SQLite restarted the log meanwhile, both are copied again. Raises `OSError`, `sqlite3.Error`.
     """
     log = path.with_name(f"{path.name}-wal")
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +252,7 @@ def _copied(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _start_of(log: Path) -> bytes:
-    """Read a log's header, which changes whenever the log restarts."""
+    """Read the header of an SQLite log (`-wal`), which changes whenever SQLite restarts the log."""
     try:
         with log.open("rb") as file:
             return file.read(32)

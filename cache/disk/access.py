@@ -1,6 +1,7 @@
-"""Reads and writes files, names and rows in the clear; `sealing` overrides this for a directory with a key.
+"""Reads and writes files, names and rows unencrypted; `sealing` overrides this for a directory with a key.
 
-`format`, `folder` and `catalog` go through it. Knows bytes and names; nothing of headers or tensors.
+`format`, `folder` and `catalog` use this module for every access. It knows bytes and names, but neither
+headers nor tensors.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}").fullmatch
 
 
 class Reader:
-    """An open file's contents, and the position in them. For one thread."""
+    """Reads an open file's contents from a position. Used by one thread."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self.size_bytes = os.fstat(file).st_size
 
     def seek(self, at: int) -> None:
-        """Go to a position."""
+        """Move to a position in the contents, in bytes."""
         os.lseek(self._file, at, os.SEEK_SET)
 
     def fill(self, buffers: list[memoryview]) -> None:
         """Read until all buffers are full.
 
-        Raises `DoubtfulSnapshotError` if the file ends before, `OSError`.
+        Raises `DoubtfulSnapshotError` if the file ends before the buffers are full, and `OSError`.
         """
         while num_read := os.readv(self._file, buffers):
             buffers = skip_bytes(buffers, num_read)
@@ -48,30 +49,30 @@ class Reader:
         raise DoubtfulSnapshotError("shorter than its header says")
 
     def read(self, num_bytes: int) -> bytes:
-        """Read exactly that many bytes; raises as `fill` does."""
+        """Read exactly `num_bytes` bytes. Raises the same errors as `fill`."""
         found = bytearray(num_bytes)
         self.fill([memoryview(found)])
         return bytes(found)
 
 
 class Writer:
-    """A new file's contents. For one thread; raises `OSError`."""
+    """Writes a new file's contents. Used by one thread; its methods raise `OSError`."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     def write(self, buffers: list[memoryview]) -> None:
-        """Write all buffers in order; a system call may write a part, as when the disk is nearly full."""
+        """Write all buffers in order, with several system calls if one writes only a part (a nearly full disk)."""
         while buffers:
             buffers = skip_bytes(buffers, os.writev(self._file, buffers))
 
     def finish(self) -> None:
-        """Write the buffered rest, and sync the file."""
+        """Write the bytes that are still buffered, and sync the file."""
         os.fsync(self._file)
 
 
 class Access:
-    """The access to a directory without a key: nothing is encrypted."""
+    """How the files, names and rows of a directory without a key are read and written: unencrypted."""
 
     #: What the file `SEAL` says: which key; empty without one.
     mark = ""
@@ -86,7 +87,7 @@ class Access:
         return bytes.fromhex(stem) if stem != name and _IS_DIGEST(stem) else None
 
     def digest_in(self, path: Path) -> bytes | None:
-        """Return the digest that a path names, also while the file is being written, without its suffix."""
+        """Return the digest in a snapshot's path, or in the temporary path of a file that is being written."""
         return self.digest_of(path.stem + SUFFIX)
 
     def size_bytes(self, num_bytes: int) -> int:
@@ -94,19 +95,19 @@ class Access:
         return num_bytes
 
     def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # for those with a key
-        """Begin to read a file. Raises `DoubtfulSnapshotError`, `OSError`."""
+        """Return a reader of an open file. Raises `DoubtfulSnapshotError`, `OSError`."""
         return Reader(file)
 
     def writer(self, file: int, path: Path) -> Writer:  # noqa: ARG002
-        """Begin to write the file of the snapshot that `path` names."""
+        """Return a writer for the open file of the snapshot whose digest is in `path`."""
         return Writer(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest as the catalog stores it."""
+        """Return a digest in the form that the catalog stores: here unchanged, with a key encrypted."""
         return digest
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
-        """Return a row with its proof as the catalog stores it."""
+        """Return a row and its checksum `proof` in the form that the catalog stores."""
         return (*row[:-1], proof)
 
     def rows(self, stored: list[Row]) -> Iterable[Row]:
@@ -114,15 +115,15 @@ class Access:
         return stored
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Return a pinned prefix as the catalog stores it: name, root, tokens."""
+        """Return a pinned prefix in the form that the catalog stores: name, root, tokens."""
         return pin.name, *pin
 
     def pins(self, stored: list[Pin]) -> Iterable[Pin]:
-        """Return the pinned prefixes that the catalog has, as `rows` does."""
+        """Return the catalog's pinned prefixes, except those that this key cannot decrypt."""
         return stored
 
     def check(self, directory: Path) -> None:
-        """Raise `SealedError` unless a directory is empty, or its contents have this key, or none as here."""
+        """Raise `SealedError` if a directory has contents that do not fit this key (or having no key)."""
         try:
             found = (directory / SEAL).read_text()
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The catalog: the index's SQLite file, used while a store opens, then by the writer thread alone.
 
-The snapshot files are the truth. A lost, damaged or wrong catalog is rebuilt from their headers; only the
-order of use and the pins are lost.
+If the catalog and the snapshot files differ, the files are right. A lost, damaged or wrong catalog is rebuilt
+from their headers; only the order of use and the pins are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. Its errors cost the order of use, never a snapshot: the caller logs and continues."""
+    """The SQLite file. The caller logs its errors and continues: they lose the order of use, no snapshot."""
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
@@ -96,7 +96,7 @@ class Catalog:
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
         """Use a database in memory where the file cannot be written, for instance on a full disk.
 
-        Copies what can be read of the file. Later changes are lost when the process ends.
+        Copies the readable part of the file to memory. Later changes are lost when the process ends.
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self.is_lasting = False
@@ -145,7 +145,7 @@ class Catalog:
         return db
 
     def read(self) -> list[Row]:
-        """Read all rows, unchecked: `reconciling` verifies them."""
+        """Read all rows without verifying them; `reconciling` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(self._access.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
@@ -155,12 +155,12 @@ class Catalog:
         return list(self._access.pins(stored))
 
     def pin(self, pins: Iterable[Pin]) -> None:
-        """Add pinned prefixes, durably."""
+        """Add pinned prefixes. They are on disk when this returns."""
         with self._transaction(durable=True) as db:
             db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", map(self._access.hidden_pin, pins))
 
     def unpin(self, pins: Iterable[Pin]) -> None:
-        """Delete pinned prefixes, durably."""
+        """Delete pinned prefixes. The deletion is on disk when this returns."""
         with self._transaction(durable=True) as db:
             names = [(self._access.hidden(pin.name),) for pin in pins]
             db.executemany("DELETE FROM pin WHERE name = ?", names)
@@ -177,13 +177,13 @@ class Catalog:
         return [row[0] for row in self._db.execute("SELECT identity FROM model")]
 
     def note_identities(self, identities: Iterable[bytes], name: str = "") -> None:
-        """Add identities that have snapshots, and the name of their model; known identities stay."""
+        """Add identities that have snapshots, and the name of their model. Known identities do not change."""
         with self._transaction() as db:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def purge_log(self) -> bool:
-        """Remove deleted rows from SQLite's log too; False if some may remain on the disk."""
+        """Remove deleted rows from SQLite's log too. False if some may remain on the disk."""
         # The log still has the pages from before the deletion.
         if not self.is_lasting or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
@@ -205,7 +205,7 @@ class Catalog:
             db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Delete rows; a parent inherits the use of its child, so that recency outlives the leaf."""
+        """Delete rows. A deleted row's time of last use passes to its parent's row."""
         with self._transaction() as db:
             for row in rows:
                 digest, parent = map(self._access.hidden, (row.digest, row.parent))
@@ -213,7 +213,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store the last use of leaves, as (used, digest); that of their chains follows from it."""
+        """Store when leaves were last used, as (used, digest). Their chains' last use follows from that."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
@@ -229,7 +229,7 @@ class Catalog:
 class _Transaction:
     """BEGIN, then COMMIT, or ROLLBACK after an exception.
 
-    A commit with `synchronous` NORMAL may be lost in a power failure, one with FULL is on disk.
+    With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
     """
 
     def __init__(self, db: sqlite3.Connection, synchronous: Literal["NORMAL", "FULL"]) -> None:

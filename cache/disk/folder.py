@@ -40,7 +40,7 @@ QUARANTINE_FILES: Final = 8
 
 
 def scan(snapshots: Path, access: Access = PLAIN) -> dict[bytes, tuple[int, int]]:
-    """Map the digests of the snapshots in a folder to (size in bytes, mtime in ns)."""
+    """Map the digest of each snapshot in a folder to (size in bytes, mtime in ns)."""
     found = {}
     with os.scandir(snapshots) as entries:
         for entry in entries:
@@ -90,7 +90,7 @@ class Folder:
         self._tighten()
 
     def _tighten(self) -> None:
-        """Restrict files that an older version left readable to others. Done once: files may be many."""
+        """Make files private that an older version left readable to others. Done once: files may be many."""
         subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
         files += [
@@ -106,7 +106,7 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Note in an empty directory which key its contents will have. Raises `SealedError` for another."""
+        """Note in an empty directory which key encrypts it. Raises `SealedError` if its contents do not fit."""
         self.access.check(self.directory)
         if self.access.mark and not (self.directory / SEAL).exists():
             fresh = self.tmp / SEAL
@@ -121,7 +121,7 @@ class Folder:
         return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
-        """List the names in the snapshots' folder; a `stat` of each would double the time of a start."""
+        """List the file names in `snapshots/`, without a `stat` of each: it would double the time of a start."""
         return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:
@@ -145,12 +145,12 @@ class Folder:
         return (self.tmp / self.access.file_name(digest)).with_suffix("")
 
     def place(self, path: Path, digest: bytes) -> None:
-        """Move a complete, synced file to its place, and sync the directory."""
+        """Move a complete, synced file to its path in `snapshots/`, and sync that folder."""
         path.rename(self.path(digest))
         sync(self.snapshots)
 
     def repair(self, digest: bytes) -> None:
-        """Recreate missing subfolders, and remove whatever is in the place of a snapshot's file.
+        """Recreate missing subfolders, and remove anything at the path of this snapshot's file.
 
         Raises `OSError` if the directory itself is gone.
         """
@@ -187,7 +187,7 @@ class Folder:
         (self.quarantined / self.access.file_name(digest)).unlink(missing_ok=True)
 
     def remove_quarantined_of(self, packed: bytes) -> None:
-        """Remove quarantined files with a part of these packed tokens, or with unreadable tokens."""
+        """Remove the quarantined files whose tokens are a part of these packed tokens, or cannot be read."""
         for path in _within(self.quarantined):
             try:
                 name = read_name(path, self.access)

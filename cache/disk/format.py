@@ -1,12 +1,14 @@
 """One snapshot is one safetensors file: write, verify and read it.
 
-The header says whose KV the file holds (`header`). Nothing of a file is used before its length, checksum,
-identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the index, or of sessions.
+The header (`header`) says which model and which tokens the KV belongs to. No part of a file is used before
+its length, checksum, identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the
+index, or of sessions.
 
-The tensors follow the header without gaps, in sections: one for all layers of the same reach, then a
-carrier's sketches of the blocks before it, then the state of layers that are not cut by tokens. The header
-and each section have a checksum of their own, since a restore reads only the sections that a layer still
-sees, and the state of a chain's last file alone.
+The tensors follow the header without gaps, in sections: one for all layers of the same reach (the tokens that
+a layer sees). Some files, the carriers, then have the sketches (2-bit copies of keys) of the blocks before
+them. Last comes the state of layers whose KV is not cut by tokens. The header and each section have their own
+checksum, because a restore reads only the sections that a layer still sees, and the state only from a chain's
+last file.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Encod
 
 
 def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
-    """Write and fsync a file, replacing any old content; without a key no tensor is copied.
+    """Write and fsync a file, replacing any old content. Without an encryption key no tensor is copied.
 
     Runs on the writer thread. Raises `OSError`.
     """
@@ -90,14 +92,14 @@ def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
 
 
 def is_lack(error: Exception) -> bool:
-    """Whether an error means a lack of open files or memory, which says nothing about the file."""
+    """Whether an error means too many open files or too little memory, so that the file may be good."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
 def prove(path: Path, access: Access = PLAIN) -> Name:
     """Verify a whole file against its own name and header; return the name of its snapshot. Blocking.
 
-    Raises `DoubtfulSnapshotError`, and `OSError` if that says nothing about the file (`is_lack`).
+    Raises `DoubtfulSnapshotError`, and `OSError` if the file may be good (`is_lack`).
     """
     name = headers.read_name(path, access)
     with _opened(path, access) as found:
@@ -131,16 +133,16 @@ def read(
     carried: tuple[Span, Sequence[Place]] | None = None,
     state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read those tokens of a snapshot that have a place, and verify what is read.
+    """Read the KV of those tokens of a snapshot that have a place in memory, and verify the sections read.
 
-    `layout` is the model's; `places` are in its order. For a carrier, `carried` has the tokens whose sketches
-    it contains, and their places, which come last in the layout. A section is skipped if none of its tokens
-    has a place. Each byte is read once, to its final place, and hashed there. The header is verified before
-    the first write, a section after its last one: after a `DoubtfulSnapshotError` the places of this span
-    must not be used.
+    `layout` is the model's; `places`, the buffers to write to, are in its order. If the file is a carrier,
+    `carried` has the tokens whose sketches it contains, and their places, which come last in the layout. A
+    section is skipped if none of its tokens has a place. Each byte is read once, to its final place, and
+    hashed there. The header is verified before the first write, a section after its last one: after a
+    `DoubtfulSnapshotError` the places of this span must not be used.
 
-    `state` are the buffers of the state's tensors, in the order of `peek`, for the last snapshot of a chain;
-    None skips the state.
+    `state` are the buffers for the state's tensors, in the order in which `peek` returns them. It is given
+    for the last snapshot of a chain; None skips the state.
 
     Returns the number of bytes read; raises `OSError` as `prove` does. Safe on any thread; waits for the disk
     without the GIL.
@@ -173,9 +175,10 @@ def read(
 def _there(
     together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
 ) -> list[tuple[Span, list[Place]]]:
-    """Return the sections of a shortened file, whose layout is `found`; nothing else may have a place.
+    """Return those of the sections `together` that a shortened file, whose layout is `found`, still has.
 
-    Raises `DoubtfulSnapshotError` if it is no shortened file, `PartialSnapshotError` if it lacks what does.
+    Raises `DoubtfulSnapshotError` if it is not a shortened file, and `PartialSnapshotError` if it lacks a
+    section with tokens that have a place.
     """
     places = [place for _, run in together for place in run]
     kept = tuple(one for one, place in zip(layout, places, strict=True) if not place.section[0].is_endless)
@@ -193,7 +196,7 @@ def _there(
 def shortened(
     path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
 ) -> EncodedSnapshot | None:
-    """Read a file without the sections of layers with windows, and verify it; None if it has none of them.
+    """Verify a file; return it without the sections of layers with windows. None if it has no such section.
 
     `layout` is the model's, without states. Raises `DoubtfulSnapshotError`, `OSError`.
     """
@@ -262,7 +265,7 @@ class _Found:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def tensors(self, section: int, blank: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Read the tensors of a section; `blank` have no contents, and (heads, head_dim) as their shape."""
+        """Read the tensors of a section. `blank` gives their types, and (heads, head_dim) as their shape."""
         token_bytes = [math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in blank]
         num_tokens = self.header.sections[section].size_bytes // sum(token_bytes)
         read = [memoryview(bytearray(num_tokens * size)) for size in token_bytes]
@@ -274,8 +277,8 @@ class _Found:
     def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
         """Read a section, one system call per group of buffers, and compare its checksum.
 
-        Each group is hashed before the next is read: it is still in the processor's cache, and groups may
-        share a buffer.
+        Each group is hashed before the next one is read, while it is still in the processor's cache. Groups
+        may share a buffer.
         """
         self._file.seek(self._starts[section])
         hasher = xxhash.xxh3_128()
@@ -302,7 +305,7 @@ def _opened(path: Path, access: Access) -> Iterator[_Found]:
 
 
 def _in_scratch(scratch: memoryview, size_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield buffers for `size_bytes` bytes that are only hashed."""
+    """Yield buffers in scratch memory for `size_bytes` bytes that are hashed and not kept."""
     return ([scratch[:num_left]] for num_left in range(size_bytes, 0, -_READ_BYTES))
 
 

@@ -1,8 +1,8 @@
 """A snapshot file's header: writing and parsing it.
 
-The header says whose KV the file holds, and contains the checksums, which `format` verifies. The text that
-`write` makes is the only valid one, with a type and a range for each field; any other is a
-`DoubtfulSnapshotError`.
+The header says which model and which tokens the KV belongs to, and contains the checksums, which `format`
+verifies. Each field has a type and a range, and only the exact text that `write` makes is valid; any other
+text raises `DoubtfulSnapshotError`.
 
 Layout: 8 bytes of length, then a JSON object padded to 8 bytes (safetensors 0.x): metadata, then the tensors
 in the order of their sections, the state last.
@@ -98,9 +98,9 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file claims to hold. `identity` is a digest as hex, `model` what it is of, as a JSON string.
+    """What a file claims to hold. `identity` is a digest as hex, `model` the digested fields as JSON.
 
-    Of a file of another format version only the identity is known, and `name` is `NO_NAME`.
+    If the file has another format version, only the identity is known, and `name` is `NO_NAME`.
     """
 
     identity: str
@@ -116,7 +116,7 @@ class Header:
         return not self.name.tokens
 
     def fields(self) -> dict[str, Any]:
-        """Parse the identity's fields. Raises `DoubtfulSnapshotError` if they contradict it."""
+        """Parse the identity's fields. Raises `DoubtfulSnapshotError` if their digest is not `identity`."""
         if self.is_foreign:
             raise DoubtfulSnapshotError("another format version")
         try:
@@ -172,7 +172,7 @@ def read_header(path: Path, access: Access = PLAIN) -> Header:
 
 
 def read_name(path: Path, access: Access = PLAIN) -> Name:
-    """Read which KV a file of this format version claims to hold. Raises as `read_header` does."""
+    """Read which KV a file of this format version claims to hold. Raises the same errors as `read_header`."""
     header = read_header(path, access)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")
@@ -181,7 +181,7 @@ def read_name(path: Path, access: Access = PLAIN) -> Name:
 
 @contextmanager
 def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, int]]:
-    """Open a file and read its header; yields the file, the header with its length, and the payload's size.
+    """Open a file; yield a reader of it, the bytes of its header with their length, and the payload's size.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
     """
@@ -197,7 +197,7 @@ def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, 
 
 
 def header_in(file: IO[bytes], size_bytes: int) -> Header:
-    """Read a header of a snapshot of this size that begins where a file stands. Raises as `read_header`."""
+    """Read a snapshot's header at the file's current position. Raises the same errors as `read_header`."""
     length = int.from_bytes(file.read(8), "little")
     _check_length(length, size_bytes - 8)
     head = struct.pack("<Q", length) + file.read(length)
@@ -244,10 +244,10 @@ def _check_length(length: int, most: int) -> None:
 def _tensors(
     text: bytes, payload_bytes: int, sizes: tuple[int, ...], num_tokens: int, resumable: bool
 ) -> tuple[Layout, States]:
-    """Parse the tensors behind the metadata. Cached: the text is the same in all blocks of a chain.
+    """Parse the header's list of tensors. Cached, because the text is the same in all blocks of a chain.
 
-    Valid are complete groups of keys and values, then the state, without gaps, up to the end of the file.
-    Each section ends where a tensor ends, and the state is a section.
+    A valid list has complete groups of keys and values, then the state, without gaps, up to the end of the
+    file. Each section ends where a tensor ends, and the state is a section of its own.
     """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []

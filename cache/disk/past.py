@@ -1,7 +1,7 @@
 """Reads the KV of a session's first tokens from disk, one layer at a time, some blocks at a time.
 
-An exact prefill uses it: its tokens attend to all earlier tokens, and only a part of these is on the device.
-Each block is verified at every read. While one part is used, an I/O thread reads the next one.
+An exact prefill uses this module: its tokens attend to all earlier tokens, but the device has the KV of only
+some of them. Each block is verified at every read. While one part is used, an I/O thread reads the next one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _READ_S: Final = 5.0
 class StoredPast:
     """The KV of the first `end` tokens, in `files`; made by `Store.past`, then used by one thread.
 
-    `ahead` is the part that was read ahead, or is being read. `doubt` is a doubtful file and the reason.
+    `ahead` is the next part, which was read early or is being read now. `doubt` is a file that failed
+    verification, and the reason.
     """
 
     folder: Folder
@@ -59,8 +60,8 @@ class StoredPast:
     def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
         """Yield keys and values of all tokens in order: (1, KV heads, tokens, size), or codes and scales.
 
-        `layer` is its path in snapshots; that of `then` is read next. Raises `LostPastError` if a file is
-        gone or damaged, or the disk does not answer.
+        `layer` is the layer's path in snapshots, and `then` the layer to read next. Raises `LostPastError` if
+        a file is missing or damaged, or the disk does not answer.
         """
         todo = [(layer, at) for at in range(0, self.end, PART)]
         for this, following in zip(todo, [*todo[1:], (then, 0)], strict=True):

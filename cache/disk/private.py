@@ -23,7 +23,7 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file, for `open`; only the owner has access to a new one. Refuses to follow a link."""
+    """The `opener` for Python's `open`: a new file is accessible to its owner only, and links are refused."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
@@ -35,7 +35,7 @@ def is_open(directory: Path) -> bool:
 def tighten(directory: Path, files: Iterable[Path]) -> None:
     """Remove others' access to these files, then to their directory, if others have access to it.
 
-    Where this is not permitted, for another user's files, log that and leave them.
+    If this is not permitted, because the files are another user's, log that and leave them unchanged.
     """
     if not is_open(directory):
         return

@@ -1,6 +1,6 @@
-"""The I/O threads that restores read on: daemons, since a hanging disk may block them for ever.
+"""The I/O threads that restores read on: daemon threads, since a hanging disk may block them for ever.
 
-A read beyond its time limit means that the disk hangs. Until that read returns, all others fail at once:
+If a read exceeds its time limit, the disk hangs. Until this read returns, all other reads fail at once:
 otherwise the disk would block the other threads too.
 """
 
@@ -49,13 +49,14 @@ class Readers:
             thread.start()
 
     def are_stuck(self) -> bool:
-        """Whether any thread is overdue."""
+        """Whether a job has exceeded its time limit on any thread."""
         return min(self._until) < monotonic()
 
     async def run(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run `work` on a thread, and return or raise what it does. The wait for a free thread is unlimited.
+        """Run `work` on a thread; return its result or raise its exception. Waits for a thread without limit.
 
-        Raises `TimeoutError` if any thread is overdue; such a thread is lost until its job returns.
+        Raises `TimeoutError` if any thread's job has exceeded its limit; that thread cannot be used until its
+        job returns.
         """
         if not self.are_stuck():
             waiting = asyncio.wrap_future(self.submit(work, limit_s))
@@ -72,7 +73,7 @@ class Readers:
         return job.future
 
     async def close(self, timeout_s: float) -> bool:
-        """End the threads; False if one did not end in time, which then ends with the process."""
+        """End the threads. False if a thread did not end in time; it then ends with the process."""
         for _ in self._threads:
             self._jobs.put(None)
         ended = [asyncio.to_thread(thread.join, timeout_s) for thread in self._threads]
@@ -89,7 +90,7 @@ class Readers:
             self._on_exit()
 
     def _run_next(self, number: int) -> bool:
-        """Run the next job; False at the end. A separate call, so that the thread keeps no job or result."""
+        """Run the next job; False at the end. A function of its own, so that the thread keeps no job or result."""
         job = self._jobs.get()
         if job is None:
             return False

@@ -1,6 +1,6 @@
 """Read the files of a match on I/O threads, each byte once: from the file to its place in the session's KV.
 
-A doubtful file goes to quarantine; the prefix before it is still used.
+A file that fails verification is moved to quarantine; the prefix before it is still used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
 class ChainFile:
     """One file of a chain, and the position of its first token.
 
-    `state` says to read its state: for the last file of a chain, if the model's layers have states. `carried`
-    are the tokens whose sketches a carrier has.
+    `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
+    have states. If the file is a carrier, `carried` are the earlier tokens whose sketches it contains.
     """
 
     digest: bytes
@@ -53,8 +53,8 @@ class ChainFile:
 class Restored:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
-    The arrays have room for more tokens, with undefined contents; arrays of layers with a limited reach have
-    no room, and hold what such a layer sees. `size_bytes` were read from disk.
+    The arrays have unused room for more tokens, with undefined contents. Arrays of layers that see only some
+    tokens hold exactly these tokens, without more room. `size_bytes` bytes were read from disk.
     """
 
     num_tokens: int
@@ -65,9 +65,9 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read. `doubt` says what is wrong with the file behind the first `num_read`.
+    """The outcome of a read. `num_read` files are good; `doubt` says what is wrong with the next one, if any.
 
-    If that `is_partial`, it is good, and lacks sections.
+    If that file `is_partial`, it is undamaged, but lacks sections that were evicted.
     """
 
     restored: Restored | None
@@ -97,16 +97,16 @@ def restore(
 ) -> ReadOutcome:
     """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
 
-    `only` asks for a part of the layers, and for nothing else. The sketches of the first `num_carried` tokens
-    are read from carriers.
+    With `only` just a part of the layers is read. The sketches of the first `num_carried` tokens are read
+    from carriers, files that contain the sketches of earlier blocks too.
 
-    If a file is doubtful, the tokens before it are restored, unless some layer has a state or a limited
-    reach: a shorter session would need another state and other files.
+    If a file is doubtful, the tokens before it are restored, unless some layer has a state or sees only some
+    tokens: a shorter session would then need another state and other files.
 
     The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
 
-    Most of the time goes into page faults of fresh memory, which two threads handle twice as fast; `help_out`
-    queues work for the second. Raises `TimeoutError` after `limit_s`, and then quarantines nothing.
+    Page faults of fresh memory take most of the time, and two threads handle them twice as fast; `help_out`
+    queues work for the second thread. Raises `TimeoutError` after `limit_s`, and then quarantines nothing.
     """
     from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
@@ -240,7 +240,7 @@ class _Reading:
 
 @contextmanager
 def _on_half_of_processors(half: int) -> Iterator[None]:
-    """Bind the calling thread to one half (0 or 1) of the processors, where the system can.
+    """Bind the calling thread to one half (0 or 1) of the processors, if the system supports it.
 
     Linux was seen to run both threads on one processor for a whole restore, while another was idle.
     """

@@ -25,8 +25,8 @@ Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 class Row(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
-    `resumable` is 1 if a session can resume at its end, else 0, and `PARTIAL` more for a partial file.
-    `proof` is the row's checksum by `proofs`; rows of older versions have none.
+    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; for a partial file `PARTIAL`
+    is added. `proof` is the row's checksum from `proofs`; rows of older versions have none.
     """
 
     digest: bytes
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A pinned prefix in the catalog: packed `tokens` behind the `root` of a tenant and a model."""
+    """A pinned prefix in the catalog: packed `tokens`, and the `root` that stands for tenant and model."""
 
     root: bytes
     tokens: bytes
@@ -66,12 +66,12 @@ class Pin(NamedTuple):
 
 
 def columns(rows: Sequence[Row]) -> Columns:
-    """Turn rows into columns: a start has very many, too many for a Python call each."""
+    """Turn rows into columns: at a start there are too many rows for a Python call for each."""
     return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
 
 
 def proofs(columns: Columns) -> Iterator[bytes]:
-    """Yield the checksum of each row, without its last use, which changes too often.
+    """Yield a checksum for each row, computed without its last use, which changes too often.
 
     Raises `TypeError` or `ValueError` if a field has the wrong type.
     """

@@ -1,10 +1,10 @@
 """Encrypts a directory with a key: the only module that knows ciphers, imported only where there is a key.
 
 A file is its salt, then its contents in chunks, each by AES-256-GCM under a key that is derived from the
-directory's key, the salt and the snapshot's digest. So no nonce is used twice (it is the chunk's number), and
-a file under another name, or a chunk at another place, does not decrypt. Digests (and so file names), the
-tokens of rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which are equal,
-and nothing else. Sizes, times, positions, and which snapshot continues which, are not hidden.
+directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no nonce is used
+twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names), the tokens of
+rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are equal,
+and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_key(path: Path) -> bytes:
 
 
 class Sealed(Access):
-    """A directory's key of 32 bytes. Safe on any thread."""
+    """How a directory is read and written that is encrypted with a key of 32 bytes. Safe on any thread."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -77,7 +77,7 @@ class Sealed(Access):
         return HKDF(SHA256(), num_bytes, salt, b"turnkeep " + purpose).derive(self._key)
 
     def cipher(self, salt: bytes, path: Path) -> AESGCM:
-        """Return the cipher of one file. Raises `DoubtfulSnapshotError` if another key made its name."""
+        """Return a file's cipher. Raises `DoubtfulSnapshotError` if its name was made with another key."""
         digest = self.digest_in(path)
         if digest is None:
             raise DoubtfulSnapshotError("its name is not encrypted with this key")
@@ -99,19 +99,19 @@ class Sealed(Access):
         return _BEFORE + num_bytes + _TAG * max(1, -(-num_bytes // _CHUNK))
 
     def reader(self, file: int, path: Path) -> Reader:
-        """Begin to decrypt a file."""
+        """Return a reader that decrypts a file."""
         return _Reader(file, path, self)
 
     def writer(self, file: int, path: Path) -> Writer:
-        """Begin to write an encrypted file."""
+        """Return a writer that encrypts a file."""
         return _Writer(file, path, self)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Encrypt a digest, always to the same bytes."""
+        """Encrypt a digest. Equal digests are encrypted to equal bytes."""
         return self._siv.encrypt(digest, _NAME)
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
-        """Encrypt a row. Its proof lies with the tokens: it is a checksum of them without a key."""
+        """Encrypt a row. `proof` is encrypted with the tokens: it is a checksum of them that needs no key."""
         digest = self.hidden(row.digest)
         tokens = self._siv.encrypt(proof + row.tokens, [b"row", digest])
         return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-1], None)
@@ -138,7 +138,7 @@ class Sealed(Access):
 
 
 def _nonce(number: int, *, last: bool) -> bytes:
-    """Return the nonce of a chunk; the last one differs, which shows if chunks were cut off."""
+    """Return the nonce of a chunk. The last one is marked, so a file that lost its last chunks is noticed."""
     return number.to_bytes(11, "big") + bytes([last])
 
 
@@ -154,7 +154,7 @@ class _Writer(Writer):
         self._num_bytes = self._number = 0
 
     def write(self, buffers: list[memoryview]) -> None:
-        """Encrypt full chunks; buffer the rest."""
+        """Encrypt and write full chunks; buffer the bytes after the last one."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:
@@ -166,7 +166,7 @@ class _Writer(Writer):
                 done += num
 
     def finish(self) -> None:
-        """Encrypt the buffered rest, and sync the file."""
+        """Encrypt and write the bytes that are still buffered, and sync the file."""
         self._seal(last=True)
         super().write(self._out)
         super().finish()
@@ -195,11 +195,11 @@ class _Reader(Reader):
         self._at, self._number, self._chunk = 0, -1, memoryview(b"")
 
     def seek(self, at: int) -> None:
-        """Go to a position in the contents."""
+        """Move to a position in the decrypted contents, in bytes."""
         self._at = at
 
     def fill(self, buffers: list[memoryview]) -> None:
-        """Fill all buffers; a chunk is verified before anything of it is copied."""
+        """Read until all buffers are full. Each chunk is verified before any of its bytes are copied."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:

@@ -1,4 +1,4 @@
-"""Syncs of files and directories. Knows neither what is in them nor when a sync is due."""
+"""Syncs files and directories to the disk. Knows neither their contents nor when to sync them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _UNSUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOTTY})
 
 
 def sync(path: Path, *, through: bool = False) -> None:
-    """Sync a file or a directory; `through` the disk's own cache too. Raises `OSError`.
+    """Sync a file or a directory; with `through` also empty the disk's own cache. Raises `OSError`.
 
-    On Linux both are the same. On macOS `fsync` leaves what was written in the disk's cache, where a power
-    failure finds it. To empty that cache takes about 20 ms: for what was promised to be on disk.
+    On Linux a plain sync does both. On macOS `fsync` leaves the bytes in the disk's own cache, and a power
+    failure can lose them. To empty this cache takes about 20 ms, so `through` is only for bytes that were
+    promised to be on disk.
     """
     file = os.open(path, os.O_RDONLY)
     try:
@@ -29,7 +30,7 @@ def sync(path: Path, *, through: bool = False) -> None:
 
 
 def _sync_through(file: int) -> bool:
-    """Sync through the disk's cache; False if that takes no command of its own, or there is none."""
+    """Sync a file and empty the disk's own cache. False if the system has no separate command for this."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # macOS alone has it
     if command is None:
         return False

@@ -1,7 +1,8 @@
 """The writer: one thread that owns the disk, a queue bounded by bytes, and the count of every snapshot.
 
-A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. Everything but the
-thread's own loop belongs to the event loop, which hears of each completion and alone changes the counts. So
+A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. The thread runs only its
+own loop. Everything else runs on the event loop, which is told of each finished job and alone changes the
+counts. So
 
     accepted = durable + sum(dropped) + failed + cancelled + in_flight
 
@@ -69,9 +70,9 @@ class WriteState(enum.Enum):
 class Write:
     """One snapshot to be written.
 
-    The event loop sets `abandoned`; the writer checks it before it starts and before it renames. A write that
-    is abandoned after the rename still ends DURABLE; the event loop then removes the file, so that no
-    abandoned snapshot comes back.
+    The event loop sets `abandoned`; the writer checks it before it starts to write and before it renames the
+    file to its final name. A write that is abandoned after the rename still ends DURABLE; the event loop then
+    removes the file, so that no abandoned snapshot comes back.
     """
 
     node: Node  # the event loop's; the writer reads `row`
@@ -83,14 +84,14 @@ class Write:
     error: Exception | None = None
 
     def abandon(self, reason: DropReason | Literal["cancelled"]) -> None:
-        """Abandon the write. Frees its tensors at once, unless the writer is using them."""
+        """Abandon the write. Its tensors are freed at once, unless the writer is using them."""
         self.abandoned = self.abandoned or reason
         self.encoded = None  # set after `abandoned`: the writer reads the two in the other order
 
 
 @dataclass(slots=True, eq=False)
 class PinNote:
-    """A change of pins for the catalog; `made` says that it is on disk, synced."""
+    """A change of pins for the catalog. `made` is true once the change is on disk."""
 
     pins: list[Pin]
     on: bool
@@ -99,9 +100,10 @@ class PinNote:
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """The erasure of all remains of some packed tokens, or of everything (None).
+    """A job that erases all remains of some packed tokens; None erases everything.
 
-    When done, `clean` says that no file of the directory holds any of these tokens, even after a crash.
+    Once it is done, `clean` says whether no file of the directory contains any of these tokens, even after a
+    crash.
     """
 
     packed: bytes | None
@@ -190,12 +192,12 @@ class Writer:
         return 0 if self.paused else max(0, self.queue_bytes - self.counts.in_flight_bytes)
 
     def drop(self, reason: DropReason, num_snapshots: int = 1) -> None:
-        """Count snapshots that are dropped before they reach the queue."""
+        """Count snapshots that were dropped before they were queued."""
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
     def write(self, node: Node, encoded: EncodedSnapshot) -> None:
-        """Queue a snapshot; the caller must have checked the room."""
+        """Queue a snapshot; the caller must have checked `room_bytes`."""
         write = Write(node, node.row, encoded, node.size_bytes)
         self.counts.accepted += 1
         self.counts.in_flight += 1
@@ -210,15 +212,15 @@ class Writer:
             write.abandon(reason)
 
     def abandon_queued(self, reason: DropReason) -> None:
-        """Abandon all writes that have not begun. Their nodes stay until the thread reaches them."""
+        """Abandon all queued writes. Their nodes stay in the index until the thread reaches them in the queue."""
         for write in self._in_flight.values():
             if write.state is WriteState.QUEUED:
                 write.abandon(reason)
 
     def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
-        """Queue the removal of files and rows, and with `quarantined` of quarantined copies.
+        """Queue the removal of files and rows; with `quarantined` also of their copies in quarantine.
 
-        Never waits, and does not count against the queue's bytes.
+        Never waits, and does not count against the queue's limit in bytes.
         """
         size_bytes = sum(row.size_bytes for row in rows)
         self.unlinking_bytes += size_bytes
@@ -228,7 +230,7 @@ class Writer:
     def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
         """Queue the removal of files whose rows stay, with a size of 0. Never waits.
 
-        A file whose row cannot be written stays until the next start, unless its room is `needed`.
+        If a row cannot be written, its file stays until the next start, unless its disk space is `needed`.
         """
         size_bytes = sum(row.size_bytes for row in rows)
         self.unlinking_bytes += size_bytes
@@ -241,8 +243,9 @@ class Writer:
     ) -> None:
         """Queue the eviction of sections from a file: see `format.shortened`. Never waits.
 
-        `done` gets the file's size afterwards, None if nothing has changed. If the process dies before the
-        row is written, the row says that the file is whole, and shortening it again mends that.
+        `done` is called with the file's new size, or None if nothing has changed. If the process dies before
+        the row is written, the row wrongly says that the file is whole; shortening the file again corrects
+        the row.
         """
         sizes: list[int] = []
 
@@ -253,22 +256,22 @@ class Writer:
         self._jobs.put(_Job(partial(self._shorten, row, layout, identity, sizes), ended))
 
     def use(self, used: int, digest: bytes) -> None:
-        """Queue the last use of a snapshot for the catalog."""
+        """Queue a note for the catalog that a snapshot was last used at `used`."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
-        """Queue pinned (`on`) or unpinned prefixes for the catalog."""
+        """Queue the adding (`on`) or deleting of pinned prefixes in the catalog."""
         note = PinNote(pins, on)
         self._jobs.put(_Job(partial(self._note, note)))
         return note
 
     def note_identity(self, identity: bytes, model: str) -> None:
-        """Queue a note that this identity has snapshots, unless the catalog has it."""
+        """Queue a note for the catalog that this identity has snapshots, unless the catalog has it already."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def erase(self, packed: bytes) -> Erasure:
-        """Queue the erasure of all remains of tokens whose files were unlinked before."""
+        """Queue the erasure of all remains of these tokens. Their files must have been unlinked before."""
         erasure = Erasure(packed)
         self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
@@ -353,7 +356,7 @@ class Writer:
             pass
 
     def _run_next(self) -> bool:
-        """Run one job; False at the end. A separate call, so that no tensors are kept until the next job."""
+        """Run one job; False at the end. A function of its own, so that no tensors are kept until the next job."""
         job = self._jobs.get()
         if job is None:
             return False
@@ -448,7 +451,7 @@ class Writer:
         self._in_catalog(self._catalog.put, [changed])
 
     def _remove(self, rows: list[Row]) -> None:
-        """Remove files and rows. Failures are kept for the next erasure; the next start finds them too."""
+        """Remove files and rows. The next erasure, or the next start, tries again what failed."""
         self._remove_files(rows)
         if not self._in_catalog(self._catalog.remove, rows):
             self._left.update((row.digest, row) for row in rows)

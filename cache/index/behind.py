@@ -1,7 +1,7 @@
-"""KV that lies far behind the ends of all sessions that continue it, which is evicted although there is room.
+"""Evicts KV that every session has left far behind, even if there is disk space.
 
-A session whose layers see a window has no end, so its disk would grow for ever. Owns which nodes are behind;
-`room` evicts them in steps. Belongs to the event loop. Knows no files.
+A session whose layers see only a window can grow for ever, and so would its KV on disk. This module decides
+which nodes are far behind; `room` calls it to evict them in steps. Belongs to the event loop. Knows no files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_SHORTENED: Final = 4
 
 
 class _Followed(NamedTuple):
-    """What the snapshots behind a root are, and the most that their layers with windows see."""
+    """A root's snapshots: their layout and identity, and the most tokens that layers with windows see."""
 
     windows: Policy
     layout: ModelLayout
@@ -36,10 +36,11 @@ class _Followed(NamedTuple):
 
 
 class Behind:
-    """Finds the nodes of an index more than `keep_tokens` behind; with None there are none.
+    """Finds the nodes of an index that lie more than `keep_tokens` behind; with None it finds none.
 
-    A node is behind if neither an end of a chain that contains it nor a held node, nor a place where such
-    chains part, is within `keep_tokens`, or within a window, behind it. Sinks and pinned nodes never are.
+    The tokens after a node are checked up to `keep_tokens`, and at least up to a window. The node is behind
+    if no chain that contains it ends there or splits into several there, and if no node there is held. Sinks
+    and pinned nodes are never behind.
     """
 
     def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
@@ -57,9 +58,9 @@ class Behind:
         return len(self._due)
 
     def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
-        """Find nodes of a root from now on, and among those that it has.
+        """Look for nodes that are behind under a root, among its present nodes and its later ones.
 
-        Where only some layers have windows and others have states, all is kept.
+        If some layers have windows and others have states, all nodes are kept.
         """
         windows = layout.windows
         if self._keep_tokens is None or root in self._followed or windows == FULL:
@@ -71,7 +72,7 @@ class Behind:
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
     def evict(self, most: int) -> None:
-        """Evict up to `most` nodes that are behind, or the sections of their files that nobody sees."""
+        """Evict up to `most` nodes that are behind, or only the sections of their files that no session sees."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
             if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:
@@ -101,7 +102,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Note what may be behind now that this node was stored or released, or has lost a child."""
+        """Note which nodes may be behind now, after this node was stored or released, or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return
@@ -121,7 +122,7 @@ class Behind:
 
 
 def _continued(node: Node) -> Iterator[Node]:
-    """Yield the nodes that continue a node, up to where chains part or end."""
+    """Yield the nodes that continue a node, up to the point where the chain ends or splits into several."""
     while len(node.children) == 1:
         node = node.children[0]
         yield node

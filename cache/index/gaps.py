@@ -18,7 +18,7 @@ _MOST_NODES: Final = 1000
 
 
 def may_become_gap(node: Node) -> bool:
-    """Whether every chain with the node ends so far behind it that no session or match sees the node."""
+    """Whether every chain with the node ends so far after it that no session or match sees the node's KV."""
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
         return False
@@ -37,7 +37,7 @@ def may_become_gap(node: Node) -> bool:
 
 
 def needed_by(node: Node) -> Iterator[Node]:
-    """Yield the nodes of a chain, from its last node upwards, that a match in this last node sees."""
+    """Yield those nodes of a chain, from its last node upwards, whose KV a match that ends in it needs."""
     window = _window(node)
     sink, first = (0 if node.reach is None else node.reach.sink), node.first
     for other in node.chain():
@@ -50,7 +50,7 @@ def needed_by(node: Node) -> Iterator[Node]:
 
 
 def passed_by(node: Node) -> Iterator[Node]:
-    """Yield the nodes before this one that may become gaps when this one is added, released or removed."""
+    """Yield the earlier nodes of the chain that may become gaps once this one is added, released or removed."""
     window = _window(node)
     if window is None:
         return

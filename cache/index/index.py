@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    Only leaves are removed, so the whole chain of every node is in the tree. So to hold or use a chain, only
-    its last node is marked. A removed node passes its last use and its holds to the node before it. If no
-    session sees a node, its file may be evicted while the node stays as a gap (see `gaps`).
+    Only leaves are removed, so the whole chain of every node is in the tree. Therefore a hold or a use of a
+    chain is noted at its last node alone. A removed node passes its last use and its holds to the node before
+    it. If no session sees a node, its file may be evicted while the node stays as a gap (see `gaps`).
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -94,7 +94,7 @@ class Index:
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return the nodes of a chain up to the first missing one, or with `usable` the last usable one."""
+        """Return a chain's nodes before the first missing one; with `usable` only up to the last usable one."""
         num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
@@ -103,13 +103,13 @@ class Index:
         return nodes
 
     def names_up_to(self, root: bytes, digest: bytes) -> list[bytes]:
-        """Return the names of a node's chain, the first one first; none where the root has no such node."""
+        """Return the names of a node's chain, in order; an empty list if the root has no such node."""
         node = self._nodes.get(digest)
         nodes = [*node.chain()][::-1] if node is not None else []
         return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """Count the nodes of a chain: each has its whole chain before it, so bisection finds the last one."""
+        """Count the nodes of a chain that the index has, by bisection: before a node, the index has all nodes."""
         return bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
 
     def children(self, digest: bytes) -> Sequence[Node]:
@@ -131,7 +131,7 @@ class Index:
             self._push(node for node in nodes if node.children and not node.is_gap)
 
     def next_use(self) -> int:
-        """Return the time of day in microseconds, made strictly increasing: the clock of uses."""
+        """Return the time for the next use: microseconds since 1970, but always later than the one before."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
@@ -157,7 +157,7 @@ class Index:
         return node
 
     def undo_add(self, node: Node) -> None:
-        """Remove a snapshot that was just added; what it was to fill is as before."""
+        """Remove a snapshot that was just added. If it was to fill a gap, the gap is there again."""
         if node.rest_bytes:
             self.leave_partial(node)
         elif node.children:
@@ -174,13 +174,13 @@ class Index:
         self._reclassify(node)
 
     def make_gap(self, node: Node) -> None:
-        """Keep the name alone of a node whose file is evicted, or was not written."""
+        """Turn a node into a gap, which keeps only its name: its file is evicted, or was not written."""
         self._uncount(node)
         node.size_bytes, node.durable = 0, True
         self._reclassify(node)
 
     def leave_partial(self, node: Node) -> None:
-        """Keep the partial file of a node whose whole file was not written."""
+        """Note that a node still has its partial file, because its whole file could not be written."""
         self.resize(node, node.rest_bytes)
         self._reclassify(node)
 
@@ -251,7 +251,7 @@ class Index:
         return self._nodes.get(node.digest) is node
 
     def keep(self, node: Node, by: int = 1) -> None:
-        """Count a pinned prefix that contains the node; `by` is -1 when one is unpinned."""
+        """Count how many pinned prefixes contain the node; `by` is -1 when one of them is unpinned."""
         was_kept = node.kept > 0
         node.kept += by
         self.kept_bytes += ((node.kept > 0) - was_kept) * node.size_bytes
@@ -297,7 +297,7 @@ class Index:
             self.settled(node)
 
     def _push(self, nodes: Iterable[Node]) -> None:
-        """Push nodes on the heap that may be evicted, or may become gaps once nothing sees them."""
+        """Push those nodes on the heap that may be evicted, or may become gaps because no session sees them."""
         for node in nodes:
             heapq.heappush(self._eviction_heap, (node.used, node.digest))
         if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
@@ -313,7 +313,7 @@ class Index:
         heapq.heapify(self._eviction_heap)
 
     def _parent(self, digest: bytes) -> Parent:
-        """Return the node of a name, or else its root, new if necessary."""
+        """Return the node of this digest; if there is none, the root of this digest, made if necessary."""
         return self._nodes.get(digest) or self._roots.setdefault(
             digest, Parent(digest, self._reaches.get(digest))
         )
@@ -323,9 +323,9 @@ class Index:
     ) -> tuple[Node, int] | None:
         """Return the child of `parent` that shares the most leading tokens with `packed`, and how many.
 
-        Siblings are sorted by their tokens, so it is a neighbour of where `packed` would be inserted. Of two
-        that share as many, the smaller one is faster to read. `usable` skips nodes that a match may not use,
-        `gaps` includes gaps and partial files.
+        Siblings are sorted by their tokens, so this child is a neighbour of the position where `packed` would
+        be inserted. If two children share equally many tokens, the smaller one is returned: it is read
+        faster. `usable` skips nodes that a match may not use, `gaps` includes gaps and partial files.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
@@ -387,7 +387,8 @@ class Index:
     def _prefix_children(self, parent: bytes, packed: bytes) -> Iterator[Node]:
         """Yield the children of `parent` whose tokens are a prefix of `packed`, the longest first.
 
-        Each round takes the last sibling up to `bound`; what it shares with `bound` bounds the next round.
+        Each round finds the last sibling that sorts up to `bound`. The tokens that this sibling shares with
+        `bound` are the `bound` of the next round.
         """
         siblings = self.children(parent)
         bound = packed

@@ -1,6 +1,6 @@
-"""Loading: which files a match is read from, and what becomes of files that are in doubt.
+"""Loading: chooses the files that a match is read from, and handles files that fail verification.
 
-Belongs to the event loop; reads on I/O threads. Called by the store alone, which matches and releases.
+Belongs to the event loop; reads on I/O threads. Called only by the store, which makes and releases matches.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _LOAD_BYTES_PER_S: Final = 32 << 20
 class Match:
     """The longest stored prefix of some tokens: `num_tokens` tokens, in these nodes in order.
 
-    Only the first tokens of the last node may be used; if the model's layers have states, all of them, and
-    its state is that of the whole prefix. The nodes are held until `load` or `release`.
+    The prefix may end within the last node. If the model's layers have states, it ends at the node's end, and
+    the node's state is that of the whole prefix. The nodes are held until `load` or `release`.
     """
 
     num_tokens: int
@@ -58,7 +58,7 @@ class Match:
 
 
 class Form:
-    """What the snapshots of the model under one policy are, and how they are found."""
+    """How the model's snapshots under one policy are named and laid out."""
 
     def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
         self.identity = identity
@@ -68,16 +68,16 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the tokens whose sketches the file of a span has beside its own; None for most."""
+        """Return the earlier tokens whose sketches the file of a span contains too; None for most files."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
-        """Return a node's file; `end` is the position behind its tokens, summed up along its chain."""
+        """Return a node's file; `end` is the position after its tokens, summed up along its chain."""
         span = Span(end - node.num_tokens, end)
         return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
 
     def carriers(self, match: Match) -> dict[Node, Span]:
-        """Return the nodes of a match that have the sketches of others, and of which tokens."""
+        """Return the carriers among a match's nodes, each with the earlier tokens whose sketches it has."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
         found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
@@ -85,7 +85,7 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the carriers, the files with tokens of `seen`, and with `state` the last one, in order."""
+        """Return the files to read, in order: carriers, files with tokens of `seen`, with `state` the last one."""
         # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
@@ -123,7 +123,7 @@ class Loading:
         self._hangs = False
 
     async def load(self, form: Form, match: Match, room_tokens: int) -> Restored | None:
-        """Read what the layers see from the match's end on, and the state there. See `Store.load`."""
+        """Read the KV that tokens after the match see, and the state at its end. See `Store.load`."""
         carriers = form.carriers(match)
         num_carried = sum(span.num_tokens for span in carriers.values())
         seen = form.layout.seen(match.num_tokens, num_carried)
@@ -131,7 +131,7 @@ class Loading:
         return await self._read(form, match, files, room_tokens=room_tokens, num_carried=num_carried)
 
     async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> Restored | None:
-        """Read nothing but these spans of the layers that the match's policy is for."""
+        """Read only these spans, and only of the layers to which the match's policy applies."""
         files = form.files(match, spans, {}, state=False)
         return await self._read(form, match, files, only=Only(match.policy, spans))
 
@@ -182,7 +182,7 @@ class Loading:
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count what was read of a past that is held; if a file was doubtful, remove what continues it."""
+        """Count the bytes that a past has read. If one of its files was doubtful, remove it and its continuations."""
         self.restored_bytes += past.size_bytes
         file, why = past.doubt or (None, "")
         node = self._index.get(file.digest) if file is not None else None

@@ -88,12 +88,12 @@ class Node(Parent):
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens."""
+        """The number of the snapshot's own tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after the snapshot's last token."""
         return self.start + self.num_tokens
 
     @property
@@ -113,7 +113,7 @@ class Node(Parent):
 
     @property
     def is_hollow(self) -> bool:
-        """Whether a session that sees its tokens through a window needs more than is stored."""
+        """Whether sections or the file were evicted that a session with these tokens in its windows needs."""
         return self.is_gap or self.is_partial
 
     @property
@@ -134,7 +134,7 @@ class Node(Parent):
 
     @property
     def first(self) -> Node:
-        """The first node of the chain: walked to once, since what is before a node never changes."""
+        """The first node of the chain. Found once and kept, since the nodes before a node never change."""
         passed, node = [], self
         while node.beginning is None and isinstance(node.up, Node):
             passed.append(node)

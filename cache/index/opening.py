@@ -34,9 +34,10 @@ _MANY_ROWS: Final = 10_000
 
 @dataclass(slots=True)
 class Opened:
-    """What opening has found. Folder and catalog are open, and belong to the writer from here on.
+    """The result of opening a directory. Its folder and catalog are open, and belong to the writer from now on.
 
-    `identities` have snapshots; of these the catalog has only the `noted` ones if it could not be written.
+    `identities` are all that have snapshots. `noted` are those that the catalog has; they are fewer if the
+    catalog could not be written.
     """
 
     folder: Folder

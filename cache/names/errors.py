@@ -13,7 +13,7 @@ class CacheError(Exception):
 
 
 class DoubtfulSnapshotError(CacheError):
-    """A file cannot be proved to be the requested snapshot; `reason` is a short phrase."""
+    """A file failed verification: it may not be the requested snapshot. `reason` is a short phrase."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -21,7 +21,7 @@ class DoubtfulSnapshotError(CacheError):
 
 
 class PartialSnapshotError(DoubtfulSnapshotError):
-    """A file is right, but lacks sections that were asked for: they were evicted."""
+    """A file is undamaged, but lacks sections that were requested: they were evicted."""
 
 
 class DirectoryLockedError(CacheError):
@@ -35,11 +35,15 @@ class DirectoryLockedError(CacheError):
 
 
 class KeyFileError(CacheError):
-    """A key cannot be read from its file; the message says why, and what would be right."""
+    """A key cannot be read from its file; the message says why, and what a valid key file contains."""
 
 
 class SealedError(CacheError):
-    """The directory's contents have another key than the one given, or none."""
+    """The key that was given does not fit the cache directory.
+
+    Its files were encrypted with another key, or they are encrypted and no key was given, or they are
+    unencrypted and a key was given.
+    """
 
     def __init__(self, directory: Path, why: str) -> None:
         advice = "or remove what is there: turnkeep cache prune --all"
@@ -51,11 +55,11 @@ class NotACacheError(CacheError):
 
 
 class CutOffError(CacheError):
-    """Tokens, or a part of a conversation, are needed that were left out: read the whole session again."""
+    """A caller needs tokens or turns that were left out of memory; it must read the whole session again."""
 
 
 class LostPastError(CacheError):
-    """KV that a pass must read from disk is not there, or cannot be read; the message says why."""
+    """KV that the model's next pass needs from disk is missing or cannot be read; the message says why."""
 
 
 class PinRefusedError(CacheError):
