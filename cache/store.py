@@ -67,10 +67,10 @@ _SETTLE_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """The snapshots of some tokens, stored or queued, held until `release`.
+    """The snapshots of some tokens, stored or queued, held until `release`: they are not evicted.
 
-    `edges` are where the pieces of the last, partial block start and end; the first is a block boundary.
-    The last node holds its chain.
+    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
+    boundary. A hold on the last node holds its whole chain.
     """
 
     edges: tuple[int, ...]
@@ -79,7 +79,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots were removed; `settled` says that no copy of them is left on the disk."""
+    """How many snapshots were removed. `settled` says whether the disk certainly has no copy of them left."""
 
     num_snapshots: int
     settled: bool
@@ -90,7 +90,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return the access with the key in a file; without a file, the one without encryption.
+    """Return the access to a directory with the key in a file; None means no encryption.
 
     Raises `KeyFileError`.
     """
@@ -183,13 +183,14 @@ class Store:
     ) -> Store:
         """Lock the directory, reconcile the index with the files, and return the store.
 
-        Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout` is
-        what the model's own caches hold: a file that differs goes to quarantine. If it has states, KV can be
-        restored only up to the end of a snapshot with a state. `queue_bytes` bounds what waits in memory for
-        the disk; `min_free_bytes` of the file system stay free. What no layer sees is evicted once it lies
-        `keep_behind` tokens behind; None: once there is no room. `model` is the model's name in listings.
-        `clock` (seconds since 1970) orders uses, `monotonic` times the pauses after failed writes. `access`
-        has the directory's key. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
+        Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout`
+        describes the model's own caches: a file that differs is moved to quarantine. If the layout has
+        states, KV can be restored only up to the end of a snapshot with a state. `queue_bytes` limits the
+        snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
+        layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
+        space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
+        `monotonic` times the pauses after failed writes. `access` has the directory's key. Raises
+        `DirectoryLockedError`, `SealedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(
@@ -205,7 +206,9 @@ class Store:
         )
 
     def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
-        """Return a tenant's chain under a policy; a turn passes the chain, to hash each block once.
+        """Return a tenant's chain under a policy.
+
+        A turn passes the chain to the methods: each block is hashed once.
 
         The chain of some tokens continues the chain of the tokens that they extend. Methods that take a chain
         or a tenant use the policy `FULL` for a tenant.
@@ -243,9 +246,9 @@ class Store:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait until the KV of these tokens is on disk, if more than `least` of them wait for it.
+        """Wait until the KV of these tokens is on disk, if more than `least` of them are not yet on disk.
 
-        Ends after `timeout_s`, or once it `is_stopped`.
+        The wait ends after `timeout_s`, or once `is_stopped` returns true.
         """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
@@ -258,7 +261,7 @@ class Store:
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Hold the snapshots of these tokens, stored or queued, until `release`.
 
-        So a turn can save their continuation, whatever other sessions save or forget meanwhile.
+        While they are held, a turn can save their continuation, even if other sessions save or forget KV.
         """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
@@ -283,9 +286,10 @@ class Store:
         Reads only files, and sections of files, that hold tokens which a layer sees from the match's end on.
         Arrays of a layer with a limited reach hold just these tokens, as `RingCache.fill` takes them.
 
-        A doubtful file goes to quarantine, what continues it is removed, and the prefix before it is
-        returned. None if nothing is left, or if the prefix needs a state or files that were not read (match
-        again), or if the disk hangs, after the time limit. Always releases the match.
+        A file that fails verification is moved to quarantine, the snapshots that continue it are removed, and
+        the prefix before it is returned. Returns None if no prefix is left; if the prefix needs a state or
+        files that were not read (then match again); or after the time limit, if the disk hangs. Always
+        releases the match.
         """
         if self._closing or not match.nodes:
             self.release(match)
@@ -295,10 +299,10 @@ class Store:
     async def recall(
         self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
     ) -> tuple[tuple[Span, ...], Arrays]:
-        """Read these spans of the layers that the chain's policy is for, as far as they are stored.
+        """Read the stored ones of these spans, only for the layers to which the chain's policy applies.
 
-        `tokens` reach to the end of the last one. Returns the spans that were read, in order, and the arrays
-        of their tokens, put together; no spans if nothing was read.
+        `tokens` reach to the end of the last span. Returns the spans that were read, in order, and the arrays
+        of their tokens, concatenated; no spans if nothing was read.
         """
         match = self.match(chain, tokens)
         found = tuple(sorted((span for span in spans if span.end <= match.num_tokens), key=_start))
@@ -318,8 +322,8 @@ class Store:
     ) -> StoredPast | None:
         """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
 
-        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or once it
-        `is_stopped`. The caller holds the prefix while it reads.
+        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or once
+        `is_stopped` returns true. The caller must hold the prefix while it reads.
         """
         form = self._form(chain.policy)
         until = self._monotonic() + timeout_s
@@ -335,7 +339,10 @@ class Store:
         return self._loading.past(form, match, end)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count what was read of a past that is held; if a file was doubtful, remove what continues it."""
+        """Count the bytes that a past has read.
+
+        If a file was doubtful, remove it and all that continue it.
+        """
         self._loading.end_past(past)
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
@@ -397,11 +404,11 @@ class Store:
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
-        """Remove the snapshots of these tokens, from the end up to the part that others share.
+        """Remove the snapshots of these tokens, except those that other stored sessions continue.
 
-        Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed.
-        What a load or a turn holds is removed at its release; what is pinned stays. After a `barrier` nothing
-        of it comes back, not even by a write in flight.
+        Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
+        snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
+        `barrier` no removed snapshot comes back, not even through a write in flight.
         """
         within = self._within(tenant, pack(tokens))
         return self._removal.discard(node for node in within if not node.kept)
@@ -409,8 +416,9 @@ class Store:
     async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
         """`forget`, and wait at most `timeout_s` until the removal is durable.
 
-        Removes copies in quarantine too. Not settled if time ran out, if a turn still holds some of it, if a
-        removal failed, or if there are files of another format version, whose tokens are unknown.
+        Removes copies in quarantine too. The result is not settled if time ran out, if a turn still holds one
+        of the snapshots, if a removal failed, or if there are files of another format version, whose tokens
+        are unknown.
         """
         packed = pack(tokens)
         num_snapshots = self.forget(tenant, tokens)
@@ -428,8 +436,8 @@ class Store:
     async def clear(self, timeout_s: float = 5.0) -> bool:
         """Remove everything, of all tenants and models, pins and quarantine too.
 
-        False if time ran out or a removal failed. Snapshots that are saved after the call stay; none from
-        before comes back, not even by a write in flight.
+        False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
+        snapshot comes back, not even through a write in flight.
         """
         self._index.clear()
         self._room.clear()
@@ -453,7 +461,7 @@ class Store:
     def unpin(self, tenant: str | Chain, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
         """Unpin all prefixes of these tokens; with `exactly` only the prefix that equals them.
 
-        Returns their lengths in tokens. From then on they can be evicted.
+        Returns the lengths of the unpinned prefixes in tokens. From then on they can be evicted.
         """
         gone = self._room.unpin(self._root(tenant), pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
@@ -476,7 +484,7 @@ class Store:
         return True
 
     def stats(self) -> SnapshotStats:
-        """Take the counts."""
+        """Return the current counts."""
         return SnapshotStats.collect(
             self._writer.counts,
             self._index,
@@ -515,7 +523,7 @@ class Store:
         await self._writer.barrier()
 
     def _form(self, policy: Policy) -> Form:
-        """Return what the model's snapshots are under a policy."""
+        """Return how the model's snapshots under a policy are named and laid out."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
@@ -528,7 +536,7 @@ class Store:
         return self._chain(tenant).root
 
     def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
-        """Yield the nodes whose tokens are all in these, of all identities, children before parents."""
+        """Yield the nodes of all identities whose tokens are all in `packed`, children before parents."""
         for identity in self._identities:
             yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
 
@@ -553,6 +561,6 @@ class Store:
         self._writer.use(node.used, node.digest)
 
     def _write_ended(self, write: Write) -> None:
-        """Take note of the end of a write. Called by the writer, on the event loop."""
+        """Update the index after a write has ended. Called by the writer, on the event loop."""
         self._removal.note_end(write)
         self._room.check()

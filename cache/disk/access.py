@@ -62,7 +62,7 @@ class Writer:
         self._file = file
 
     def write(self, buffers: list[memoryview]) -> None:
-        """Write all buffers in order, with several system calls if one writes only a part (a nearly full disk)."""
+        """Write all buffers in order. One system call may write only a part, as on a nearly full disk."""
         while buffers:
             buffers = skip_bytes(buffers, os.writev(self._file, buffers))
 
@@ -87,7 +87,7 @@ class Access:
         return bytes.fromhex(stem) if stem != name and _IS_DIGEST(stem) else None
 
     def digest_in(self, path: Path) -> bytes | None:
-        """Return the digest in a snapshot's path, or in the temporary path of a file that is being written."""
+        """Return the digest in a snapshot's path, or in the temporary path of a file being written."""
         return self.digest_of(path.stem + SUFFIX)
 
     def size_bytes(self, num_bytes: int) -> int:

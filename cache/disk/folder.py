@@ -106,7 +106,10 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Note in an empty directory which key encrypts it. Raises `SealedError` if its contents do not fit."""
+        """Note in an empty directory which key encrypts it.
+
+        Raises `SealedError` if contents do not fit it.
+        """
         self.access.check(self.directory)
         if self.access.mark and not (self.directory / SEAL).exists():
             fresh = self.tmp / SEAL
@@ -121,7 +124,7 @@ class Folder:
         return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
-        """List the file names in `snapshots/`, without a `stat` of each: it would double the time of a start."""
+        """List the file names in `snapshots/`. A `stat` of each would double the time of a start."""
         return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:

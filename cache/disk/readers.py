@@ -90,7 +90,10 @@ class Readers:
             self._on_exit()
 
     def _run_next(self, number: int) -> bool:
-        """Run the next job; False at the end. A function of its own, so that the thread keeps no job or result."""
+        """Run the next job; False at the end.
+
+        A separate function: its return frees the job and its result.
+        """
         job = self._jobs.get()
         if job is None:
             return False

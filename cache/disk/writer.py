@@ -212,7 +212,10 @@ class Writer:
             write.abandon(reason)
 
     def abandon_queued(self, reason: DropReason) -> None:
-        """Abandon all queued writes. Their nodes stay in the index until the thread reaches them in the queue."""
+        """Abandon all queued writes.
+
+        Their nodes stay in the index until the thread takes them from the queue.
+        """
         for write in self._in_flight.values():
             if write.state is WriteState.QUEUED:
                 write.abandon(reason)
@@ -266,7 +269,7 @@ class Writer:
         return note
 
     def note_identity(self, identity: bytes, model: str) -> None:
-        """Queue a note for the catalog that this identity has snapshots, unless the catalog has it already."""
+        """Queue a note for the catalog that this identity has snapshots, unless the catalog knows it."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
@@ -356,7 +359,7 @@ class Writer:
             pass
 
     def _run_next(self) -> bool:
-        """Run one job; False at the end. A function of its own, so that no tensors are kept until the next job."""
+        """Run one job; False at the end. A separate function: its return frees the job's tensors."""
         job = self._jobs.get()
         if job is None:
             return False

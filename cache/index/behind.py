@@ -72,7 +72,7 @@ class Behind:
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
     def evict(self, most: int) -> None:
-        """Evict up to `most` nodes that are behind, or only the sections of their files that no session sees."""
+        """Evict the files of up to `most` nodes that are behind, or the sections that no session sees."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
             if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:

@@ -50,7 +50,7 @@ def needed_by(node: Node) -> Iterator[Node]:
 
 
 def passed_by(node: Node) -> Iterator[Node]:
-    """Yield the earlier nodes of the chain that may become gaps once this one is added, released or removed."""
+    """Yield the earlier nodes of a chain that may become gaps when this one is added, released or removed."""
     window = _window(node)
     if window is None:
         return

@@ -94,7 +94,7 @@ class Index:
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return a chain's nodes before the first missing one; with `usable` only up to the last usable one."""
+        """Return a chain's nodes before the first missing one; with `usable`, up to the last usable one."""
         num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
@@ -109,7 +109,10 @@ class Index:
         return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """Count the nodes of a chain that the index has, by bisection: before a node, the index has all nodes."""
+        """Count the nodes of a chain that the index has.
+
+        By bisection: it has all nodes before each of them.
+        """
         return bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
 
     def children(self, digest: bytes) -> Sequence[Node]:
@@ -297,7 +300,7 @@ class Index:
             self.settled(node)
 
     def _push(self, nodes: Iterable[Node]) -> None:
-        """Push those nodes on the heap that may be evicted, or may become gaps because no session sees them."""
+        """Push those nodes on the heap that may be evicted, or may become gaps since no session sees them."""
         for node in nodes:
             heapq.heappush(self._eviction_heap, (node.used, node.digest))
         if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:

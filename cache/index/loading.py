@@ -85,7 +85,7 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read, in order: carriers, files with tokens of `seen`, with `state` the last one."""
+        """Return the files to read, in order: carriers, files with `seen` tokens, the last for its `state`."""
         # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
@@ -182,7 +182,10 @@ class Loading:
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count the bytes that a past has read. If one of its files was doubtful, remove it and its continuations."""
+        """Count the bytes that a past has read.
+
+        If a file was doubtful, remove it and all that continue it.
+        """
         self.restored_bytes += past.size_bytes
         file, why = past.doubt or (None, "")
         node = self._index.get(file.digest) if file is not None else None

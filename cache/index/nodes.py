@@ -113,7 +113,7 @@ class Node(Parent):
 
     @property
     def is_hollow(self) -> bool:
-        """Whether sections or the file were evicted that a session with these tokens in its windows needs."""
+        """Whether the file, or its sections of layers with windows, were evicted."""
         return self.is_gap or self.is_partial
 
     @property

@@ -34,7 +34,7 @@ _MANY_ROWS: Final = 10_000
 
 @dataclass(slots=True)
 class Opened:
-    """The result of opening a directory. Its folder and catalog are open, and belong to the writer from now on.
+    """The result of opening a directory. Folder and catalog are open, and belong to the writer from now on.
 
     `identities` are all that have snapshots. `noted` are those that the catalog has; they are fewer if the
     catalog could not be written.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pinned prefix: of its `num_tokens`, `num_stored` are stored or queued, in `size_bytes`.
+    """A pinned prefix of `num_tokens` tokens; `num_stored` of them are stored or queued, in `size_bytes`.
 
-    `pinned_bytes` are those of all pins together; `noted` says that the pin itself is on disk.
+    `pinned_bytes` is the size of all pins together. `noted` says whether the pin itself is recorded on disk.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class Pinned:
 
 
 class _Path(NamedTuple):
-    """Where in a pin's packed tokens a name ends, and the nodes behind it with the tokens each shares."""
+    """A position in a pin's packed tokens, and the nodes from there, each with the tokens that it shares."""
 
     at: int
     found: dict[Node, int]
@@ -44,9 +44,9 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedPin:
-    """A pin, and the paths in the tree that hold its tokens now, stored or queued.
+    """A pin, and the paths in the tree whose nodes hold the pin's tokens now, stored or queued.
 
-    There is a path for each parent whose new or removed children may change the pin's nodes.
+    There is a path for each parent, because new or removed children of it may change the pin's nodes.
     """
 
     pin: Pin
@@ -60,7 +60,7 @@ class TrackedPin:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the nodes; nodes that several pins share count for each."""
+        """The bytes of the pin's nodes. A node that several pins share counts for each of them."""
         return sum(node.size_bytes for path in self.paths.values() for node in path.found)
 
 
@@ -113,7 +113,7 @@ class Pins:
             self._follow(tracked, parent, tracked.paths[parent].at)
 
     def _unfollow(self, tracked: TrackedPin, name: bytes) -> None:
-        """Stop keeping the nodes behind a name, and their descendants."""
+        """Stop pinning the nodes that continue the prefix `name`, and their descendants."""
         names = [name]
         while names:
             path = tracked.paths.pop(name := names.pop(), None)
@@ -127,7 +127,7 @@ class Pins:
                 names.append(node.digest)
 
     def _follow(self, tracked: TrackedPin, name: bytes, at: int) -> None:
-        """Find and keep the nodes that hold a pin's tokens behind a name."""
+        """Find and pin the nodes that continue the prefix `name` and hold the pin's tokens."""
         tokens = tracked.pin.tokens
         open_ends = [(name, at)]
         while open_ends:
@@ -149,7 +149,7 @@ class Pins:
     def _found(self, parent: bytes, packed: bytes) -> dict[Node, int]:
         """Return the child that holds the most of `packed`, and how many tokens of it.
 
-        If that child is not stored yet, return the best stored one too: the write may fail.
+        If that child is not stored yet, return the best stored child too, since the write may fail.
         """
         both = (
             self._index.closest_child(parent, packed, usable=usable, gaps=True) for usable in (True, False)

@@ -1,7 +1,7 @@
 """Searches the index: the longest stored prefix of some tokens, and the blocks that are worth saving.
 
-Changes nothing. Finds full blocks by their chained digests (`blocks`), and the pieces of a tail by searching
-the tree.
+Changes nothing. Finds full blocks by their chained digests (`blocks`). The tokens after the last full block,
+the tail, are stored in pieces, which are found by searching the tree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Prefixes:
                 nodes.pop()
 
     def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Extend blocks by pieces of a tail; with states, shorten them to where a session can resume."""
+        """Extend a chain of blocks by pieces of the tail.
+
+        If layers have states, end where a session can resume.
+        """
         if self._stateful:
             nodes = [*nodes]
             self._end_resumable(chain.root, tokens, nodes)
@@ -79,9 +82,9 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return the edges of the tail's pieces, stored or queued, and the last node.
+        """Return the positions where pieces of the tail, stored or queued, start and end, and the last node.
 
-        Ends before the first block that lacks what a session of these tokens sees.
+        Ends before the first block that lacks KV that a session of these tokens sees.
         """
         names = chain.names(tokens)
         num = self._index.num_known(names[1:])
@@ -113,8 +116,8 @@ class Prefixes:
     def parent(self, chain: Chain, tokens: Tokens, start: int) -> bytes | None:
         """Return the parent's name for a snapshot from `start` on; None if all of `tokens` is stored.
 
-        The name is that of a block or of a piece of a tail; it is all zeros, which nothing is called, if the
-        piece that should end at `start` is gone.
+        The parent is a block or a piece of a tail. If the piece that should end at `start` was removed, the
+        name is all zeros, which no snapshot has.
         """
         grid = start - start % self._block
         before = chain.names(tokens)[grid // self._block]
@@ -128,19 +131,19 @@ class Prefixes:
     def _covered(self, parent: bytes, packed: bytes) -> bool:
         """Whether nodes, stored or queued, hold all of `packed` after the block `parent`.
 
-        If layers have states the last node must also end with `packed`: a state has no parts.
+        If layers have states, the last node must also end where `packed` ends: a state cannot be cut.
         """
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block lacks only what was evicted, and none of that is `seen`."""
+        """Whether a block's missing KV was evicted, and no token of the block is in `seen`."""
         if self._layout.windows == FULL or _overlaps(span, seen):
             return False
         return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces behind a block that hold the longest beginning of `packed`, and nothing else."""
+        """Return the pieces after a block that hold the longest beginning of `packed` and no other token."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:

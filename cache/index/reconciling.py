@@ -36,14 +36,14 @@ _log = structlog.get_logger("turnkeep.cache")
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
 ) -> tuple[Index, int, set[bytes]]:
-    """Return the index of what is stored, the number of doubtful files, and the identities of adopted ones.
+    """Return the index of stored snapshots, the number of doubtful files, and adopted files' identities.
 
-    `files` are the folder's names. If the catalog cannot be written, the index is right nevertheless, and the
-    next start repairs the catalog.
+    `files` are the names of the folder's files. If the catalog cannot be written, the index is right
+    nevertheless, and the next start repairs the catalog.
 
     A file without a row is adopted from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
-    snapshot goes to quarantine. A file whose parent is gone is removed, since nothing can match it.
+    snapshot goes to quarantine. A file whose parent is missing is removed, since no search can find it.
     """
     stored = catalog.read()
     if _is_in_order(stored, files, folder.access):
@@ -124,7 +124,7 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking:
 
 
 def _is_right(row: Row) -> bool:
-    """Whether a row is intact by its proof; a row of an older version, whether its tokens match its name.
+    """Whether a row agrees with its proof, or, in a row of an older version, the tokens agree with the name.
 
     The file's length is verified when it is read. A file of another format version has no known tokens.
     """
@@ -140,7 +140,7 @@ def _is_right(row: Row) -> bool:
 
 
 def _fits(fields: Columns) -> bool:
-    """Whether names have their length, tokens are complete and not too many, numbers integers from 0 on."""
+    """Whether names have the right length, tokens are complete and not too many, numbers integers >= 0."""
     digests, parents, starts, tokens, sizes, used, *_ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}

@@ -39,9 +39,9 @@ class Removal:
         self.num_shortened = 0
 
     def evict(self, need_bytes: int, limit: int) -> list[Row]:
-        """Evict least recently used files until `need_bytes` are free, at most `limit`; return their rows.
+        """Evict up to `limit` least recently used files until `need_bytes` are free; return their rows.
 
-        These are leaves, and nodes that no session sees any more, which become gaps.
+        Evicts leaves, and also nodes whose KV no session sees any more; these become gaps.
         """
         victims: list[Row] = []
         removed: list[Row] = []
@@ -64,7 +64,7 @@ class Removal:
         return victims
 
     def make_gaps(self, nodes: Sequence[Node]) -> None:
-        """Evict nodes that no session sees any more, although there is room."""
+        """Evict the files of nodes whose KV no session sees any more, even if there is disk space."""
         rows = [node.row for node in nodes]
         for node in nodes:
             self._index.make_gap(node)
@@ -89,7 +89,7 @@ class Removal:
             self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Discard these nodes, children first, except those that other nodes continue; return how many.
+        """Discard these nodes, children first, except nodes that others continue; return how many.
 
         A node that a load or a turn holds stays until its release.
         """
@@ -102,7 +102,7 @@ class Removal:
         return num_discarded
 
     def discard_released(self, released: Node) -> None:
-        """Remove doomed nodes, from this one upwards, up to the first that is still needed."""
+        """Remove nodes that wait for their removal, from this one upwards, until one is still needed."""
         for node in released.chain():
             if not node.doomed or node.holds:
                 return
@@ -114,9 +114,9 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a doubtful snapshot and all that continues it, pinned or not: nothing can match it.
+        """Remove a doubtful snapshot and all its descendants, even pinned ones: no search can find them now.
 
-        False if it has been removed already, by another load or by `forget`.
+        False if the snapshot has been removed already, by another load or by `forget`.
         """
         if not self._index.has(node):
             return False

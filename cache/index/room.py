@@ -43,9 +43,10 @@ PIN_SHARE: Final = 0.5
 class DiskUsage:
     """Bytes at one instant: `free + pinned + evictable = capacity`.
 
-    `capacity` is what snapshots may take: the disk limit less the quarantine, and no more than the file
-    system has beyond `min_free_bytes`. `pinned` must not be evicted now: pinned prefixes (`kept` of it), what
-    is being written or loaded, and the chains of these. `free` is below 0 while a lowered limit is exceeded.
+    `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
+    file system has beyond `min_free_bytes`. `pinned` must not be evicted now: pinned prefixes (`kept` is
+    their part), snapshots that are being written or loaded, and the chains of all these. `free` is below 0
+    while a lowered limit is exceeded.
     """
 
     capacity: int
@@ -95,7 +96,7 @@ class Room:
         )
 
     def make(self, size_bytes: int) -> bool:
-        """Evict until `size_bytes` more fit both limits; False if they cannot, or not in one step."""
+        """Evict until `size_bytes` more fit both limits; False if that is impossible, or takes more steps."""
         need = self._excess() + size_bytes
         if need <= 0:
             return True
@@ -112,7 +113,7 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if the limits are exceeded, or if snapshots may lie too far behind."""
+        """Schedule evictions if limits are exceeded, or if sessions may have left snapshots far behind."""
         if self._step is None and (self._behind or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
@@ -125,7 +126,7 @@ class Room:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
     def pin(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix: its stored snapshots, and later ones. Raises `PinRefusedError`."""
+        """Pin a prefix: its stored snapshots, and those stored later. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
         tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)

@@ -1,7 +1,7 @@
-"""MLX arrays as plain memory: allocated here, filled by a file's reader, then handed over.
+"""Gives MLX arrays as plain memory, which a file's reader fills, and then returns the arrays.
 
-Runs on an I/O thread, which hands over only evaluated arrays. Every call names the CPU stream, so that only
-the device thread gives work to the device. Knows nothing of files or names.
+Runs on an I/O thread and returns only evaluated arrays. Every call names the CPU stream, so that only the
+device thread gives work to the device. Knows nothing of files or names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TYPES: Final = {
 def _held(
     layout: Layout, reaches: Sequence[Policy], num_tokens: int, only: Only | None
 ) -> list[tuple[Span, ...]]:
-    """List the tokens that each tensor of a layout has room for: all that its layer sees, or `only` some."""
+    """List the tokens for which each tensor has room: all that its layer sees, or only those of `only`."""
     if only is None:
         by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
         return [by_reach[reach] for reach in reaches]
@@ -67,10 +67,10 @@ class Blank:
     """Uninitialised tensors for the first `num_tokens` tokens of a session, and for a state.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
-    layout has room for at least `room_tokens`: the caller must remember how many are valid. With a limited
-    reach (in `reaches`, which default to `FULL`) it has room for the tokens that its layer sees, and no more.
-    `carried` are the buffers of the last `num_carriable` tensors of the layout for their first `num_carried`
-    tokens, which `places` do without. `only` asks for a part of the layers: no other tensor is made.
+    layout has room for at least `room_tokens`: the caller must remember how many are valid. If its layer sees
+    only some tokens (its reach in `reaches`, by default `FULL`), it has room for exactly these. The last
+    `num_carriable` tensors of the layout are read in two parts: `carried` are the buffers for their first
+    `num_carried` tokens, `places` those for the rest. With `only`, just the tensors of some layers are made.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Blank:
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
-        """Take the first `num_tokens` tokens out of the places from `start` on, and return their places."""
+        """Move the first `num_tokens` tokens of the tensors from index `start` on to places of their own."""
         split = [place.split(num_tokens) for place in self.places[start:]]
         self.places[start:] = [place for _, place in split]
         return [place for place, _ in split]
 
     def arrays(self) -> Arrays:
-        """Return the tensors, evaluated: (1, heads, tokens, head_dim), a state's in their own shapes.
+        """Return the tensors, evaluated: (1, heads, tokens, head_dim); those of a state have any shape.
 
         The buffers cannot be written to afterwards.
         """
@@ -138,7 +138,7 @@ class Blank:
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
-    """Return evaluated arrays with undefined contents, by the cheapest way."""
+    """Return evaluated arrays with undefined contents, made in the cheapest way."""
     if sys.platform == "linux":
         with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
             return _read_from_nothing(specs)

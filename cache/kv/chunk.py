@@ -1,7 +1,7 @@
 """`ChunkCache`: KV of a layer with chunked attention, which can be cut into blocks.
 
-It is mlx-lm's `ChunkedKVCache`, which the model's own code runs, with additions for snapshots, rewinds and
-forks. Device thread only.
+The class extends mlx-lm's `ChunkedKVCache`, which the model's own code uses, with methods for snapshots,
+rewinds and forks. Device thread only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 
 class ChunkCache(ChunkedKVCache):
-    """KV of the last tokens of one layer, in which a token sees its own chunk of `chunk_size` tokens.
+    """KV of one layer's last tokens. A token sees only the tokens of its own chunk of `chunk_size` tokens.
 
     Holds the tokens from `start_position` on. Before a pass the model drops all but the last `chunk_size`
-    tokens. So a session that is restored with these computes the same bits as an uninterrupted one.
+    tokens. So a session that is restored with these tokens computes the same bits as an uninterrupted one.
     """
 
     @property
     def earliest(self) -> int:
-        """The smallest length that `trim` can restore; every longer one is possible too.
+        """The smallest length to which `trim` can shorten the cache; every longer one is possible too.
 
-        Behind it the next token's chunk is held as a whole.
+        At such a length the cache still holds the whole chunk that the next token sees.
         """
         size = int(self.chunk_size)
         return -(-self.start_position // size) * size

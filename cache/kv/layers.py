@@ -64,9 +64,10 @@ def make(
     """Make a model's new caches under a policy: with a window, its plain layers are rings.
 
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
-    the layers whose keys a paged session keeps in sketches, by default all. With `block_tokens`, chunks of
-    two blocks or more are cut by tokens, since a block may wait for one more piece of the prompt before it is
-    cut. Raises `ValueError` with the class of a layer that does not support the policy.
+    the layers whose keys a paged session keeps in sketches, by default all layers. With `block_tokens`,
+    layers with chunks of two blocks or more are cut by tokens; a shorter chunk could be dropped before its
+    block is cut, since a block may wait for one more piece of the prompt. Raises `ValueError` with the class
+    of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
     own = (
@@ -129,7 +130,7 @@ def layout(
 ) -> ModelLayout:
     """Return the layout of a model's snapshots. `caches` have run some tokens.
 
-    `new` makes empty caches, under the policy that it is given, if any; `sketched` as for `make`.
+    `new` makes empty caches, under a policy if it is given one. `sketched` is that of `make`.
     """
     whole: list[tuple[str, str, tuple[int, ...]]] = []
     sketches: list[tuple[str, str, tuple[int, ...]]] = []
@@ -167,7 +168,7 @@ def _is_sketched(path: str, cache: Any, sketched: Collection[int] | None) -> boo
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
-    """Say how layers keep KV, and which layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
+    """Return which layers keep KV in which form: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
     found: dict[str, list[int]] = {}
     for i, cache in enumerate(caches):
         members = cache.caches if type(cache) is CacheList else (cache,)
@@ -207,10 +208,11 @@ def cut(
 ) -> tuple[Tensor, ...] | None:
     """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
 
-    `at_end` says that the caches are at `end`. Only then is the state of layers that are not cut by tokens
-    added, since it is the state after the last token; and only if `room_bytes` has room for it and for
-    `spare_states` more states. Without its state a snapshot can be the middle of a chain, but no session
-    can resume at its end. A carrier's copy has the sketches of the tokens `carried`, too.
+    `at_end` says that the caches are at position `end`. Only then the copy includes the state of layers that
+    are not cut by tokens, since a cache has only the state after its last token; and only if this state and
+    `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
+    chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
+    earlier tokens.
 
     The copies are contiguous and evaluated, so that another thread may read their bytes while the caches
     change: assigning to a slice of a cache changes the array that a view would share. Raises `ValueError` if
@@ -236,7 +238,7 @@ def cut(
 
 
 def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
-    """Return views of what is cut by tokens, of `[start, end)`, and how far each layer sees, by name."""
+    """Return views of the tokens `[start, end)` in layers cut by tokens, and each layer's reach, by name."""
     pieces: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
@@ -249,7 +251,7 @@ def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.a
 
 
 def _carried(caches: Sequence[Any], span: Span) -> dict[str, mx.array]:
-    """Return the sketches of some tokens, under the names that a carrier has for them."""
+    """Return the sketches of the tokens `span`, under the names that they have in a carrier's file."""
     return {
         f"{CARRIED}{path}.{part}": array
         for path, cache in leaves(caches)
@@ -274,8 +276,8 @@ def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Arrays that are cut by tokens may be longer; nobody reads that room before it is written. A ring's arrays
-    are its sinks and its window, no longer. Raises `ValueError` if the arrays do not fit such caches at that
+    Arrays that are cut by tokens may be longer; the unused room is written before it is read. A ring's arrays
+    contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
     position.
     """
     groups: dict[str, dict[str, mx.array]] = {}
@@ -306,18 +308,18 @@ def pages(caches: Sequence[Any]) -> Pages | None:
 
 
 def num_passed(caches: Sequence[Any]) -> int:
-    """Count the first tokens of a paged session of which some have left the device."""
+    """Return the position before which the device no longer has all tokens of a paged session, else 0."""
     return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return how many tokens one pass may run so that rings still hold them, and the block begun before."""
+    """Return how many tokens one pass may run so that rings still hold them and the unfinished block."""
     held = (cache.window + SLACK for _, cache in leaves(caches) if isinstance(cache, RingCache))
     return max(min(held, default=block) - block, block)
 
 
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
-    """Put whole chunks from SSD into slots, unevaluated: `spans` in order, and the arrays of their tokens.
+    """Put whole chunks from SSD into slots, unevaluated. `tensors` have the tokens of `spans`, in order.
 
     A chunk with a lower score than all chunks in slots is left out. Returns how many chunks lost their slots.
     """
@@ -340,7 +342,8 @@ def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequen
 def trimmable(caches: Sequence[Any]) -> bool:
     """Whether every layer is cut by tokens, so that `trim` can shorten the caches, down to `earliest`.
 
-    Not `is_trimmable` of mlx-lm: a rotating cache claims it until its window wraps, a chunked one always.
+    This is not mlx-lm's `is_trimmable`: there a rotating cache is trimmable until its window wraps, and a
+    chunked cache always.
     """
     return all(states.is_cut(cache) for _, cache in leaves(caches))
 
@@ -348,8 +351,9 @@ def trimmable(caches: Sequence[Any]) -> bool:
 def earliest(caches: Sequence[Any]) -> int | None:
     """Return the smallest length that `trim` can shorten caches to; every longer one is possible too.
 
-    0 if every layer keeps all tokens. A ring may have overwritten tokens, a chunk dropped them, or a
-    restore not read them. None if a layer has a state, which cannot be shortened.
+    0 if every layer keeps all tokens. Otherwise a ring may have overwritten the earlier tokens, a chunk may
+    have dropped them, or a restore may not have read them. None if a layer has a state, which cannot be
+    shortened.
     """
     if not trimmable(caches):
         return None
@@ -392,8 +396,9 @@ def shrink(caches: Sequence[Any]) -> None:
     """Free what an idle session does not need: passed tokens of windows and chunks, and unused room.
 
     A window holds the last piece of a prompt until the next token. A plain cache grows by 256 tokens at a
-    time and never shrinks, so a short or rewound session would hold many times what it needs. Room is freed
-    where it exceeds what is used, so that the copy is smaller than what it frees.
+    time and never shrinks, so a short or rewound session would hold many times the memory that it needs.
+    Unused room is freed if it is larger than the used part, so that the copy is smaller than the memory that
+    it frees.
     """
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
@@ -407,7 +412,7 @@ def shrink(caches: Sequence[Any]) -> None:
 def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
     """Whether caches must allocate for `num_tokens` more tokens; None if that is unknown.
 
-    Plain layers grow together, and none later than a ring: the first of them speaks for all.
+    Plain layers grow together, and not later than rings, so only the first plain layer is asked.
     """
     cache = next((cache for cache in caches if not isinstance(cache, RingCache)), caches[0])
     room = states.room(cache)
@@ -450,8 +455,8 @@ def allocated_bytes(caches: Sequence[Any]) -> int:
 def live_bytes(caches: Sequence[Any]) -> int:
     """Return the bytes that a session's KV uses, without unused room.
 
-    The sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values, and
-    of the fixed size of a recurrent layer's state.
+    This is the sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values.
+    A recurrent layer adds its state's fixed size.
     """
     return sum(_live_bytes(cache) for _, cache in leaves(caches))
 

@@ -4,9 +4,9 @@ All of the session's KV is on SSD. A `PagedCache` has the slots of one layer, wh
 positions. `Pages` chooses the chunks for all layers together: it compares queries with sketches, copies of
 every key in two bits a channel. Device thread only.
 
-Few heads find a fact, at one of a question's tokens. So a chunk scores the largest share of attention that
-any head gives it. The mean over heads does not find facts, nor do the bounds of "Quest" (arXiv 2406.10774)
-over pages of keys, which take as many bytes (ADR 0041).
+Only a few attention heads find a fact, and only at one of the question's tokens. So a chunk's score is the
+largest share of attention that any head gives it. The mean over heads does not find facts, nor do the bounds
+of "Quest" (arXiv 2406.10774) over pages of keys, which take as many bytes (ADR 0041).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GAIN: Final = 1.05
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return the largest share of its attention that any query gives to a token of each page: (pages,).
+    """Return, for each page, the largest share of its attention that any query gives to a token: (pages,).
 
     `asked` are queries, (1, KV heads, queries, head_dim), `sketch` as in `PagedCache`. Unevaluated.
     """
@@ -76,17 +76,17 @@ class Past(Protocol):
 
     @property
     def end(self) -> int:
-        """Count the tokens."""
+        """How many of the session's first tokens this covers: also the position after the last of them."""
 
     def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values, as the cache holds them; `then` is the layer that comes next."""
+        """Yield a layer's keys and values in the cache's form. `then` is the layer to read afterwards."""
 
 
 class Pages:
     """Which chunks are in the slots of a session's layers, and each chunk's score.
 
-    While it `sees_all`, tokens that are run see all tokens before them: those in the layers, and those in
-    `past`, which have left the device.
+    While `sees_all` is true, the tokens that are run see all earlier tokens: those in the layers, and those
+    in `past`, which are no longer on the device.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -122,11 +122,11 @@ class Pages:
         return start + num >= self.asks_from or start % _SELDOM < num
 
     def note(self, mattering: mx.array) -> None:
-        """Record a layer's scores for the pages of whole chunks, unevaluated."""
+        """Record a layer's scores for the pages of whole chunks. The array is not evaluated yet."""
         self._noted.append(mattering)
 
     def settle(self) -> None:
-        """Add the recorded scores to the chunks' scores; later scores count as another question."""
+        """Add the recorded scores to the chunks' scores. Scores recorded later belong to another question."""
         if not self._noted:
             return
         mx.eval(self._noted)
@@ -147,7 +147,7 @@ class Pages:
         self._usual = _INERTIA * usual + (1 - _INERTIA) * now
 
     def choose(self, position: int) -> list[int]:
-        """Return the chunks that should be in slots and are not, highest score first."""
+        """Return the chunks that should be in slots but are not, highest score first."""
         self.settle()
         last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
@@ -162,7 +162,7 @@ class Pages:
         return wanted
 
     def take(self, chunk: int) -> int | None:
-        """Give a recalled chunk the slot of the chunk with the lowest score; None if all score higher."""
+        """Give a recalled chunk the slot of the lowest-scoring chunk; None if all in slots score higher."""
         slot = self.assign(chunk)
         if slot is None:
             movable = range(len(self._pinned), len(self.slots))
@@ -176,7 +176,7 @@ class Pages:
         return float(self._mattered[chunk]) if chunk < len(self._mattered) else 0.0
 
     def trim(self, num_tokens: int) -> None:
-        """Empty the slots of chunks that end behind `num_tokens`."""
+        """Empty the slots of chunks that end after position `num_tokens`."""
         self.slots = [-1 if (chunk + 1) * CHUNK > num_tokens else chunk for chunk in self.slots]
         self._mattered = self._mattered[: num_tokens // CHUNK]
         self._usual = self._usual[: num_tokens // CHUNK]
@@ -190,9 +190,9 @@ class Pages:
 class PagedCache(RingCache):
     """The first `sink` tokens and the last `window` of one layer, and the chunks in the slots of `pages`.
 
-    The slots' places lie behind the ring's, and are allocated as chunks leave the window. `sketch` has, of
-    all tokens, the keys quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each;
-    empty unless the layer `is_sketched`.
+    In the arrays the slots follow the ring, and are allocated as chunks leave the window. `sketch` has the
+    keys of all tokens, quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each. It
+    is empty unless the layer `is_sketched`.
     """
 
     def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0, *, is_sketched: bool = True) -> None:
@@ -212,7 +212,7 @@ class PagedCache(RingCache):
 
     @property
     def num_slots(self) -> int:
-        """Count the slots that are allocated."""
+        """The number of allocated slots."""
         held = self.keys[0].shape[2] if self.keys else 0
         return max(0, held - self.capacity) // CHUNK
 
@@ -243,7 +243,7 @@ class PagedCache(RingCache):
             self._num_passed = other._num_passed  # noqa: SLF001  # of the same class
 
     def shrink(self) -> None:
-        """Free the places behind the last token, unevaluated; only while there are no slots."""
+        """Free the places after the last token, unevaluated; only while no slots are allocated."""
         if not self.num_slots:
             super().shrink()
 
@@ -287,7 +287,8 @@ class PagedCache(RingCache):
     ) -> None:
         """Fill an empty cache with the tokens of `policy.seen(num_tokens)`, in order.
 
-        `sketch` is that of `num_tokens` or more tokens. Raises `ValueError` for other numbers.
+        `sketch` has the sketches of `num_tokens` or more tokens. Raises `ValueError` if the number of tokens
+        does not fit.
         """
         spans = self.pages.policy.seen(num_tokens)
         num_held = sum(end - start for start, end in spans)
@@ -317,13 +318,14 @@ class PagedCache(RingCache):
 
     @property
     def num_passed(self) -> int:
-        """Count the first tokens that are not all held."""
+        """The position before which the cache no longer has all tokens; 0 if it has all of them."""
         return self.first_held if self.first_held > self.sink else 0
 
     def before(self, layer: str, then: str | None) -> Iterator[tuple[mx.array, mx.array]]:
         """Yield the keys and values of all tokens so far, in order, dequantised, some at a time.
 
-        Those of `pages.past`, then what is held. Raises `ValueError` if there are tokens between them.
+        Tokens of `pages.past` come first, then the tokens in the cache. Raises `ValueError` if tokens between
+        the two are missing.
         """
         past, start = self.pages.past, self.num_passed
         if start and (past is None or past.end != start):
@@ -339,8 +341,8 @@ class PagedCache(RingCache):
     def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
         """Score the pages of whole chunks for the last of `queries`, (tokens, heads, 1, head_dim).
 
-        That is the largest share of its attention that any query and head gives to a token of the page.
-        `compare` is `compared`, or a faster function with the same result.
+        A page's score is the largest share of its attention that any query and head gives to a token of the
+        page. `compare` is `compared`, or a faster function with the same result.
         """
         num_tokens = self.offset // CHUNK * CHUNK
         if self.offset <= self.sink + self.window:
@@ -351,7 +353,7 @@ class PagedCache(RingCache):
         self.pages.note(compare(asked, tuple(array[..., :num_tokens, :] for array in self.sketch), PAGE))
 
     def _keep_passed(self) -> None:
-        """Copy the chunks that begin to leave the window to slots, while some are free."""
+        """Copy chunks that begin to leave the window to slots, as long as slots are free."""
         while self._num_passed * CHUNK < self.offset - self.window:
             chunk, self._num_passed = self._num_passed, self._num_passed + 1
             slot = self.pages.assign(chunk)

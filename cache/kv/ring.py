@@ -1,8 +1,8 @@
 """`RingCache`: KV of a session's first few tokens and its last ones, in bounded memory.
 
-Serves `sink_window`, and models with sliding windows. The place of a token's key and value depends only on
-the token's position, not on how the tokens were run, so a restored session has the same bits, unlike with
-mlx-lm's `RotatingKVCache`. Device thread only.
+Used for the policy `sink_window`, and for models with sliding windows. The place of a token's key and value
+in the arrays depends only on the token's position, not on how the tokens were split into passes. So a
+restored session has the same bits, unlike with mlx-lm's `RotatingKVCache`. Device thread only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class RingCache:
-    """The first `sink` tokens and the last `window` of one layer, and up to `SLACK` before those.
+    """KV of one layer's first `sink` tokens, its last `window`, and up to `SLACK` tokens before the window.
 
     `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
     and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
-    later tokens cycle through the places behind the sinks. `offset` counts the tokens that were run. A key
-    at position p is rotated by p modulo `grid`, a power of two of at least `sink + window`: see
-    `worker.batch.ring_attention`. With a grid of 0 it is rotated by p.
+    later tokens cycle through the places after the sinks. `offset` counts the tokens that were run. The
+    rotary embedding (RoPE) of a key at position p uses p modulo `grid`, a power of two of at least `sink +
+    window`: see `worker.batch.ring_attention`. With a `grid` of 0 it uses p itself.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class RingCache:
 
     @property
     def capacity(self) -> int:
-        """The most places, in tokens."""
+        """The largest number of places; one place is for one token."""
         return self.sink + self.window + SLACK
 
     @property
     def earliest(self) -> int:
-        """The smallest length that `trim` can restore; every longer one is possible too."""
+        """The smallest length to which `trim` can shorten the cache; every longer one is possible too."""
         return 0 if self.first_held <= self.sink else self.first_held + self.window
 
     @property
@@ -71,7 +71,7 @@ class RingCache:
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Whether the cache can be shortened to `num_tokens`: it still holds all that these tokens see."""
+        """Whether the cache can be shortened to `num_tokens`: it must still hold all that the next token sees."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
@@ -88,14 +88,14 @@ class RingCache:
         self.offset, self.first_held = other.offset, other.first_held
 
     def like(self, keys: mx.array, values: mx.array, num_tokens: int, first_held: int) -> RingCache:
-        """Make a ring of the same form, not quantised, over arrays whose tokens are in place."""
+        """Make an unquantised ring with the same parameters over arrays whose tokens are already in their places."""
         ring = RingCache(self.sink, self.window, grid=self.grid)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
         ring.first_held = max(first_held, num_tokens - self.window - SLACK)
         return ring
 
     def shrink(self) -> None:
-        """Free the places behind the last token, unevaluated; only before the ring has wrapped."""
+        """Free the places after the last token, unevaluated; only before the ring has wrapped."""
         self.keys, self.values = (
             tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
             for side in (self.keys, self.values)
@@ -125,11 +125,11 @@ class RingCache:
         return keys, values
 
     def rounded(self, array: mx.array) -> mx.array:
-        """Return keys or values as the cache would return them: rounded if it is quantised."""
+        """Return keys or values with the precision of the cache: rounded if the cache is quantised."""
         return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:
-        """Return keys or values in the form that the cache holds, quantised if it is."""
+        """Return keys or values in the form that the cache stores: quantised if the cache is quantised."""
         return mx.quantize(array, self.group_size, self.bits) if self.bits else (array,)
 
     def unpacked(self, num_places: int) -> tuple[mx.array, mx.array]:
@@ -161,7 +161,8 @@ class RingCache:
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
         """Fill an empty cache with the sinks, then the window, of a session of `num_tokens` tokens.
 
-        That is `policy.num_visible(num_tokens)` tokens. Raises `ValueError` for any other number.
+        `keys` and `values` have `policy.num_visible(num_tokens)` tokens. Raises `ValueError` for any other
+        number.
         """
         num_sinks = min(self.sink, num_tokens)
         num_held = min(num_tokens, self.sink + self.window)
@@ -182,7 +183,7 @@ class RingCache:
         self.first_held = num_tokens - num_held + num_sinks
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
-        """Allocate for `end` tokens, up to the capacity."""
+        """Allocate places for `end` tokens, up to the capacity."""
         self._extend(keys, values, min(-(-end // SLACK) * SLACK, self.capacity))
 
     def _extend(self, keys: Sequence[mx.array], values: Sequence[mx.array], wanted: int) -> None:
@@ -202,7 +203,7 @@ class RingCache:
 
 
 def place_of(position: int, sink: int, capacity: int) -> int:
-    """Return the place of the token at `position`."""
+    """Return the place in the arrays of the token at `position`."""
     return position if position < sink else sink + (position - sink) % (capacity - sink)
 
 

@@ -20,7 +20,7 @@ class Window:
     """Layers that hold at most `num_tokens` tokens; a token takes `bytes_per_token` in all of them together.
 
     A ring is cut by tokens, and its size includes `spare` tokens: the piece of a prompt that is being
-    prefilled, and what is being recalled. A chunk that `is_chunk` is cut by tokens, too.
+    prefilled, and chunks that are being recalled. A chunk with `is_chunk` is cut by tokens, too.
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class KvSize:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token's KV is kept, so that a session can be cut at any of them."""
+        """Whether every token's KV is kept, so that a session can be cut at any token."""
         return not self.windows and not self.fixed_bytes
 
     @property
@@ -76,7 +76,7 @@ class KvSize:
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
 
     def live(self, num_tokens: int) -> int:
-        """Return the bytes of the KV that the next token sees: what a ring holds beyond that is left out."""
+        """Return the bytes of the KV that the next token sees, without further tokens that a ring holds."""
         seen = (
             replace(one, num_tokens=one.num_tokens - one.spare) if one.is_ring else one
             for one in self.windows

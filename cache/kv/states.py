@@ -124,7 +124,7 @@ def room(cache: Any) -> int | None:
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return how many tokens a ring holds, or a window or chunk keeps between steps; None for others."""
+    """Return the most tokens that a ring holds, or that a window or chunk keeps between steps, else None."""
     if isinstance(cache, RingCache):
         return cache.capacity
     if type(cache) is RotatingKVCache:
@@ -133,7 +133,7 @@ def most_tokens(cache: Any) -> int | None:
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
-    """Drop what a window or chunk would drop before its next token; return the rest, unevaluated."""
+    """Drop the tokens that a window or chunk would drop before its next token; return the rest, unevaluated."""
     most = most_tokens(cache)
     if most is None or cache.keys is None or isinstance(cache, RingCache):
         return []
@@ -164,7 +164,10 @@ def drop_room(cache: Any) -> list[mx.array]:
 
 
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Return the named arrays of keys and values; axis 2 are a plain cache's tokens, then unused room."""
+    """Return the named arrays of keys and values.
+
+    Along axis 2 are a plain cache's tokens, then unused room.
+    """
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
         found |= _named(name, getattr(cache, name))
@@ -172,7 +175,7 @@ def parts(cache: Any) -> dict[str, mx.array]:
 
 
 def _named(name: str, part: Any) -> dict[str, mx.array]:
-    """Return the names and arrays of a part: one array, or three if quantised."""
+    """Return the named arrays of keys or values: one array, or three if they are quantised."""
     arrays = [part] if isinstance(part, mx.array) else part or []
     names = [name] if len(arrays) == 1 else [f"{name}.{kind}" for kind in _QUANTIZED]
     return dict(zip(names, arrays, strict=False))
@@ -195,7 +198,7 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 
 
 def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
-    """Return the named arrays of the sketches of the tokens `[start, end)`; none of a layer without any."""
+    """Return the named arrays of the sketches of the tokens `[start, end)`; empty if the layer has none."""
     return {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=False)}
 
 
@@ -230,8 +233,8 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
 def state(cache: Any, position: int) -> dict[str, mx.array]:
     """Return the named arrays of the whole state of a cache at `position`; some may be views of the cache.
 
-    A ring buffer is not put in order: attention would then sum in another order, and round otherwise.
-    Raises `ValueError` if the cache has no state at that position.
+    A ring buffer is copied as it is, not in the order of tokens: attention would then sum in another order
+    and round differently. Raises `ValueError` if the cache has no state at that position.
     """
     if type(cache) is ArraysCache:
         if cache.lengths is not None or cache.left_padding is not None:

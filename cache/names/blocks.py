@@ -41,7 +41,7 @@ def root(identity: bytes, tenant: str) -> bytes:
 
 
 def link(parent: bytes, packed: bytes) -> bytes:
-    """Return the name of the packed tokens that follow the prefix `parent`: a block, or a piece of a tail."""
+    """Return the name of the packed tokens, a block or a piece of a tail, that follow the prefix `parent`."""
     digest = _LINK.copy()  # twice as fast as a new one with parameters
     digest.update(parent)
     digest.update(packed)
@@ -60,11 +60,12 @@ def spans(start: int, end: int, block: int) -> list[Span]:
 
 
 def tail_start(edges: Sequence[int], end: int) -> int:
-    """Choose where a tail's next piece, up to `end`, starts: a binary counter over the existing pieces.
+    """Choose where a tail's next piece, which ends at `end`, starts; existing pieces may be merged into it.
 
-    `edges` are the positions where existing pieces start and end; the first is a block boundary. The new
-    piece replaces every piece at the end that is not longer than the tokens behind it. Each rewrite at least
-    doubles the length of a token's piece, so a token is written at most log2(block / turn) times.
+    `edges` are the positions where existing pieces start and end; the first is a block boundary. As in a
+    binary counter, the new piece replaces each last piece that is not longer than the tokens after it. Each
+    rewrite at least doubles the length of a token's piece, so a token is written at most log2(block / turn)
+    times.
     """
     pieces = list(edges)
     while len(pieces) > 1 and pieces[-1] - pieces[-2] <= end - pieces[-1]:

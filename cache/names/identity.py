@@ -65,7 +65,10 @@ def _digest(text: bytes) -> bytes:
 
 
 def fields_of(text: bytes, digest: str) -> dict[str, Any]:
-    """Parse an `Identity.to_json` of any version. Raises `ValueError` if it has not this digest, in hex."""
+    """Parse the output of any version's `Identity.to_json`.
+
+    Raises `ValueError` if its hex digest is another.
+    """
     try:
         fields = json.loads(text)
     except RecursionError:
@@ -76,7 +79,7 @@ def fields_of(text: bytes, digest: str) -> dict[str, Any]:
 
 
 def differing(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """List the fields of two identities that differ, the policy left out: each session chooses its own."""
+    """List the fields in which two identities differ, except the policy, which each session chooses."""
     names = sorted((fields.keys() | others.keys()) - {"policy"})
     return [name for name in names if fields.get(name) != others.get(name)]
 
@@ -112,7 +115,7 @@ def folder_identity(
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Hash a model's configuration without the fields that only say where it came from."""
+    """Hash a model's configuration without the fields that only name the model's origin."""
     relevant = {name: value for name, value in config.items() if name not in _PROVENANCE}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
@@ -132,8 +135,8 @@ def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
     """Hash files, names and contents, in the order given; returns hex.
 
     `memo` is a small JSON file of earlier digests, so that a start need not read the weights again. A file
-    counts as unchanged while its path, size, mtime and ctime are the same (a copy can preserve mtime alone).
-    An unreadable or unwritable memo costs only time.
+    counts as unchanged if its path, size, mtime and ctime are the same (a copy can preserve the mtime, but
+    not the ctime). If `memo` cannot be read or written, only time is lost.
     """
     known = _read_memo(memo)
     whole = hashlib.sha256()

@@ -28,11 +28,12 @@ RECALLED: Final = 512
 class Policy:
     """Which tokens a token sees: all tokens up to itself, or, with a `window`, a part of them.
 
-    That part is the first `sink` and the last `window`, itself included: as in "Efficient Streaming Language
-    Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they are, and up to
-    `recall` other tokens are visible too, in whole chunks: chunks with tokens of `pins`, (start, end), and
-    the chunks that matter most. All tokens are on SSD, the visible ones also on the device. If it is `exact`,
-    a prompt's tokens see all tokens, read from SSD layer by layer, and only an answer's tokens see a part.
+    That part is the first `sink` and the last `window` tokens, including the token itself, as in "Efficient
+    Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they
+    are, and up to `recall` other tokens are visible too, in whole chunks: chunks with tokens of `pins`,
+    (start, end), and the chunks with the highest scores. All tokens are on SSD, the visible ones also on the
+    device. If the policy is `exact`, a prompt's tokens see all earlier tokens, read from SSD layer by layer,
+    and only an answer's tokens see a part.
     """
 
     sink: int = 0
@@ -45,7 +46,7 @@ class Policy:
     def paged(
         cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int, exact: bool = False
     ) -> Policy:
-        """Divide `resident` tokens: sinks, pinned chunks, half of the rest for others, half for the window.
+        """Divide `resident` tokens: sinks, pinned chunks, half of the rest for other chunks, half for the window.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """
@@ -70,12 +71,12 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The policy as the protocol calls it."""
+        """The policy's name in the protocol."""
         return "full" if self.window is None else "paged" if self.recall else "sink_window"
 
     @property
     def is_endless(self) -> bool:
-        """Whether a session may exceed the model's context: no token sees that far."""
+        """Whether a session may exceed the model's context length, since no token sees that many tokens."""
         return self.window is not None and not self.recall
 
     @property
@@ -85,7 +86,7 @@ class Policy:
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that are visible; None without a bound."""
+        """The most tokens that are visible; None if there is no limit."""
         return None if self.window is None else self.sink + self.recall + self.window
 
     def __str__(self) -> str:
@@ -105,7 +106,7 @@ class Policy:
         return position if self.most_tokens is None else min(position, self.most_tokens + self.spare)
 
     def visible_from(self, position: int) -> int:
-        """Return the position from which all of `position` tokens are visible; before it, only some are."""
+        """Return the first position from which on a session of `position` tokens has all tokens visible."""
         if self.window is None or position <= self.sink + self.window:
             return 0
         num_before, pinned = -(-(position - self.window) // CHUNK), self.pinned

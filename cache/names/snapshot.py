@@ -55,9 +55,10 @@ class Tensor:
 
 
 def carried(span: Span, block: int) -> Span | None:
-    """Return the tokens whose sketches the file of a span has beside its own; None for most.
+    """Return the earlier tokens whose sketches the file of a span contains too; None for most files.
 
-    So a restore of a session that keeps sketches of all tokens opens a file in sixteen for them.
+    So a restore of a session that keeps sketches of all tokens opens only one file in sixteen for the
+    sketches.
     """
     size = CARRIER * block
     return Span(span.end - size, span.end) if span.num_tokens == block and not span.end % size else None
@@ -69,12 +70,12 @@ def section(name: str, reach: Policy) -> tuple[Policy, str]:
 
 
 def layer_path(name: str) -> str:
-    """Return the path of the layer that keys or values are of: `3` of `3.keys.codes`."""
+    """Return the path of the layer in a tensor's name: `3` for `3.keys.codes`."""
     return name.partition(".keys")[0].partition(".values")[0]
 
 
 def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Group tensors into the sections of a file: carried sketches after the others, the state last."""
+    """Group tensors into the sections of a file. Sketches of earlier blocks come after KV, the state last."""
     for _, run in groupby(
         tensors, key=lambda one: (one.of_state, one.is_carried, section(one.name, one.reach))
     ):
@@ -95,7 +96,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of some KV: certain tokens of the layers of one reach, or of the one at `layer`."""
+    """A part of a session's KV: certain tokens of all layers with the same reach, or of the one at `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]
@@ -108,13 +109,13 @@ GROWING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The tensors of a model's snapshots, taken from its own caches; a file with others is not used.
+    """The tensors of a model's snapshots, as its caches have them; a file with other tensors is not used.
 
     `kv` are the tensors that are cut by tokens, grouped by reach; `reaches` has the reach of each, by default
     all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
-    num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors, as when the numbers in
-    a state make no sense. Under a policy with `recall`, `sketches` are the additional tensors of all tokens,
-    and `carried` those of a carrier's earlier blocks.
+    num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors, for example if a state
+    has impossible numbers. Under a policy with `recall`, `sketches` are additional tensors for all tokens,
+    and `carried` additional tensors of a carrier for the sketches of earlier blocks.
     """
 
     kv: Layout
@@ -146,9 +147,9 @@ class ModelLayout:
 
     @property
     def windows(self) -> Policy:
-        """The most that layers see which never see again what their windows have passed.
+        """The largest reach of the layers with windows that never see a token again after it left the window.
 
-        `FULL` if there are none, or if other layers recall, which matches what ends anywhere.
+        `FULL` if there are no such layers, or if other layers recall tokens.
         """
         endless = [reach for reach in self._distinct if reach.is_endless]
         if not endless or any(reach.recall for reach in self._distinct):
@@ -167,14 +168,15 @@ class ModelLayout:
         return replace(self, kv=self.kv + more, reaches=reaches, prove=prove, carried=carried)
 
     def name(self, policy: Policy) -> str:
-        """Return a policy as a part of an identity, with the layers that have sketches under it."""
+        """Return the part of an identity for a policy, including the layers that have sketches under it."""
         paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
         return f"{policy} by {','.join(paths)} in {CARRIER}" if policy.recall else str(policy)
 
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List the spans that the layers of a session of `num_tokens` tokens see; they may overlap.
 
-        Of the first `num_carried` tokens the sketches, which alone are of all tokens then, are left out.
+        The sketches of the first `num_carried` tokens are left out; without them, sketches make all tokens
+        seen.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
         if FULL in self._distinct and num_carried < num_tokens:
@@ -190,7 +192,10 @@ class ModelLayout:
         )
 
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Sort a snapshot's tensors into this order, the state last. Raises `ValueError` for others."""
+        """Sort a snapshot's tensors into the layout's order, the state last.
+
+        Raises `ValueError` for others.
+        """
         kv = {tensor.name: tensor for tensor in tensors if not (tensor.of_state or tensor.is_carried)}
         reaches = {name: reach for (name, _, _), reach in zip(self.kv, self.reaches, strict=True)}
         if any(reaches.get(name) != tensor.reach for name, tensor in kv.items()):
@@ -215,7 +220,7 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """Which KV a snapshot holds: that of the packed `tokens` from `start`, after the prefix `parent`.
+    """Which KV a snapshot holds: the KV of the packed `tokens` from `start` on, after the prefix `parent`.
 
     A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
     layers and can only be the middle of a chain.
@@ -246,7 +251,8 @@ class Name(NamedTuple):
 class Place:
     """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each.
 
-    A buffer holds the tokens of `spans`, in order; `section` is that of the tensor: see `section`.
+    A buffer holds the tokens of `spans`, in order. The field `section` is the result of the function
+    `section` for the tensor.
     """
 
     rows: tuple[memoryview, ...]
@@ -255,7 +261,7 @@ class Place:
     spans: tuple[Span, ...]
 
     def split(self, at: int) -> tuple[Place, Place]:
-        """Split into the place of the tokens before position `at`, and that of the others."""
+        """Split this place in two: one for the tokens before position `at`, one for the other tokens."""
         before = tuple(Span(own.start, min(own.end, at)) for own in self.spans if own.start < at)
         after = tuple(Span(max(own.start, at), own.end) for own in self.spans if own.end > at)
         skipped = sum(own.num_tokens for own in before) * self.token_bytes

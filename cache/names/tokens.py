@@ -1,6 +1,6 @@
 """A session's token ids, and the chain of their names. Pure.
 
-Ids are shared by all tokens that grow from them, and left out in the middle of long sessions.
+When tokens are appended, the earlier ids are shared, not copied. Long sessions leave out ids in their middle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BEHIND: Final = hashlib.blake2b(digest_size=_DIGESTED, person=b"turnkeep.behind
 
 
 class _Part:
-    """`_PART` tokens: their ids, or None where these are left out, and a digest of all tokens up to here."""
+    """`_PART` tokens: their ids, or None if these are left out, and a digest of all tokens up to here."""
 
     __slots__ = ("digest", "ids")
 
@@ -54,11 +54,11 @@ class Tokens(Sequence[int]):
     """A session's token ids, 4 bytes each. Immutable: appending makes new tokens that share the old ones.
 
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
-    hashed again. `chains` are the names of these tokens' blocks, by root, shared with the tokens that they
-    extend; they belong to the event loop.
+    hashed again. `chains` has the names of these tokens' blocks, by root. It is shared with the tokens that
+    these extend, and belongs to the event loop.
 
-    A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs one
-    of these raises `CutOffError`. `boundaries` name the tokens up to some positions.
+    A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs
+    such an id raises `CutOffError`. `boundaries` have the names of the first tokens up to some positions.
     """
 
     __slots__ = ("_parts", "_rest", "boundaries", "chains")
@@ -122,7 +122,7 @@ class Tokens(Sequence[int]):
         return f"<{len(self)} tokens>"
 
     def _ids_from(self, num: int) -> _Ids:
-        """Return the ids of a part, or the rest behind the last one."""
+        """Return the ids of part `num`; after the last part, the ids of the rest."""
         if num == len(self._parts):
             return self._rest
         if (ids := self._parts[num].ids) is None:
@@ -155,7 +155,10 @@ class Tokens(Sequence[int]):
         return pack(self.ids(start, end))
 
     def num_common(self, other: Tokens) -> int:
-        """Count the common leading tokens; too few if the first difference is among left-out ids."""
+        """Count the common leading tokens.
+
+        The count is too small if the first difference is among left-out ids.
+        """
         num = min(len(self._parts), len(other._parts))
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
             num -= 1
@@ -165,15 +168,15 @@ class Tokens(Sequence[int]):
         return num + num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
 
     def digest(self) -> str:
-        """Return a 16-byte digest of the tokens, as hex: of the digests of all whole parts, and the rest."""
+        """Return a 16-byte digest, as hex, of the digests of all whole parts and of the remaining ids."""
         return _digest(self._parts, self._rest).hexdigest()
 
     def plain_digest(self) -> str:
-        """Return the digest that earlier versions used: of all tokens at once. Raises `CutOffError`."""
+        """Return the digest of all ids at once, which earlier versions used. Raises `CutOffError`."""
         return _digest((), self.ids()).hexdigest()
 
     def alone(self) -> Tokens:
-        """Return a copy without the known names, so that the names can keep it."""
+        """Return a copy without `chains`, so that a chain can keep a reference to it."""
         return Tokens(self._parts, self._rest)
 
     def shortened(self, end: int) -> Tokens:
@@ -224,12 +227,12 @@ class Chain:
         self._names = [root]
 
     def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
-        """Go on from the names of the first blocks of some tokens, whose ids may be left out."""
+        """Take over the known names of some tokens' first blocks, whose ids may be left out."""
         self._names = [self.root, *names]
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
 
     def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
-        """Name the tokens up to the first edge of a block from `position` on; None if not named before."""
+        """Return the boundary at the first block edge from `position` on; None if the chain has no name for it."""
         num = -(-position // self.block)
         is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
         return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
@@ -251,7 +254,7 @@ class Chain:
 
 
 def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:
-    """Digest the digests of parts and the ids that follow; without parts it is a plain digest of the ids."""
+    """Hash the digests of parts and the ids after them; without parts, the result is a plain hash of the ids."""
     digest = (_BEHIND if before else _PLAIN).copy()
     digest.update(b"".join(part.digest for part in before))
     digest.update(pack(ids))
@@ -287,7 +290,7 @@ def unpack(packed: bytes) -> Tokens:
 
 
 def num_common(one: bytes, other: bytes) -> int:
-    """Count the leading tokens that two packed runs share."""
+    """Count the leading tokens that two packed sequences share."""
     size = min(len(one), len(other)) // TOKEN_BYTES * TOKEN_BYTES
     if one[:size] == other[:size]:
         return size // TOKEN_BYTES
