@@ -404,7 +404,7 @@ class Store:
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
-        """Remove the snapshots of these tokens, except those that other stored sessions continue.
+        """Remove the snapshots of these tokens, except those that snapshots of other tokens continue.
 
         Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a

@@ -74,7 +74,7 @@ class Dashboard:
         self._is_new = asyncio.Event()
 
     async def listen(self) -> None:
-        """Hear the workers, until the client is closed."""
+        """Receive the workers' metrics messages until the client is closed."""
         async for metrics in self._client.metrics():
             if self._fleet.hear(metrics):
                 self._is_new.set()  # so that a page shows it at once
@@ -96,7 +96,7 @@ class Dashboard:
 
 @contextlib.contextmanager
 def serving(dashboard: Dashboard, host: str, port: int) -> Iterator[str]:
-    """Answer on threads while the block runs; yields the address. Raises `DashboardError`."""
+    """Serve HTTP on threads while the block runs; yields the address. Raises `DashboardError`."""
     page = PAGE.read_bytes()
 
     class Handler(_Handler):
@@ -149,11 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def content(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes] | None:
-        """Return a path's type and content; None if there is none."""
+        """Return the content type and the content of a path; None for an unknown path."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        """Answer with what a path has."""
+        """Answer a GET with the content of the requested path."""
         if not may_ask(self.client_address[0], self.headers.get("Host", "")):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain=REFUSAL)
             return
@@ -178,4 +178,4 @@ class _Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
-        """Log nothing: pages ask every few seconds."""
+        """Log nothing, since each open page sends a request every few seconds."""

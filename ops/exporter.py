@@ -52,12 +52,12 @@ class Exporter:
         self._backlog: Backlog | None = None
 
     async def listen(self) -> None:
-        """Hear the workers, until the client is closed."""
+        """Receive the workers' metrics messages until the client is closed."""
         async for metrics in self._client.metrics():
             self._fleet.hear(metrics)
 
     async def look(self) -> NoReturn:
-        """Look at the log's consumer again and again; there may be none, or no right to see it."""
+        """Read the state of the log's consumer again and again; it may be missing, or reading it not permitted."""
         while True:
             self._backlog = await self._looked()
             await asyncio.sleep(_LOOK_S)
@@ -68,7 +68,7 @@ class Exporter:
         return None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of now, for prometheus_client."""
+        """Yield the current metric families, for prometheus_client."""
         from .exposition import families
 
         return families(self._fleet.sightings(), self._backlog, connected=self._client.connected)
@@ -99,7 +99,7 @@ def serving(exporter: Exporter, host: str, port: int) -> Iterator[str]:
 
 
 def _guarded(app: WSGIApplication) -> WSGIApplication:
-    """Refuse requests for names that are not this machine's."""
+    """Refuse requests that name another machine as their host."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if may_ask(environ["REMOTE_ADDR"], environ.get("HTTP_HOST", "")):

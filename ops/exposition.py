@@ -182,7 +182,7 @@ def _filled(
 
 
 def _values(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield the numbers of a field, which may be mappings in each other, with the keys that lead to each."""
+    """Yield the numbers of a field, each with the keys that lead to it if the field has nested mappings."""
     if not isinstance(value, dict):
         yield (), value
         return

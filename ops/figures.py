@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Figures:
-    """Figures of one worker. Each is None where nothing happened that it could be computed from."""
+    """Figures of one worker. A figure is None if nothing happened from which it could be computed."""
 
     def __init__(self, sighting: Sighting) -> None:
         now, before = sighting.metrics, sighting.before
@@ -68,9 +68,9 @@ def mean(histogram: Histogram | None) -> float | None:
 
 
 def percentile(histogram: Histogram | None, part: float) -> float | None:
-    """Return the value below which `part` of the values are, by linear interpolation in its bucket.
+    """Return the value below which a share `part` of the values lies, by linear interpolation in a bucket.
 
-    A value above the last bound is taken for that bound, as Prometheus's `histogram_quantile` does.
+    A value above the last bound counts as this bound, as in Prometheus's `histogram_quantile`.
     """
     if histogram is None or not histogram.bounds:
         return None

@@ -1,7 +1,8 @@
-"""The workers heard of lately: the last metrics messages of each, and their age. No I/O.
+"""Keeps the recent metrics messages of each worker, and their age. No I/O.
 
-What `exporter`, `top` and `dashboard` show is computed from this alone. No I/O. Whoever may publish on the
-metrics subject can forge messages: those that no worker can have sent are ignored, and memory has limits.
+`exporter`, `top` and `dashboard` compute all their figures from these messages. Everybody with the right to
+publish on the metrics subject can forge messages. So messages that no worker can have sent are ignored, and
+the memory for messages is limited.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _MAX_ENTRIES: Final = 2000
 class Sighting:
     """A worker's last message, `age_s` seconds old.
 
-    `before` is the oldest message of the same run of the worker in the fleet's window, if there is another.
+    `before` is the oldest message from the same run of the worker in the fleet's window; None if there is no
+    other.
     """
 
     metrics: Metrics
@@ -61,7 +63,7 @@ class Fleet:
         self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
     def hear(self, metrics: Metrics) -> bool:
-        """Take a worker's message. Returns whether the worker is new."""
+        """Store a worker's message. Returns whether the worker is new."""
         now_s = self._clock()
         gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
         for name in gone:
@@ -79,7 +81,7 @@ class Fleet:
         return is_new
 
     def _make_room(self, now_s: float) -> bool:
-        """Have a place for one more worker, if need be that of the one that has been silent for longest."""
+        """Make room for one more worker; if necessary, forget the one that has been silent for longest."""
         if len(self._heard) < MAX_WORKERS:
             return True
         name, (heard_s, messages) = min(self._heard.items(), key=lambda item: item[1][0])
@@ -89,7 +91,7 @@ class Fleet:
         return True
 
     def sightings(self) -> list[Sighting]:
-        """Return the workers that are not forgotten, by name."""
+        """Return the workers that are not forgotten, sorted by name."""
         now_s = self._clock()
         found = [
             Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)

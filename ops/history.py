@@ -43,7 +43,7 @@ SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
 
 
 class History:
-    """The last `keep_s` of each worker that the fleet has not forgotten, in points `step_s` apart."""
+    """The last `keep_s` seconds of each worker that the fleet remembers, as points `step_s` seconds apart."""
 
     def __init__(self, keep_s: float) -> None:
         self.step_s = max(keep_s / MOST_POINTS, LEAST_STEP_S)
@@ -53,7 +53,7 @@ class History:
         self._points: dict[str, list[_Point]] = {}
 
     def take(self, sightings: Sequence[Sighting], at_s: float) -> None:
-        """Add a point for each worker. A silent one has no figures, which is a gap in its course.
+        """Add a point for each worker. A silent worker's point has no figures: its curves have a gap there.
 
         A point that comes soon after the last one replaces it.
         """
@@ -76,14 +76,14 @@ class History:
         self._now, self._points = now, points
 
     def shown(self, worker: str | None = None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of one: by default of one that is up."""
+        """Return the figures of all workers, and the history of `worker`, by default of a worker that is up."""
         now = self._now
         if worker not in now:
             worker = min(now, key=lambda name: (not now[name]["up"], name), default=None)
         return {"workers": now, "worker": worker, "course": self.course(worker or "")}
 
     def course(self, worker: str) -> dict[str, Sequence[float | None]]:
-        """Return a worker's moments (`at_s`) and series; both are empty if the worker is unknown."""
+        """Return the times of a worker's points (`at_s`) and its series; all are empty for an unknown worker."""
         points = self._points.get(worker, [])
         columns = zip(*(values for _, values in points), strict=True) if points else ((),) * len(SERIES)
         return {"at_s": [at_s for at_s, _ in points], **dict(zip(SERIES, columns, strict=True))}

@@ -1,4 +1,4 @@
-"""Which name a request over HTTP may ask for. Pure; the exporter and the dashboard refuse others."""
+"""Decides which host names HTTP requests may name. The exporter and the dashboard refuse others. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REFUSAL: Final = "ask for localhost or 127.0.0.1, not for another name"
 
 
 def may_ask(client: str, host: str) -> bool:
-    """Say whether a request from the address `client` may ask for `host`, as its header says.
+    """Whether a request from the address `client` may have `host` in its Host header.
 
-    Requests from this machine must name this machine: a foreign page in a browser could otherwise let its own
-    name point to 127.0.0.1, and read what is served.
+    Requests from this machine must name this machine. Otherwise the owner of a foreign web page could let the
+    page's host name point to 127.0.0.1, and the page could read what is served (DNS rebinding).
     """
     if not ipaddress.ip_address(client).is_loopback:
         return True

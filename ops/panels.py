@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires when the comparison of `figure` was true for `for_`; with `absent`, when it is missing."""
+    """Fires when the comparison of `figure` was true for `for_`; with `absent`, when the figure is missing."""
 
     name: str
     figure: str
@@ -164,10 +164,11 @@ PANELS: Final = (
 
 
 def _new(name: str, minutes: int, labels: str = "") -> str:
-    """Count what was added to a counter in the last `minutes`.
+    """Return an expression for the increase of a counter in the last `minutes`.
 
-    `increase` sees resets, but not the value that a series begins with. It is new if the first half of
-    the time has samples of the worker and none of the series, or if the worker is not older than the second.
+    PromQL's `increase` handles resets, but leaves out a series' first value. This value is new if the first
+    half of the time has samples of the worker but none of the series, or if the worker is not older than the
+    second half.
     """
     series, half = f"turnkeep_{name}{labels}", minutes // 2
     before = f"[{half}m] offset {half}m"

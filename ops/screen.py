@@ -1,7 +1,7 @@
 """The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
 
-Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session.
-On fewer columns it folds lines, and leaves out columns of the table whose figures are below the table.
+Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session. On a narrower
+terminal, lines are folded, and the table omits columns whose figures are also below the table.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class State:
             self.session = ""
 
     def rows(self, sightings: Sequence[Sighting]) -> list[tuple[Sighting, Figures]]:
-        """Filter and sort the workers; ties by name."""
+        """Filter and sort the workers. Equal workers are sorted by name."""
         wanted = self.filter.lower()
         found = [
             (one, Figures(one))
@@ -167,7 +167,10 @@ def draw(
     size: tuple[int, int],
     title: str,
 ) -> RenderableType:
-    """Draw the screen for a terminal of columns and lines; `session` is the opened one, or why not."""
+    """Draw the screen for a terminal of `size` (columns, lines).
+
+    `session` is the opened session or an error.
+    """
     rows = state.rows(sightings)
     shown = names(rows)
     place = shown.index(state.selected) if state.selected in shown else 0
@@ -204,7 +207,7 @@ def draw(
 def _fitting(
     state: State, rows: Sequence[tuple[Sighting, Figures]], columns: int
 ) -> list[tuple[int, _Column]]:
-    """Choose the columns for which there is room, with their places; rows can be sorted by any."""
+    """Choose the table's columns that fit, each with its index. Rows can also be sorted by hidden columns."""
     found = list(enumerate(_COLUMNS))
 
     def width(index: int, column: _Column) -> int:
@@ -357,7 +360,7 @@ def _clean(text: str) -> str:
 
 
 def spread(histogram: Histogram | None) -> str:
-    """Write the middle and the slow end of a distribution."""
+    """Write the median and a high percentile of a distribution."""
     if histogram is None:
         return "-"
     return f"{seconds(percentile(histogram, 0.5))} (p95 {seconds(percentile(histogram, 0.95))})"

@@ -71,7 +71,7 @@ class RingCache:
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Whether the cache can be shortened to `num_tokens`: it must still hold all that the next token sees."""
+        """Whether the cache can be shortened to `num_tokens`: it must have all that the next token sees."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
@@ -88,7 +88,7 @@ class RingCache:
         self.offset, self.first_held = other.offset, other.first_held
 
     def like(self, keys: mx.array, values: mx.array, num_tokens: int, first_held: int) -> RingCache:
-        """Make an unquantised ring with the same parameters over arrays whose tokens are already in their places."""
+        """Make an unquantised ring with the same parameters from arrays with tokens in their places."""
         ring = RingCache(self.sink, self.window, grid=self.grid)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
         ring.first_held = max(first_held, num_tokens - self.window - SLACK)

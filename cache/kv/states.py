@@ -133,7 +133,7 @@ def most_tokens(cache: Any) -> int | None:
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
-    """Drop the tokens that a window or chunk would drop before its next token; return the rest, unevaluated."""
+    """Drop the tokens that a window or chunk drops before its next token; return the rest, unevaluated."""
     most = most_tokens(cache)
     if most is None or cache.keys is None or isinstance(cache, RingCache):
         return []

@@ -46,7 +46,7 @@ class Policy:
     def paged(
         cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int, exact: bool = False
     ) -> Policy:
-        """Divide `resident` tokens: sinks, pinned chunks, half of the rest for other chunks, half for the window.
+        """Divide `resident` tokens: sinks, pins, then half of the rest each for other chunks and the window.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """

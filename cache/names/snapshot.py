@@ -96,7 +96,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of a session's KV: certain tokens of all layers with the same reach, or of the one at `layer`."""
+    """A part of a session's KV: certain tokens of all layers with the same reach, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]
@@ -175,8 +175,7 @@ class ModelLayout:
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List the spans that the layers of a session of `num_tokens` tokens see; they may overlap.
 
-        The sketches of the first `num_carried` tokens are left out; without them, sketches make all tokens
-        seen.
+        If all tokens have sketches, those of the first `num_carried` tokens are left out: carriers have them.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
         if FULL in self._distinct and num_carried < num_tokens:
@@ -184,7 +183,7 @@ class ModelLayout:
         return tuple(found)
 
     def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
-        """List what the layers of `windows` see of a session of `num_tokens` tokens; spans may overlap."""
+        """List the spans of `num_tokens` tokens that the layers of `windows` see; they may overlap."""
         return tuple(
             dict.fromkeys(
                 span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)

@@ -232,7 +232,7 @@ class Chain:
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
 
     def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
-        """Return the boundary at the first block edge from `position` on; None if the chain has no name for it."""
+        """Return the boundary at the first block edge from `position` on; None if it has no name yet."""
         num = -(-position // self.block)
         is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
         return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
@@ -254,7 +254,7 @@ class Chain:
 
 
 def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:
-    """Hash the digests of parts and the ids after them; without parts, the result is a plain hash of the ids."""
+    """Hash the digests of parts and the ids after them; without parts, this is a plain hash of the ids."""
     digest = (_BEHIND if before else _PLAIN).copy()
     digest.update(b"".join(part.digest for part in before))
     digest.update(pack(ids))

@@ -1,7 +1,7 @@
 """One file that holds a session's log, and perhaps its KV: written, checked and read.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. Requests without a result are left out, since otherwise the
+snapshots as `turnkeep cache export` writes them. Requests without a result are left out: after an import, the
 workers of both logs would answer them.
 """
 
@@ -53,9 +53,9 @@ class CopyError(TurnkeepError):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The contents of a file.
+    """The contents of an exported file.
 
-    `digest` is that of the log; `kv` are the names and sizes of snapshots.
+    `digest` is the digest of its log; `kv` are the names and sizes of its snapshots.
     """
 
     format: int
@@ -191,7 +191,7 @@ def read(source: Path) -> tuple[Manifest, list[Line]]:
 
 
 def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
-    """Raise `InvalidMessageError` or `tarfile.ReadError` unless a log can hold all of this."""
+    """Raise `InvalidMessageError` or `tarfile.ReadError` if a log could not contain these lines."""
     session_key(manifest.tenant, manifest.session)
     for line in lines:
         decode_request(bytes(line.request))
@@ -201,10 +201,10 @@ def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield an archive's members, with the file at the start of the member's content.
+    """Yield an archive's members one by one; `file` is then positioned at the start of the member's content.
 
-    They must be plain files: a sparse one of 512 bytes would be gigabytes in memory, and a link is another
-    member. Raises `tarfile.TarError`.
+    Members must be plain files. A sparse file of 512 bytes could take gigabytes in memory, and a link stands
+    for another member. Raises `tarfile.TarError`.
     """
     end, at = os.fstat(file.fileno()).st_size, 0
     while (block := file.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
@@ -242,7 +242,7 @@ def _manifest(source: Path, content: bytes) -> Manifest:
 
 
 def of_file(source: Path) -> list[Entry]:
-    """Read the entries of a file, as `Client.log` would. Raises `CopyError`."""
+    """Read the log entries of a file, in the form that `Client.log` returns. Raises `CopyError`."""
     manifest, lines = read(source)
     key, found = SessionKey(manifest.tenant, manifest.session), list[Entry]()
     for line in lines:

@@ -1,6 +1,7 @@
 """Dead letters: requests that workers gave up, because every attempt crashed the worker or failed (ADR 0027).
 
-A letter is on its session's `dead`. The request is answered `internal` and stays in the log.
+A dead letter is stored on its session's subject `dead`. The request is answered with the error `internal`,
+and stays in the log.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _LETTER: Final = msgspec.json.Decoder(DeadLetter)
 
 
 class DeadError(TurnkeepError):
-    """A dead letter cannot be found, or its request not be sent again."""
+    """A dead letter cannot be found, or its request cannot be sent again."""
 
 
 class Dead(Struct, frozen=True, kw_only=True):
-    """A letter; `at` is its sequence in the log, `asked` its request if that was asked for."""
+    """A dead letter. `at` is its sequence in the log, `asked` its request if the caller wanted it."""
 
     tenant: str
     session: str
@@ -47,7 +48,7 @@ class Dead(Struct, frozen=True, kw_only=True):
 
 
 async def letters(client: Client, tenant: str = "*", session: str = "*") -> list[Dead]:
-    """Read the letters of a session, a tenant, or all, in order."""
+    """Read the dead letters of a session, of a tenant, or of all tenants, in order."""
     found = []
     async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
         try:
@@ -71,8 +72,8 @@ async def find(client: Client, session: str, request: str) -> Dead:
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
     """Send a request again, under a new id, and remove its letter once it is answered.
 
-    Unless `anyway`, the session must still have the position of that time. A request that is given up again
-    gets a new letter.
+    Unless `anyway` is set, the session's position must be the same as when the request was given up. If
+    workers give up the request again, it gets a new dead letter.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

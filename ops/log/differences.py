@@ -1,7 +1,7 @@
 """Finds where a replayed session first differs from its record, and the likely cause. Pure.
 
-Results say what made them (`Turnkeep-Model`, `Turnkeep-Build`); the likely cause is the first value in which
-the two sides differ.
+Headers of a result say which model and build made it (`Turnkeep-Model`, `Turnkeep-Build`). The likely cause
+is the first of these values in which record and replay differ.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _AROUND: Final = 30
 class Difference(Struct, frozen=True, kw_only=True):
     """The first difference of a session: at its request `number` (from 1), with this `id`.
 
-    `token` is the answer's first token that differs; None if the context before it did, or if there is no
-    answer.
+    `token` is the answer's first token that differs; None if the context before the answer differs already,
+    or if there is no answer.
     """
 
     session: str
@@ -109,7 +109,7 @@ def _around(recorded: str, replayed: str) -> tuple[str, str]:
 
 
 def _cause(one: Exchange, other: Exchange, *, of_prompt: bool = False) -> str:
-    """Name the likely cause of other tokens, in an answer or in the prompt."""
+    """Name the likely cause of different tokens, in an answer or (`of_prompt`) in the prompt."""
     was, now = one.answered, other.answered
     if was.model != now.model:
         return f"another model: {now.model}, the record is of {was.model}"
@@ -141,7 +141,7 @@ def _listed(build: Mapping[str, str]) -> str:
 
 
 def _defaults(one: Exchange, changed: str) -> str:
-    """Name the sampling options that a request leaves to defaults, if another version may have others."""
+    """Name the sampling options that a request leaves out, if the versions may have different defaults."""
     if changed != "version" or not isinstance(one.request, Generate):
         return ""
     given = msgspec.json.decode(one.asked.body)

@@ -37,7 +37,7 @@ class Import:
         self._first: tuple[int, Unsent] | None = None
 
     async def check(self) -> None:
-        """Raise `CopyError` if the log has such a session."""
+        """Raise `CopyError` if the log has a session of this name already."""
         if await self._stream.subjects(self._key.tenant, self._key.session):
             raise CopyError(
                 f"the log has a session {self._key} already; import it under another name, with --as"
@@ -68,9 +68,9 @@ class Import:
             ) from None
 
     async def _is_stored(self) -> bool:
-        """Whether the log has the first request, though its answer to that was lost.
+        """Whether the log stored the first request, although the log's reply was lost.
 
-        Otherwise a session of this name is another one, which a client has begun meanwhile.
+        If it did not, a session of this name was begun by a client meanwhile.
         """
         if self._first is None:
             return False
@@ -94,7 +94,7 @@ class Import:
         raise CopyError("others write to the log all the time; import the session when it is less busy")
 
     def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
-        """Yield what the log is to hold: results name sequences, which are those of the new log."""
+        """Yield the messages to store. Sequences in results are replaced by those of the new log."""
         for line in lines:
             headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
             first = False

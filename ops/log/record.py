@@ -81,7 +81,7 @@ def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
 def within(
     entries: Sequence[Entry], sessions: Sequence[str], since: datetime | None, until: datetime | None
 ) -> list[Entry]:
-    """Return the entries before `until` of `sessions` (none named: all) that began at `since` or later."""
+    """Return the entries before `until` of those `sessions` (empty: all) that began at `since` or later."""
     begun: dict[str, datetime] = {}
     for entry in entries:
         begun.setdefault(entry.key.session, entry.stored)
@@ -122,7 +122,7 @@ def fold(entries: Sequence[Entry]) -> Record:
 
 
 def _playable(one: Exchange) -> Request:
-    """Return the request with its derived seed and its actual length, without position and deadline."""
+    """Return the request with the seed and length of its answer, and without expected position and deadline."""
     request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):

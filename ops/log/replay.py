@@ -1,8 +1,8 @@
 """`turnkeep replay`: sends recorded sessions again, in their order, and compares the answers with the record.
 
-A request that was sent after the previous answer waits for that answer here too, then for the sender's pause;
-other requests are sent without waiting. So a slower worker gets the same conversation later, not a burst of
-requests. Only events in the log are compared and timed.
+If the recorded request was sent after the previous answer, the replay waits for that answer too, and then for
+the sender's pause; other requests are sent without waiting. So a slower worker gets the same conversation
+later, not a burst of requests. Only events in the log are compared and timed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReplayError(TurnkeepError):
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Median and 99th percentile in seconds: of requests' turnarounds, and of generates' first tokens."""
+    """Median and 99th percentile in seconds, of the time to a request's result and to the first token."""
 
     turnaround: tuple[float, float]
     first_token: tuple[float, float]
@@ -97,7 +97,7 @@ class Replay:
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
     async def run(self) -> Report:
-        """Play all sessions. Raises `ReplayError`, and `NoWorkerError` if nobody serves."""
+        """Play all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
         if not self._record.sessions:
             raise ReplayError(
                 "there is nothing to replay: the log holds no such session with answered requests"

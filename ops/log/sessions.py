@@ -1,7 +1,7 @@
 """Lists the sessions in the log with their states, taken from the last result and the number of entries.
 
-Reads one entry of a session, so that 100,000 sessions take seconds. Sizes need all entries, first words the
-first ones.
+Reads one entry of each session, so that 100,000 sessions take seconds. The sizes need all entries, and the
+first words need the first entries of each session.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """One session. `last` is when its last result was stored, or its last request if that waits.
+    """One session. `last` is when its last result was stored, or its last request if that still waits.
 
-    `state` is `waiting` while requests have no result; `failed` if workers refuse all of them, since they do
-    not get the history that the log proves; `forgotten` if only the close is left of it. `position` is None
-    if the last result has none. `dead` counts dead letters. `size_bytes` and `begins`, the first words of
-    what the user said, are None unless they were asked for.
+    `state` is `waiting` while requests have no result; `failed` if workers refuse all its requests, since
+    they cannot restore the history that the log proves; `forgotten` if only the close is left in the log.
+    `position` is None if the last result has none. `dead` counts dead letters. `size_bytes` and `begins`, the
+    first words of what the user said, are None unless they were asked for.
     """
 
     tenant: str
@@ -133,7 +133,7 @@ async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
 
 
 def _first_words(bodies: Iterable[bytes]) -> str | None:
-    """Return the first words of the user in a session's first requests, else those of anybody."""
+    """Return the user's first words in a session's first requests; if there are none, those of any role."""
     others = ""
     for body in bodies:
         try:

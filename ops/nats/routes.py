@@ -19,7 +19,7 @@ _PASSWORD: Final = re.compile(r'password: "([\w-]+)"')
 def write_routes(folder: Path, hosts: list[str]) -> None:
     """Write the routes to these hosts, `NAME` or `NAME:PORT`, in a file that its owner alone reads.
 
-    A password that is there already stays: nodes with another one would not be let in.
+    A password that is in the file already is kept, since nodes with another password are refused.
     """
     if not (folder / CLUSTER).exists():
         shutil.copy(Path(__file__).with_name(CLUSTER), folder / CLUSTER)

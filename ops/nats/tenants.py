@@ -1,10 +1,11 @@
 """Makes the accounts of a NATS server for tenants that do not trust each other, and their nkeys.
 
 The workers' account holds the streams and exports a tenant's subjects only to the account of the same name:
-the server compares the two (`account_token_position`). Each tenant's account mirrors its own part of the
-streams, from which clients read missed messages: the workers' streams would show them every tenant's
-(ADR 0038). Monitoring (exporter, top, dashboard) has an account too, for the workers' metrics and the state
-of the log's consumer. An account whose name begins with an underscore is not a tenant.
+the server compares the two (`account_token_position`). Each tenant's account holds a mirror of its own part
+of the streams, and its clients read missed messages from this mirror. They may not read the workers' streams,
+because these contain the messages of all tenants (ADR 0038). Monitoring (exporter, top, dashboard) has an
+account too, for the workers' metrics and the state of the log's consumer. An account whose name begins with
+an underscore is not a tenant.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MIRRORING: Final = ("CREATE", "UPDATE")
 
 
 def make_seed(path: Path) -> str:
-    """Return the public key of the user's seed in a file; the file is made if it does not exist."""
+    """Return the public key of the user's seed in a file. A missing file is created with a new seed."""
     with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
         file.write(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
@@ -164,7 +165,7 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
 
 
 def _user(nkey: str, publish: list[str], hear: list[str]) -> dict[str, Any]:
-    """Describe who has this key: what they may publish, and hear beside the replies to it."""
+    """Describe the user with this key: the subjects to publish on, and to subscribe to besides replies."""
     return {"nkey": nkey, "permissions": {"publish": [*publish], "subscribe": [*hear, "_INBOX.>"]}}
 
 
@@ -181,7 +182,8 @@ def write(
 ) -> list[str]:
     """Add tenants to the folder's configuration; returns all that it has now.
 
-    The clients of those in `rotated` get another seed. Raises `TurnkeepError` if one of these is not there.
+    The clients of the tenants in `rotated` get a new seed. Raises `TurnkeepError` if such a tenant does not
+    exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not ((folder / _CONF).exists() or (folder / CLUSTER).exists()):
@@ -210,7 +212,7 @@ def write(
 async def mirror(
     folder: Path, tenant: str, url: str, subjects: Subjects, keep_s: float, max_bytes: int
 ) -> None:
-    """Make the mirrors in a tenant's account, or bring them to these limits. Raises `TurnkeepError`."""
+    """Make the mirrors in a tenant's account, or change them to these limits. Raises `TurnkeepError`."""
     client = Nats()
     said = "no answer"
 

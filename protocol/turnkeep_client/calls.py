@@ -101,10 +101,10 @@ class _ResultFeed:
             self.early[seq] = body
 
     async def read_log(self) -> None:
-        """Search the log for the results of all calls that wait.
+        """Search the log for the results of all waiting calls.
 
-        Calls share a reading that began after they asked: if each read for itself, a worker that falls silent
-        under many requests would have all their results read for each of them.
+        Waiting calls share one read of the log if it began after they asked. If each call read for itself and
+        a worker became silent under many requests, each call would read the results of all of them.
         """
         num_begun = self._num_begun
         async with self._reading:
@@ -123,9 +123,9 @@ class _ResultFeed:
             self._last_complete = number
 
     async def is_removed(self, seq: int) -> bool:
-        """Whether the log no longer has a request, now that it was read.
+        """Whether the request at `seq` was removed from the log. Called after the log was read.
 
-        It is asked twice: under load, a server was seen to deny once a request that it had.
+        Asks the server twice: under load, a server once said that it lacked a request that it had.
         """
         if seq not in self._denied:
             return False
@@ -166,7 +166,7 @@ class ResultFeeds:
         return feed
 
     async def release(self, key: SessionKey, feed: _ResultFeed) -> None:
-        """End one use; the last one ends the subscription."""
+        """End one caller's use of a feed; after the last one the subscription ends."""
         feed.users -= 1
         if feed.users == 0:
             del self._feeds[key]  # before the await: a later call must open a new one
@@ -188,7 +188,7 @@ class Call:
         before: Callable[[], Awaitable[None]] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`before` is awaited before the request is published, with these `headers`."""
+        """Prepare a call. `before` is awaited before the request is published; `headers` go with it."""
         self.key = key
         self.request = request
         #: Sequence of the request in the log, once the log has acknowledged it.
@@ -236,7 +236,7 @@ class Call:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Subscribe to the result, and publish the request unless already published. Callers may overlap."""
+        """Subscribe to the result, and publish the request unless already published. Blocks may overlap."""
         self._users += 1
         try:
             async with self._in_time(), self._starting:
@@ -308,7 +308,7 @@ class Call:
                 feed.early.clear()
 
     async def _read_log(self, feed: _ResultFeed | None) -> None:
-        """Search the log for the result, after the request."""
+        """Search the log for the result, from the request on."""
         if feed is None or self.seq is None or self._wire.closed:
             raise NoWorkerError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
@@ -337,7 +337,7 @@ _T = TypeVar("_T")
 def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
     """Return `answer` if it is a `kind`.
 
-    Raises `RequestFailedError` for a failed one, `InvalidMessageError` for one that is unknown here.
+    Raises `RequestFailedError` for a `Failed` answer, `InvalidMessageError` for an answer of unknown type.
     """
     if isinstance(answer, kind):
         return answer
@@ -352,7 +352,7 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
 
 
 def _result_seq(body: bytes) -> int:
-    """Read only the `seq` of a result, 0 if it has none: most results are for other callers."""
+    """Read only a result's `seq` (0 if it has none), since most results are for other callers."""
     try:
         return msgspec.json.decode(body, type=_Sequenced).seq or 0
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -26,7 +26,10 @@ class Assembly:
         self._text_at = {0: 0}
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Return what `chunk` adds, or None. Raises `StreamBrokenError` if it contradicts earlier chunks."""
+        """Return the new part of `chunk`, or None.
+
+        Raises `StreamBrokenError` if it contradicts earlier chunks.
+        """
         text_start = self._text_at.get(chunk.i)
         if text_start is None:
             self.has_gap = True

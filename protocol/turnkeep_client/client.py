@@ -102,7 +102,7 @@ async def connect(
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Counts of requests: not delivered yet, delivered and not acknowledged, and of those delivered again."""
+    """Counts of requests: not yet delivered, delivered but not acknowledged, and redelivered among these."""
 
     num_pending: int
     num_ack_pending: int
@@ -133,8 +133,9 @@ class Client:
     def session(self, name: str, *, cache: Cache | None = None) -> Session:
         """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name or `cache`.
 
-        With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under it before its first
-        append or generate, unless it is open under it already. A session under another one is refused.
+        With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under this policy before
+        its first append or generate, unless it is open under this policy already. If it is open under another
+        policy, the call is refused.
         """
         key = session_key(self.tenant, name)
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
@@ -206,18 +207,18 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now; a lost one is made again by itself."""
+        """Whether the client is connected now. It reconnects by itself."""
         return self._wire.connected
 
     async def backlog(self) -> Backlog:
-        """Return the backlog of the log's consumer, for all tenants; the user must be allowed to ask.
+        """Return the backlog of the log's consumer, for all tenants. The user needs the right to ask for it.
 
         Raises `NoWorkerError` if there is no consumer, or no answer.
         """
         return await self._wire.backlog()
 
     async def worker_metrics(self) -> Metrics:
-        """Ask the worker for its metrics of now. Raises `NoWorkerError`."""
+        """Ask the worker for its current metrics. Raises `NoWorkerError`."""
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         reply = await self._wire.ask(subject, encode(MetricsRequest()), self._control_timeout_s)
         return expect(Metrics, decode_control_reply(reply))
@@ -440,7 +441,7 @@ class _NatsWire:
                     return
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield what a batched direct get finds, batch by batch. Raises nats-py's errors."""
+        """Yield the messages that a batched direct get finds, batch by batch. Raises nats-py's errors."""
         num_more = 1
         while num_more:
             if not self._connected.is_set():

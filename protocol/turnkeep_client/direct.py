@@ -28,7 +28,7 @@ class DirectGets:
     """The batched direct gets of one connection. Event loop only."""
 
     def __init__(self, connection: Client, *, timeout_s: float) -> None:
-        """`timeout_s` is how long a batch may bring nothing."""
+        """Batches fail if no message arrives for `timeout_s`."""
         self._connection = connection
         self._timeout_s = timeout_s
         self._inbox = ""
@@ -41,7 +41,8 @@ class DirectGets:
     async def read(self, stream: str, request: Mapping[str, Any]) -> tuple[list[Msg], int]:
         """Return the messages that a request finds, each with headers, and how many more there are.
 
-        `request` is the body of `$JS.API.DIRECT.GET`, with `batch`. Replies are lost with the connection.
+        `request` is the body of `$JS.API.DIRECT.GET`, with `batch`. If the connection is lost, so are the
+        replies.
         """
         async with self._opening:
             if self._subscription is None:
@@ -67,7 +68,7 @@ class DirectGets:
 
 
 class _Batch:
-    """The messages that have come so far, and the headers of the end."""
+    """One batch: the messages received so far, and the headers of the message that ends the batch."""
 
     def __init__(self) -> None:
         self.messages: list[Msg] = []
@@ -84,7 +85,7 @@ class _Batch:
             self._ended.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the end. Not for each message: that takes longer than to read it."""
+        """Wait for the batch's last message. To wait for each one would take longer than to read it."""
         num_before = 0
         while True:
             with contextlib.suppress(TimeoutError):

@@ -33,7 +33,7 @@ class TurnkeepError(Exception):
 class InvalidMessageError(TurnkeepError):
     """A body or a name breaks the protocol; the message says what was wrong and what would be right.
 
-    `request_id` is the id of such a body, if it has a valid one.
+    `request_id` is the id in the invalid body, if that has a valid id.
     """
 
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
@@ -42,7 +42,7 @@ class InvalidMessageError(TurnkeepError):
 
 
 class RequestFailedError(TurnkeepError):
-    """The worker answered a request with `failed`; a newer worker may have codes that are unknown here."""
+    """The worker answered a request with `failed`. A newer worker may send codes that this client lacks."""
 
     def __init__(self, code: str, message: str, *, retryable: bool) -> None:
         super().__init__(f"{code}: {message}")

@@ -110,7 +110,7 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
 
 @cache
 def _type_info(expected: Any) -> inspect.Type:
-    """Inspect a message type once: it takes milliseconds, and one bad message is rarely the last."""
+    """Inspect a message type, and cache the result: it takes milliseconds, and more bad messages may come."""
     return inspect.type_info(expected)
 
 

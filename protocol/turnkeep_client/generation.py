@@ -25,10 +25,10 @@ MAX_WAITING_CHUNKS: Final = 65_536
 
 
 class Generation:
-    """A running generate. Iterate over it for its chunks, or await it for its result; both work together.
+    """A running generate. Iterate over it for its chunks, await it for its result, or do both.
 
-    The first of the two publishes the request. Leaving the iteration early does not stop the answer; `cancel`
-    does. The joined texts and tokens of the chunks are exactly those of the result.
+    Whichever comes first publishes the request. Leaving the iteration early does not stop the answer;
+    `cancel` does. The joined texts and tokens of the chunks are exactly those of the result.
     """
 
     def __init__(self, call: Call, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
@@ -59,7 +59,7 @@ class Generation:
         return expect(Generated, await self._call.wait())
 
     async def cancel(self) -> Cancelled:
-        """Ask the worker to stop the answer, which then ends with finish_reason `cancelled`."""
+        """Ask the worker to stop the answer. It then ends with the finish_reason `cancelled`."""
         return await self._cancel(self.id)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -108,7 +108,7 @@ class _Chunks:
         return max(0.0, self._poll_at - asyncio.get_running_loop().time())
 
     async def next_bodies(self, *, has_gap: bool) -> list[bytes]:
-        """Return the bodies since the last call; those read back from the token stream come first."""
+        """Return the chunk bodies since the last call. Bodies read back from the token stream come first."""
         found: list[bytes] = []
         if self._epoch != self._wire.epoch or (has_gap and not self.patience_s):
             # The stream may store a chunk a little later than subscribers get it, or may have lost it: read

@@ -29,7 +29,7 @@ BUILD_HEADER: Final = "Turnkeep-Build"
 
 
 class Entry(NamedTuple):
-    """One message of the log; `stored` is the server's time. Only results have the last three.
+    """One message of the log; `stored` is the server's time. Only results have the last three fields.
 
     `build` names the `worker` that made the result, its `version`, `dtype`, `device` and `kv` precision.
     """
@@ -71,7 +71,7 @@ def words(header: str) -> dict[str, str]:
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:
-    """Derive the seed of a generate that names none, from its session and sequence.
+    """Derive the seed of a generate without a `seed`, from its session and its sequence in the log.
 
     A worker that resumes the answer samples the same tokens, and a replay can name the same seed.
     """

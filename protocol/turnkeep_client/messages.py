@@ -1,8 +1,9 @@
 """Every message of protocol version 1 as a frozen msgspec Struct, with encoding and decoding.
 
 Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
-openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never takes the
-result of a newer worker for none. Shapes only: the worker knows what a message does to a session.
+openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never overlooks
+the result of a newer worker. This module defines only the messages' shapes; the worker decides what a message
+does to a session.
 """
 
 from __future__ import annotations
@@ -248,10 +249,10 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Bounded(_Result, frozen=True, kw_only=True):
-    """Has `cache` and `visible_from` where the session's policy is not `full`.
+    """The fields `cache` and `visible_from`, set if the session's policy is not `full`.
 
-    From the position `visible_from` on the model sees all tokens; of those before it, only the sinks, or
-    under `paged` those that are on the device.
+    The model sees all tokens from the position `visible_from` on. Of the earlier tokens it sees only the
+    sinks, or under `paged` only those on the device.
     """
 
     cache: SessionCache | None = None
@@ -259,7 +260,7 @@ class _Bounded(_Result, frozen=True, kw_only=True):
 
 
 class Opened(_Bounded, frozen=True, tag="opened"):
-    """Answer to `open`. `cache` is the session's policy, left out where that is `full`."""
+    """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`."""
 
 
 class Rewound(_Bounded, frozen=True, tag="rewound"):
@@ -271,8 +272,8 @@ class Closed(_Result, frozen=True, tag="closed"):
 
     After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from
     the log. `settled` is false if some of the session's tokens may be left on the disk: the disk did not
-    answer in time, a file could not be removed, another session's turn holds it, or there are snapshots that
-    this worker cannot read.
+    answer in time, a file could not be removed, another session's turn uses a snapshot, or there are
+    snapshots that this worker cannot read.
     """
 
     forgotten: int | None = None
@@ -281,12 +282,12 @@ class Closed(_Result, frozen=True, tag="closed"):
 
 
 class Appended(_Bounded, frozen=True, tag="appended"):
-    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`, all of the session's but the last.
+    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`: all session tokens but the last.
 
-    The following generate runs the last token, whose logits give the answer's first one. An empty append has
-    zeros. `kv_live_bytes` is the KV that the next token sees; under `paged` with the sketches, which are of
-    all tokens. `rewritten_from` is set if the chat template changed earlier text: the tokens from that
-    position on were replaced and prefilled again.
+    The following generate runs the last token, whose logits give the answer's first token. After an empty
+    append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged`
+    it includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat
+    template changed earlier text: the tokens from that position on were replaced and prefilled again.
     """
 
     tokens: int
@@ -359,7 +360,7 @@ def failure(
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
-    """Why workers gave a request up, on the session's `dead`; the request is in the log at `seq`."""
+    """Why workers gave up a request. Stored on the subject `dead` of the session; `seq` is the request's."""
 
     seq: int
     id: str | None
@@ -372,7 +373,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"
 
 
 class UnknownResult(Struct, frozen=True, kw_only=True):
-    """A result of a type or shape that this version does not know; `body` is its JSON."""
+    """A result whose type or shape this version does not know; `body` is its JSON."""
 
     type: str
     seq: int
@@ -387,9 +388,9 @@ Result = KnownResult | UnknownResult
 
 
 class Chunk(Struct, frozen=True, omit_defaults=True):
-    """Some tokens of a running generate. `i` is the index of the first one; `text` is whole characters.
+    """Some tokens of a running generate. `i` is the first one's index; `text` has only whole characters.
 
-    `seq` is the generate's stream sequence: ignore chunks with another one.
+    `seq` is the generate's stream sequence: ignore chunks with another `seq`.
     """
 
     i: int
@@ -401,9 +402,9 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
 class InfoRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
 ):
-    """Ask for a session's state (on `ctl`); it names `limit` waiting requests after the first `skip`.
+    """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
 
-    With `snapshot` it names the last stored snapshot of the session's KV.
+    With `snapshot` the answer also names the last stored snapshot of the session's KV.
     """
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -523,10 +524,10 @@ TokenKind = Literal["prefilled", "cached", "restored", "generated"]
 class TenantFigures(Struct, frozen=True, kw_only=True):
     """A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
 
-    The first tenants that a worker sees have their own, the others share the name `_other`. `requests` counts
-    results by outcome, which is `ok` or an error's code; `sessions` are those with requests that wait or run.
-    `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the part of them that was read from
-    disk.
+    The first tenants that a worker sees have their own figures; all others share the name `_other`.
+    `requests` counts results by outcome, which is `ok` or an error's code; `sessions` are those with requests
+    that wait or run. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the part of them
+    that was read from disk.
     """
 
     requests: dict[str, dict[str, int]] = {}
@@ -547,10 +548,10 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     authors recommend; the worker applies none by itself.
 
     `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
-    generates from the moment when the log stored them, by the server's clock: until they began to run, and of
-    the successful ones until their results were stored. Workers of earlier versions send neither.
-    `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out idle time.
-    `by_tenant` is on the metrics subject alone, never in an answer to `info`.
+    generates from the moment when the log stored them, by the server's clock: `queue_time` until they began
+    to run, `request_duration` until the results of successful ones were stored. Workers of earlier versions
+    send neither. `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
+    idle time. `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
     """
 
     worker: str
@@ -607,11 +608,11 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`. `waiting` names those of the `num_waiting` waiting requests that were asked for.
+    """Answer to `info`. `waiting` names the requested part of the `num_waiting` waiting requests.
 
-    Where `policy` is not `full`, `cache` has its numbers: `visible_tokens` keep their KV, `capacity_tokens`
-    at the most, and from the position `visible_from` on the model sees all tokens. `snapshot` is the name of
-    the last stored one, as in `turnkeep cache ls`, if it was asked for.
+    If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
+    most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
+    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it.
     """
 
     tenant: str
@@ -704,7 +705,7 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
 def decode_result(body: bytes) -> Result:
     """Decode a body from `out`; raises `InvalidMessageError` if it has no `type` or no `seq`.
 
-    A result of a newer version is an `UnknownResult` where its type or its shape is unknown here.
+    If this version does not know the type or shape of a newer worker's result, returns an `UnknownResult`.
     """
     try:
         return _decode(_RESULT, body, "a result")
@@ -715,7 +716,7 @@ def decode_result(body: bytes) -> Result:
 
 
 def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
-    """Return the result `body` as the answer to a repeat at `seq`; fields that are unknown here are kept."""
+    """Return the result `body` as the answer to a repeated request at `seq`; unknown fields are kept."""
     fields = _decode(_FIELDS, body, "a result")
     numbers = {"seq": seq, "repeat_of": repeat_of}
     return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
@@ -745,7 +746,7 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
 
 
 def _named(body: bytes) -> str | None:
-    """Find the id in a body that is otherwise invalid."""
+    """Return the id in an otherwise invalid body; None if there is none."""
     try:
         return _NAMED.decode(body).id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -30,11 +30,11 @@ NatsError = nats.errors.Error
 
 
 class NoTlsError(NatsError):
-    """The server does not speak TLS, and its URL wants it."""
+    """The URL requires TLS, but the server does not offer it."""
 
 
 def refusal(error: Exception) -> str | None:
-    """Say why retries cannot help against an error, and what would; None if they can."""
+    """Say why retries cannot help against an error, and what would help. None if retries can help."""
     text = str(error).lower()
     if isinstance(error, NoTlsError):
         return "does not speak TLS; enable it there, or use nats:// and no CA or certificate"
@@ -51,7 +51,7 @@ def refusal(error: Exception) -> str | None:
 
 
 def unreachable(error: Exception) -> str | None:
-    """Say why no server can be reached at an address, if it is no use to try again at once; else None."""
+    """Say why no server can be reached at an address. None if it makes sense to try again at once."""
     if isinstance(error, socket.gaierror):
         return "the host name is not known"
     # asyncio raises a bare OSError without a number if all addresses of a name refuse.
@@ -160,7 +160,7 @@ class _Parser:
         self._unread = bytearray()
 
     def reset(self) -> None:
-        """Discard an incomplete operation: a new connection follows."""
+        """Discard an incomplete operation, since a new connection follows."""
         self._unread.clear()
 
     async def parse(self, data: bytes = b"") -> None:

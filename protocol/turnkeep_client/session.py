@@ -91,7 +91,7 @@ class Session:
         control_timeout_s: float,
         cache: Cache | None = None,
     ) -> None:
-        """With `cache` the session is opened under it before its first append or generate."""
+        """With `cache` the session is opened under this policy before its first append or generate."""
         self.key = key
         self._cache = None if cache is None else build(Open, cache=_fields(cache)).cache
         self._is_begun = cache is None
@@ -107,7 +107,7 @@ class Session:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Opened:
-        """Start the session explicitly: its first request, or the first after `close`.
+        """Start the session explicitly. This must be its first request, or the first one after `close`.
 
         Without `cache` the session gets this object's policy, or the worker's default.
         """
@@ -253,7 +253,7 @@ class Session:
             self._is_begun = True
 
     async def _check_policy(self, refusal: RequestFailedError) -> None:
-        """Raise an `open`'s refusal unless the session is open, and an error if its policy is another."""
+        """Raise `refusal` if the session is not open, or another error if it is open under another policy."""
         try:
             info = await self.info(limit=0)
         except RequestFailedError:
@@ -277,7 +277,7 @@ def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
 
 
 def _whole(cache: CachePolicy | None) -> SessionCache | None:
-    """Fill in what an `open` may leave out; None if it leaves out the policy itself."""
+    """Fill in a policy's defaults; None if `cache` does not name a policy."""
     if cache is None or cache.policy is None:
         return None
     if cache.policy == "full":
@@ -298,7 +298,7 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 
 
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
-    """Build a request; None means left out. Raises `InvalidMessageError` with a worker's text."""
+    """Build a request without the fields that are None. Raises `InvalidMessageError` with a worker's text."""
     given = {name: value for name, value in fields.items() if value is not None}
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))

@@ -30,7 +30,7 @@ _WRONG_LAST_SEQUENCE: Final = 10071
 
 
 class StreamError(TurnkeepError):
-    """JetStream refuses what was asked of the log; the message says why. `code` is JetStream's."""
+    """JetStream refused an operation on the log; the message says why. `code` is JetStream's error code."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -105,7 +105,10 @@ class LogStream:
                     yield wanted[one.headers["Nats-Subject"]], one
 
     async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield all entries of a session, in order; names may be `*`. Needs `$JS.API.DIRECT.GET.<log>`."""
+        """Yield a session's entries in order; tenant and name may be `*`.
+
+        Needs `$JS.API.DIRECT.GET.<log>`.
+        """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         request = {"seq": 1, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
         async for batch in self._api.batches(self.name, request):
@@ -159,7 +162,8 @@ class LogStream:
     async def store(self, messages: Sequence[Unsent], after: int) -> None:
         """Store up to 1,000 messages directly after the sequence `after`: all of them, or none.
 
-        Raises `LastSequenceError`, and needs to publish on their subjects.
+        Raises `LastSequenceError` if another entry came after `after`. Needs the right to publish on the
+        messages' subjects.
         """
         batch = uuid4().hex
         for number, (subject, body, given) in enumerate(messages, 1):

@@ -97,7 +97,7 @@ class Subjects:
         return f"{self.prefix}.*.*.{kind}"
 
     def same(self, kind: SessionKind) -> str:
-        """Return the target of a NATS subject mapping: `kind` of the session that `every` matched."""
+        """Return the target of a NATS subject mapping: `kind` of the same session that `every` matched."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     def every_token(self, kind: ChunkKind = "tok") -> str:
