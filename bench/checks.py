@@ -58,7 +58,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Check that nothing in `of` breaks the promise. Exact. Cannot tell if `of` is empty."""
+    """Check that no element of `of` is `broken`. Exact. The verdict is "cannot tell" if `of` is empty."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
@@ -73,9 +73,9 @@ def bounded(
     unit: Unit = "",
     log: bool = False,
 ) -> Check:
-    """Compare the mean over blocks with a bound, for several labels, each with its blocks' numbers.
+    """Compare means over blocks with a bound: `numbers` has, for each label, one number per block.
 
-    The confidence holds for all labels together: the more labels, the wider each interval.
+    The confidence level applies to all labels together: the more labels, the wider each interval.
     """
     sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
     found = {label: stats.mean(some, log=log, confidence=sure) for label, some in numbers.items()}
@@ -111,7 +111,7 @@ def judged(
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield the checks of every bench: all answered, chunks complete, consistent counts, a loop on time."""
+    """Yield the checks that every bench has: all turns answered, chunks complete, counts consistent, no lag."""
     answered = [turn for turn in turns if turn.error is None]
     every = count("every turn was answered", turns, lambda turn: turn.error)
     if errors := Counter(turn.error for turn in turns if turn.error):
@@ -153,8 +153,8 @@ def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
 def _costs(turns: Sequence[Turn]) -> list[float]:
     """Return, for each block, the cost of a held token as a share of a prefilled token's.
 
-    The time of a prefilled token is taken from turns that found almost nothing in a cache. The cost is the
-    slope, within a block, of the wait beyond a turn's own prefill against the session's length.
+    The time of a prefilled token is taken from turns that found almost no cached tokens. The cost is a slope
+    within a block: how the wait, without the turn's own prefill, grows with the session's length.
     """
     answered = [turn for turn in turns if turn.error is None]
     cold = [
@@ -169,7 +169,7 @@ def _costs(turns: Sequence[Turn]) -> list[float]:
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
-    """Check that a process without its KV hardly grows; a reading's `x` is its time."""
+    """Check that a process's memory, without KV, hardly grows. A reading's `x` is its time."""
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)

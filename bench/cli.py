@@ -30,7 +30,10 @@ def _bench(name: str) -> AnyBench:
 
 
 class _Benches(click.Group):
-    """Imports a bench on demand, so that other commands do not wait for numpy; a `BenchError` is one line."""
+    """Imports a bench on demand, so that other commands do not wait for numpy.
+
+    Shows a `BenchError` in one line.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

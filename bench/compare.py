@@ -1,8 +1,8 @@
 """`turnkeep bench compare`: shows two reports side by side; judges five pairs of runs that took turns.
 
-A machine's speed varies more between runs than within one, so the scatter within two runs cannot tell a
-change of the code from a change of the machine. So two reports are only shown. Five pairs of runs that took
-turns get a verdict, with each run as a block.
+A machine's speed varies more between runs than within a run. So the variation within two runs cannot show
+whether the code or the machine's speed has changed, and two reports get no verdict. Five pairs of runs that
+took turns get a verdict, with each run as a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pair = tuple[Report, Report]
 
 
 def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBench, list[Pair]]:
-    """Read comparable reports, as pairs A B A B ... Raises `ReportError` with the reason if they are not."""
+    """Read reports in the order A B A B ... as pairs. Raises `ReportError` if they are not comparable."""
     if len(paths) < 2 or len(paths) % 2:
         raise ReportError("reports are compared in pairs: A.json B.json, then more pairs in the same order")
     reports = [read(path) for path in paths]

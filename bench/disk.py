@@ -24,7 +24,7 @@ WRITER: Final = "turnkeep-writer"
 
 
 def main() -> None:
-    """Patch the sync, and run the worker."""
+    """Make `os.fsync` slow or failing in the cache's writer thread, then run the given module."""
     how, module = sys.argv[1:3]
     sync = os.fsync
     if how == "fails":  # it would say so of every file; the bench counts them

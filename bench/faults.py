@@ -1,6 +1,6 @@
 """The faults that stop a bench, each with a one-line message; and coroutines that one fault stops together.
 
-A task group alone would raise an exception group, which commands do not print in one line.
+A task group alone would raise an exception group, which a command cannot print in one line.
 """
 
 from __future__ import annotations

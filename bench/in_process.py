@@ -70,7 +70,7 @@ class Engine:
         ]
 
     def _alone(self, prompt: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Answer in one session, by mlx-lm's fastest way for a single one."""
+        """Answer in one session, with mlx-lm's fastest function for a single session."""
         cache = self._caches.setdefault(0, make_prompt_cache(self._model))
         steps = generate_step(mx.array(prompt), self._model, max_tokens=max_tokens, prompt_cache=cache)
         for token, _ in steps:
@@ -92,7 +92,7 @@ class Engine:
 
 
 def main() -> None:
-    """Answer until the input ends. After a fault the bench reports the traceback's last line."""
+    """Answer lines until the input ends. After a fault the bench reports the traceback's last line."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print, but not between the replies
     engine = Engine(sys.argv[1])

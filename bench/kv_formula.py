@@ -16,8 +16,8 @@ from .turns import Turn
 def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
     """Return a function from a number of tokens, and a turn, to bytes of KV; None if no turn has KV.
 
-    Fitted to most turns. Each of the session's first `kept` tokens takes the same number of bytes. Each
-    further token takes none; in a paged session, the bytes of its sketch.
+    The formula is fitted to most turns. Each of the first `kept` tokens takes the same number of bytes. Each
+    further token takes no bytes, or in a paged session the bytes of its sketch.
     """
     sizes = [(turn.kv_live_bytes, tokens, _kept(turn)) for turn in turns for tokens in _lengths(turn)]
     is_paged = any(turn.fact("again") is not None for turn in turns)
@@ -35,7 +35,7 @@ def kv_formula(turns: Sequence[Turn]) -> Callable[[int, Turn], float] | None:
 
 
 def _lengths(turn: Turn) -> list[int]:
-    """Return the tokens whose KV there may be after a turn: all, or all but the last."""
+    """Return the possible numbers of tokens with KV after a turn: all, or all but the last."""
     position = turn.position or 0
     return [tokens for tokens in (position, position - 1) if tokens > 0]
 
@@ -50,5 +50,5 @@ def _kept(turn: Turn) -> float:
 
 
 def follows_formula(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
-    """Whether a turn's KV is as large as the formula says, of all tokens or all but the last."""
+    """Whether a turn's KV has the formula's size for all tokens, or for all but the last."""
     return turn.kv_live_bytes in {formula(tokens, turn) for tokens in _lengths(turn)}

@@ -1,8 +1,9 @@
 """`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness at each load.
 
-A level opens sessions, drives them in one of several ways, and closes them. In a closed loop a block is two
-waves of turns, each as many as are served at a time. In an open loop, and for a crowd's turns, a block is a
-section of the level; for a long prompt it is a round.
+Each level of load opens sessions, sends turns to them in one of several ways, and closes them. A block is the
+unit of statistics. In a closed loop it is two waves of turns; a wave has one turn for each session served at
+a time. In an open loop, and for a crowd's turns, a block is a section of the level; for a long prompt it is a
+round.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Plan:
 
 
 def _user(of: Callable[[Turn], Any]) -> Callable[[Turn], Any]:
-    """Restrict a measure to the load: no openings, no answers beside a long prompt."""
+    """Restrict a measure to turns of the load, without openings and answers beside a long prompt."""
     return lambda turn: None if turn.case in {OPENING, ANSWER} else of(turn)
 
 
@@ -141,7 +142,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the samples that need all turns of a level, and those of answers beside a long prompt."""
+    """Yield samples computed from all turns of a level, and samples of answers beside a long prompt."""
     sent = [turn for turn in turns if turn.fact("late_s") is not None]
     for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
         yield from (Sample(GENERATED.name, case, x, *rate) for rate in enumerate(_generated(level)))
@@ -155,7 +156,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 def _generated(turns: Sequence[Turn]) -> list[float]:
     """Return the tokens generated per second, for equal parts of the time at full load.
 
-    An answer's tokens count as spread evenly from its first chunk to its end.
+    The tokens of an answer are assumed to be spread evenly from its first chunk to its end.
     """
     ends = {turn.fact("number"): turn.at_s + turn.total_s for turn in turns}  # of each session's last turn
     # A closed loop is at full load while no client is idle, an open one until the last turn is sent.
@@ -190,7 +191,7 @@ def _served(turns: Sequence[Turn]) -> list[float]:
 
 
 def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the gaps of answers: alone (all begun, nothing prefilled), and beside the long prompt."""
+    """Yield gaps between chunks: while answers run alone (nothing is prefilled), and beside a long prompt."""
     longest: defaultdict[int, float] = defaultdict(float)
     for turn in answers:
         alone_s, sent_s, over_s = (turn.fact(name) or 0.0 for name in ("alone_s", "sent_s", "over_s"))
@@ -380,7 +381,7 @@ def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
 
 
 async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
-    """Prefill a long prompt beside answers that have all begun before."""
+    """Prefill a long prompt while several answers run, all of which began before."""
     plan, begun = run.plan, [asyncio.Event() for _ in range(ANSWERS)]
     answers: list[Turn] = []
     times: list[float] = []

@@ -40,10 +40,10 @@ class Process:
     def __init__(
         self, name: str, command: Sequence[str], *, logged: bool = False, like: Process | None = None
     ) -> None:
-        """Keep the output for faults if `logged`, and load the same OpenBLAS as the process `like`.
+        """Prepare a process that loads the same OpenBLAS as `like`; if `logged`, keep its output for messages.
 
-        Sides can be compared only if all multiply with the same library: a worker loads OpenBLAS before MLX
-        on a Linux CPU.
+        Processes can be compared only if all multiply with the same library: a worker loads OpenBLAS before
+        MLX on a Linux CPU.
         """
         preload = [str(path) for path in (like.blas if like else ()) if "openblas" in path.name.lower()]
         self.name = name
@@ -76,8 +76,8 @@ class Process:
     def start(self, *options: str) -> None:
         """Start the process, with additional options.
 
-        It gets a session of its own: a Ctrl-C at the terminal would reach it too, and the signal of `stop`
-        would be the second one, which ends a worker at once and leaves its NATS server running.
+        The process gets its own terminal session. Otherwise a Ctrl-C would reach it too, and the signal of
+        `stop` would be its second one, which ends a worker at once and leaves its NATS server running.
         """
         self._log = tempfile.TemporaryFile() if self._logged else None  # noqa: SIM115  # `_reap` closes it
         self._process = subprocess.Popen(
@@ -127,7 +127,7 @@ class Process:
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
     async def until(self, reached: Callable[[], Awaitable[T]]) -> T:
-        """Try to reach the process until that succeeds. Raises `BenchError`."""
+        """Call `reached` until it succeeds, and return its result. Raises `BenchError`."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -158,7 +158,7 @@ class LocalWorker(Process):
 
     @property
     def url(self) -> str:
-        """The URL of the worker's NATS server. Raises `FileNotFoundError` while that has no token yet."""
+        """The URL of the worker's NATS server. Raises `FileNotFoundError` until the server's token exists."""
         return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
 
     async def ready(self, tenant: str) -> Client:
@@ -260,7 +260,7 @@ def free_port() -> int:
 
 
 async def reach(url: str, **where: Any) -> Client:
-    """Connect to a worker, at once. Raises `NoWorkerError` if it does not answer."""
+    """Connect to a worker without waiting for it. Raises `NoWorkerError` if it does not answer."""
     client = await connect(url, **where)
     try:
         with contextlib.suppress(RequestFailedError):  # the worker says that there is no such session

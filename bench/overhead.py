@@ -139,8 +139,8 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
     """Return, for each round, the share of the decoding speed that is left while blocks are cut and saved.
 
-    Computed from the delay of the steps beside a block, since whole answers scatter by more than that. All
-    sessions together complete a block every `block_tokens` tokens.
+    Computed from the delay of the steps next to a completed block, since whole answers vary by more than the
+    delay. All sessions together complete a block every `block_tokens` tokens.
     """
     off, on = (found.blocks(BESIDE, case, batch) for case in (OFF, side))
     rates = found.blocks(DECODING, OFF, batch)
@@ -149,7 +149,10 @@ def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
 
 
 def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
-    """Return each round's share of equal tokens. A session's answers after a different one do not count."""
+    """Return each round's share of equal tokens.
+
+    After a session's first differing answer, its later ones do not count.
+    """
     answers = stats.grouped((((turn.case, *turn.place), turn.session), turn.tokens) for turn in turns)
     equal, of = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for ((side, batch, block), session), some in answers.items():
@@ -183,7 +186,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def steps(turn: Turn) -> list[float]:
-    """Return the times between tokens; tokens of one chunk arrived at once."""
+    """Return the times between tokens. Between tokens of one chunk the time is 0."""
     gaps_s = (0.0, *turn.gaps_s)  # the first chunk has no gap before it
     found: list[float] = []
     for gap_s, number in zip(gaps_s, turn.counts or (1,) * len(gaps_s), strict=True):
@@ -192,9 +195,9 @@ def steps(turn: Turn) -> list[float]:
 
 
 def decoding(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second of answers, from when all have begun to the last token.
+    """Return the tokens per second from the time when all answers have begun to the last token.
 
-    None if most tokens came before: the rest is too short to tell.
+    None if most tokens came before that time: the rest is too short to measure.
     """
     begins = [turn.at_s + (turn.first_s or 0.0) for turn in turns]
     pairs = zip(turns, begins, strict=True)
@@ -204,11 +207,11 @@ def decoding(turns: Sequence[Turn]) -> float | None:
 
 
 def beside_blocks(turn: Turn) -> list[float]:
-    """Return, for each completed block, how much longer than their neighbours `WINDOW` steps took.
+    """Return, for each completed block, how much longer `WINDOW` steps took than the steps around them.
 
     The last sampled token completes a block, so copying and writing the block can delay the steps behind that
-    token. The median of the neighbours on both sides is the usual time of a step then. This shows a cost of
-    milliseconds although whole answers scatter by seconds.
+    token. The median of the neighbours on both sides is the usual time of a step then. So a cost of
+    milliseconds is visible although whole answers vary by seconds.
     """
     steps_s, found, block_tokens = steps(turn), [], int(turn.fact("block_tokens") or 0)
     first = block_tokens - ((turn.position or 0) - len(turn.tokens)) % block_tokens
@@ -290,7 +293,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
     async def counters(idle: Session) -> SnapshotCounters:
-        """Return the worker's snapshot counters, once all is written (on the slow disk at once)."""
+        """Return the worker's snapshot counters after all are written (on the slow disk, without waiting)."""
         metrics = (await idle.info()).worker if case == SLOW else await run.wait_for_snapshots(idle)
         return metrics.snapshots
 

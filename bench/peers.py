@@ -1,7 +1,7 @@
 """`turnkeep bench peers`: the same conversations with a worker and with OpenAI-compatible servers.
 
-The sides take turns with every measurement, each goes first equally often, and all but one are idle at any
-time. The sides are paired by block: a chat, a round of streams, or a restart.
+The sides take turns for every measurement: each goes first equally often, and only one works at any time. The
+sides are paired by block: a chat, a round of streams, or a restart.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 class Peer:
-    """One side: an OpenAI-compatible server, the bench's own `process` or one that was running.
+    """One side: an OpenAI-compatible server, the bench's own `process` or one that was already running.
 
-    The server keeps no chat: every turn sends the whole chat so far.
+    The server stores no chat, so every turn sends the whole chat so far.
     """
 
     def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
@@ -141,7 +141,7 @@ class Peer:
         self._run, self._server = run, server
 
     def chat(self) -> Any:
-        """Begin a chat, an argument of the other methods."""
+        """Begin a chat. The result is an argument of the other methods."""
         return []
 
     async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
@@ -156,7 +156,7 @@ class Peer:
         return turn
 
     async def wait_until_idle(self, chat: Any) -> None:
-        """Wait until the side has finished all work behind an answer."""
+        """Wait until the side has finished all work that continues after an answer."""
 
     async def restart(self, *, kill: bool) -> None:
         """End the process and start it again."""

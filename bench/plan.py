@@ -136,7 +136,7 @@ def options(plan: type[Any]) -> list[click.Option]:
 
 
 def make(plan: type[Any], given: Mapping[str, Any], *, named: set[str], smoke: bool) -> Any:
-    """Make a plan from options' values, others by default; `named` are the options on the command line."""
+    """Make a plan from options' values and defaults. `named` are the options given on the command line."""
     values = dict(given)
     if smoke:
         for name, _, option, _ in _fields(plan):

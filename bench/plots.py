@@ -139,7 +139,10 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
-    """Return how far an interval goes below its value, and above it; a share's ends at 0 and at 100%."""
+    """Return how far an interval reaches below and above its value.
+
+    A share's interval is cut at 0 and 100%.
+    """
     value = estimate.value
     low, high = (value if edge is None else edge for edge in (estimate.low, estimate.high))
     if measure.unit == "share":

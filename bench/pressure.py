@@ -176,7 +176,7 @@ async def _size(run: Run[Plan], client: Client) -> None:
 
 @dataclass(slots=True)
 class _Member:
-    """A session: its position by its last result, and its requests, to repeat them."""
+    """A session of the load: its position after the last result, and its requests, to repeat them."""
 
     name: str
     held: int = 0

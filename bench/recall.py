@@ -89,7 +89,7 @@ PLOTS = (
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
     """Yield each policy's share of right answers for a text, by the number of tokens on the device.
 
-    The share of the full session, which has all tokens there, is repeated for each number.
+    The full session has all tokens on the device; its share is repeated for each number.
     """
     told = [(turn, right) for turn in turns if (right := turn.fact("right")) is not None]
     levels = sorted({_way(turn.case)[1] for turn, _ in told} - {0})
@@ -115,7 +115,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _prefills_more(turn: Turn) -> bool:
-    """Whether more was run than the question, the token before it, and a paged prompt's repeated end."""
+    """Whether more tokens were prefilled than the question, the token before it, and the end of a paged prompt."""
     again = RUN_AGAIN if _way(turn.case)[0] == PAGED else 0
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
 

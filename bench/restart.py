@@ -120,9 +120,10 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _waits(found: Findings[Plan], case: str) -> list[float]:
-    """Return a case's extra wait over `WARM` as a share of a cold turn's, for each round.
+    """Return, for each round, a case's extra wait over `WARM` as a share of a cold turn's extra wait.
 
-    Taken at the longest length, where the effect is largest, less the share of tokens that were prefilled.
+    Computed at the longest length, where the effect is largest, minus the share of tokens that were
+    prefilled.
     """
     length = max(found.plan.tokens)
     warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))
@@ -164,7 +165,11 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Lives:
-    """The sessions of all lengths and cases, on a worker with memory for one at a time."""
+    """The bench's sessions, one for each session length and case.
+
+    The cases are: in memory, spilled, restart, kill -9, cold. The worker's memory can hold the KV of only one
+    session.
+    """
 
     def __init__(self, run: Run[Plan], worker: LocalWorker, memory: int, context: int) -> None:
         self._run, self._worker, self._memory, self._context = run, worker, memory, context
@@ -172,7 +177,7 @@ class _Lives:
         self._contexts: dict[int, Tokens] = {}  # its context at the last turn
 
     async def restart(self, *, kill: bool = False) -> tuple[float, float]:
-        """End and start the worker; return the seconds of both."""
+        """End the worker and start it again; return the seconds that each took."""
         limits = ("--max-memory", f"{self._memory}", "--max-context", f"{self._context}")
         return await self._run.restart(self._worker, *limits, kill=kill)
 

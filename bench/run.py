@@ -114,7 +114,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """Mark something as in flight: the loop's lag counts, and no report is written."""
+        """While the block runs, the event loop's lag is measured, and no report is written."""
         self._in_flight += 1
         try:
             yield
@@ -126,7 +126,7 @@ class Run(Generic[P]):
         self.turns += turns
 
     def sample(self, measure: Measure, case: str, x: float | None, block: int, value: float) -> None:
-        """Keep a value that does not follow from turns."""
+        """Keep a value that cannot be computed from turns."""
         self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:

@@ -166,9 +166,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _own_tokens(turn: Turn) -> float:
-    """Return the most a turn may prefill: new and rewritten tokens, and the last one of the turn before.
+    """Return the most tokens a turn may prefill: new, rewritten, and the last one of the turn before.
 
-    A paged session's prompt may run its end `again`.
+    A paged session may prefill the end of its prompt twice (the fact `again`).
     """
     held, again = turn.fact("held"), turn.fact("again") or 0
     kept = held if turn.rewritten_from is None else turn.rewritten_from
@@ -187,7 +187,7 @@ def _cache(plan: Plan) -> CachePolicy | None:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the conversation, in one life of the worker or in many."""
+    """Run the conversation, with one start of the worker or with restarts."""
     talk, plan = _Conversation(run), run.plan
     if plan.restart_every is None:
         async with run.target() as client:
@@ -219,7 +219,7 @@ class _Conversation:
 
     @property
     def _elapsed_s(self) -> float:
-        """Count from the first turn."""
+        """The seconds since the first turn."""
         return 0.0 if self._began_s is None else self._run.elapsed_s - self._began_s
 
     @property
@@ -228,7 +228,7 @@ class _Conversation:
         return self._run.plan.over(len(self._run.turns), self._elapsed_s)
 
     async def go_on(self, client: Client, most: int | None = None) -> None:
-        """Run all turns that are left, or `most`, the first of which may follow a restart."""
+        """Run the remaining turns, at most `most`. The first of them may follow a restart."""
         run, plan = self._run, self._run.plan
         session = client.session(self._name, cache=self._cache)
         if self._began_s is None:

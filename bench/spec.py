@@ -81,7 +81,7 @@ class Bench(Generic[P]):
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
     def checked(self, found: Findings[P], lags_s: Sequence[float]) -> tuple[Check, ...]:
-        """Return the checks of every bench, unless this one has samples alone, and its own."""
+        """Return this bench's own checks, and those of every bench unless this one has only samples."""
         turns = [turn for turn in found.turns if not self.planned(turn)]
         shared = common(turns, lags_s) if found.turns or not found.given else ()
         return (*shared, *self.checks(found))

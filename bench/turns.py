@@ -12,7 +12,7 @@ from .figures import Unit
 
 
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generate. Times are the client's, in seconds; the counts are the worker's account.
+    """One generate. Times are measured by the client, in seconds; token counts come from the worker.
 
     `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and statistics. `at_s`
     counts from the start of the run, `first_s` and `total_s` from sending the request; `gaps_s` are the times
@@ -51,7 +51,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_tokens(self) -> float:
-        """The tokens of the answer; a fact, if only their number is known."""
+        """The number of the answer's tokens; taken from the facts if the tokens themselves are unknown."""
         return len(self.tokens) or self.fact("tokens") or 0
 
     @property
@@ -79,7 +79,7 @@ class Sample(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One quantity. `of` returns its values for a turn: a number, several, or None; else there are samples.
+    """One quantity. `of` returns a turn's values: one, several or None. Without `of` the values are samples.
 
     `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
     be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of

@@ -57,7 +57,10 @@ class Exporter:
             self._fleet.hear(metrics)
 
     async def look(self) -> NoReturn:
-        """Read the state of the log's consumer again and again; it may be missing, or reading it not permitted."""
+        """Read the state of the log's consumer again and again.
+
+        It may be missing or not permitted to read.
+        """
         while True:
             self._backlog = await self._looked()
             await asyncio.sleep(_LOOK_S)

@@ -76,14 +76,14 @@ class History:
         self._now, self._points = now, points
 
     def shown(self, worker: str | None = None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of `worker`, by default of a worker that is up."""
+        """Return the figures of all workers, and the history of `worker` (None: of one that is up)."""
         now = self._now
         if worker not in now:
             worker = min(now, key=lambda name: (not now[name]["up"], name), default=None)
         return {"workers": now, "worker": worker, "course": self.course(worker or "")}
 
     def course(self, worker: str) -> dict[str, Sequence[float | None]]:
-        """Return the times of a worker's points (`at_s`) and its series; all are empty for an unknown worker."""
+        """Return the times of a worker's points (`at_s`) and its series; all empty if it is unknown."""
         points = self._points.get(worker, [])
         columns = zip(*(values for _, values in points), strict=True) if points else ((),) * len(SERIES)
         return {"at_s": [at_s for at_s, _ in points], **dict(zip(SERIES, columns, strict=True))}

@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires when the comparison of `figure` was true for `for_`; with `absent`, when the figure is missing."""
+    """Fires if the comparison of `figure` was true for `for_`; with `absent`, if the figure is missing."""
 
     name: str
     figure: str

@@ -207,7 +207,7 @@ def draw(
 def _fitting(
     state: State, rows: Sequence[tuple[Sighting, Figures]], columns: int
 ) -> list[tuple[int, _Column]]:
-    """Choose the table's columns that fit, each with its index. Rows can also be sorted by hidden columns."""
+    """Choose the table's columns that fit, each with its index. The sort column always stays."""
     found = list(enumerate(_COLUMNS))
 
     def width(index: int, column: _Column) -> int:

@@ -122,7 +122,7 @@ def fold(entries: Sequence[Entry]) -> Record:
 
 
 def _playable(one: Exchange) -> Request:
-    """Return the request with the seed and length of its answer, and without expected position and deadline."""
+    """Return the request with its answer's seed and length, without expected position and deadline."""
     request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):
