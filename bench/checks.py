@@ -111,7 +111,7 @@ def judged(
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield the checks that every bench has: all turns answered, chunks complete, counts consistent, no lag."""
+    """Yield every bench's checks: turns answered, chunks complete, counts consistent, event loop on time."""
     answered = [turn for turn in turns if turn.error is None]
     every = count("every turn was answered", turns, lambda turn: turn.error)
     if errors := Counter(turn.error for turn in turns if turn.error):

@@ -40,7 +40,7 @@ class Process:
     def __init__(
         self, name: str, command: Sequence[str], *, logged: bool = False, like: Process | None = None
     ) -> None:
-        """Prepare a process that loads the same OpenBLAS as `like`; if `logged`, keep its output for messages.
+        """Prepare a process that loads the same OpenBLAS as `like`; `logged` keeps its output for messages.
 
         Processes can be compared only if all multiply with the same library: a worker loads OpenBLAS before
         MLX on a Linux CPU.

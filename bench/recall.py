@@ -115,7 +115,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _prefills_more(turn: Turn) -> bool:
-    """Whether more tokens were prefilled than the question, the token before it, and the end of a paged prompt."""
+    """Whether more was prefilled than the question, the token before it, and the end of a paged prompt."""
     again = RUN_AGAIN if _way(turn.case)[0] == PAGED else 0
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
 

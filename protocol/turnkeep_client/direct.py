@@ -28,7 +28,7 @@ class DirectGets:
     """The batched direct gets of one connection. Event loop only."""
 
     def __init__(self, connection: Client, *, timeout_s: float) -> None:
-        """Batches fail if no message arrives for `timeout_s`."""
+        """A batch fails if none of its messages arrives for `timeout_s`."""
         self._connection = connection
         self._timeout_s = timeout_s
         self._inbox = ""
