@@ -5,10 +5,10 @@ import sys
 
 
 def main() -> None:
-    """Run a command, beside the client that belongs to this version alone.
+    """Check that the installed client files have the same version, then run a command.
 
-    The distributions of the application and of the client hold the same files: installing or removing the
-    other one can change or take them (ADR 0022).
+    The packages `turnkeep` and its client contain the same client files. So installing or removing the client
+    package can replace or delete files of the application (ADR 0022).
     """
     version = importlib.metadata.version("turnkeep")
     try:

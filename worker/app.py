@@ -1,8 +1,8 @@
 """The composition root: builds all parts of the worker, runs them, stops them in the right order.
 
 Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse order: no new
-requests, turns end and their tails are saved, the writer finishes, NATS is last. Unanswered requests are in
-the log for the next worker.
+requests, turns end and the end of their KV is saved, the snapshot writer finishes, NATS is last. Unanswered
+requests stay in the log for the next worker.
 """
 
 from __future__ import annotations
@@ -201,7 +201,10 @@ class App:
             stack.push_async_callback(shielded, partial(in_thread, self._traces.stop))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run a step of the start, a download say, on a thread; a cancelled start waits for it last."""
+        """Run one step of the start (for example a download) on a thread.
+
+        If the start is cancelled, wait for the step.
+        """
         return await self._starting.start_soon(partial(in_thread, work, *args, **named))
 
     async def _connect(
@@ -331,9 +334,9 @@ class App:
         )
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
-        """Take requests until told to stop. Raises `WorkerError` if a part ends before.
+        """Serve requests until told to stop. Raises `WorkerError` if a part of the worker ends earlier.
 
-        The task groups end from the inside out, which is the order of the stop.
+        The task groups end from the inside out, which is the order in which the parts must stop.
         """
         self._loaded = loaded
         async with task_group() as parts:
@@ -375,7 +378,7 @@ class App:
         return Discovery(nc, self._subjects, outbox, self._telemetry, version=VERSION, metadata=names)
 
     def _start_parts(self, parts: TaskGroup, nc: Client, intake: Intake, sessions: Sessions) -> None:
-        """Start what runs beside the requests, until these have ended."""
+        """Start the background parts, which run until all requests have ended."""
         for name, part in (
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
@@ -388,7 +391,11 @@ class App:
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
     ) -> tuple[Desk, Intake, Sessions]:
-        """Build the serving parts: `work` gets the tasks of sessions, `asides` those cancelled after them."""
+        """Build the parts that serve requests.
+
+        `work` gets the tasks of sessions; `asides` gets tasks that are cancelled after the sessions have
+        ended.
+        """
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = self._make_engine()
         journal, outbox = Journal(nc, js, subjects), Outbox(nc, subjects)
@@ -471,7 +478,7 @@ class App:
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
-        """Describe everything that an answer's tokens may depend on, for the header of results."""
+        """Describe everything that can change an answer's tokens, for a header of each result."""
         build = {
             "worker": self._settings.worker,
             "version": VERSION,
@@ -500,7 +507,10 @@ class App:
         self._fail(f"the {name} task ended: {why!r}")
 
     def _kv_limit(self, context_tokens: int) -> int:
-        """Return the limit of KV in bytes. Raises `WorkerError` if the device has no room for a block."""
+        """Return the limit of device memory for KV, in bytes.
+
+        Raises `WorkerError` if not even one block of KV fits.
+        """
         settings, estimator = self._settings, self._device.estimator
         sizes = (settings.max_batch, settings.block_tokens, context_tokens)
         room = estimator.kv_limit(*sizes, settings.cache_policy)
@@ -516,7 +526,7 @@ class App:
         return min(settings.max_memory or room, room)
 
     def _check_policy(self) -> None:
-        """Raise `WorkerError` if no session without a policy of its own could be served."""
+        """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
         policy, blocks = self._settings.cache_policy, self._settings.block_tokens
         why = misfit(policy, block_tokens=blocks, context_tokens=self._context_tokens)
         if why is None and policy.window is not None:
@@ -537,16 +547,19 @@ class App:
             await self._intake.pull_again()
 
     async def _closed(self) -> None:
-        """Stop the worker: the connection is closed for good. Called during the stop too."""
+        """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""
         self._fail("the NATS server has closed the connection; its log says why")
 
     def _hangs(self) -> list[str]:
-        """Return the faults that only a restart fixes; a hanging event loop shows by not answering."""
+        """Return the faults that only a restart fixes.
+
+        If the event loop itself hangs, there is no answer at all.
+        """
         busy_s = self._device.busy_s if self._is_loaded else 0.0
         return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
 
     def _unready(self) -> list[str]:
-        """Say why requests are not answered now."""
+        """Return the reasons why requests are not answered now."""
         reasons = self._hangs()
         if not self._is_loaded:
             reasons.append("loading the model")

@@ -1,7 +1,8 @@
-"""anyio's task groups, threads and shields, as the whole worker uses them.
+"""Wraps anyio's task groups, threads and shields for the whole worker.
 
-A task group owns each task, so no task outlives its purpose, and repeats a cancel until the task ends:
-nats-py swallows some (it uses `asyncio.wait_for`, and flushes under `except CancelledError`).
+Each task belongs to a task group, so no task outlives its purpose. A task group repeats a cancel until the
+task ends, because nats-py swallows some cancels (it uses `asyncio.wait_for`, and flushes under `except
+CancelledError`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ P = ParamSpec("P")
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
-    """Own tasks until all of them have ended. Raises the first error itself, not an `ExceptionGroup`.
+    """Run tasks in a group; leave the block when all of them have ended.
 
-    anyio raises a group even for an error of the body, but callers catch errors by their types.
+    Raises the first error itself, not an `ExceptionGroup`: anyio raises a group even for an error of the
+    body, but callers catch errors by their types.
     """
     try:
         async with create_task_group() as tasks:
@@ -41,11 +43,14 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Run blocking work on a thread; a cancel waits for the work, as threads cannot be cancelled."""
+    """Run blocking work on a thread.
+
+    A cancelled caller still waits until the work is done, as threads cannot be cancelled.
+    """
     return await anyio.to_thread.run_sync(partial(work, *args, **named))
 
 
 async def shielded(end: Callable[P, Awaitable[object]], *args: P.args, **named: P.kwargs) -> None:
-    """Await `end(...)` to its end, even if the caller is cancelled."""
+    """Await `end(...)` until it completes, even if the caller is cancelled."""
     with CancelScope(shield=True):
         await end(*args, **named)

@@ -36,7 +36,7 @@ _ADVICE: Final = {
 
 
 class DataDirError(TurnkeepError):
-    """The data directory cannot be used; the message is one line: why, and what would help."""
+    """The data directory cannot be used. The message is one line with the reason and the remedy."""
 
 
 class DataDirInUseError(DataDirError):
@@ -44,7 +44,7 @@ class DataDirInUseError(DataDirError):
 
 
 class DataDir:
-    """An open data directory. The lock holds until `close`, or until the process ends in any way."""
+    """An open data directory. It stays locked until `close`, or until the process ends in any way."""
 
     def __init__(self, path: Path, lock_fd: int, name: str) -> None:
         self.path = path

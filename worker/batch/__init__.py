@@ -1,1 +1,1 @@
-"""One step of the device: a token of each running answer, and pieces of prompts."""
+"""Runs one step on the device: the next token of each running answer, and pieces of prompts."""

@@ -1,4 +1,4 @@
-"""Attention as a model's layer asks for it, by the fastest way that there is for what it attends to.
+"""Computes attention for a model's layers, and chooses the fastest implementation for the given KV.
 
 Device thread only.
 """
@@ -26,14 +26,17 @@ THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 
 @dataclass(slots=True)
 class Attention:
-    """Attention as a model's layer asks for it: `scale`, what some add to it, and how queries are rotated."""
+    """The attention of one layer.
+
+    `more` are the model's further arguments; `rotate` rotates queries.
+    """
 
     scale: float
     more: dict[str, Any]
     rotate: Rotate | None = None
 
     def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
-        """Attend to keys and values as a cache gives them."""
+        """Compute attention to the keys and values that a cache has returned."""
         plain = all(value is None for value in self.more.values())  # no attention sinks
         if plain and cpu.should_dequantise(keys):
             keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
@@ -46,7 +49,7 @@ class Attention:
         return theirs
 
     def running(self, queries: mx.array) -> RunningAttention:
-        """Begin to attend to keys that come in parts."""
+        """Start attention to keys that arrive in several parts."""
         return RunningAttention(queries, self.scale, self.more.get("sinks"))
 
     def to_ring(
@@ -56,7 +59,10 @@ class Attention:
         sight: Sight,
         to_rows: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """Attend to a ring's places by `ring_attention.attend`, or plainly where no query must be rotated."""
+        """Compute attention to the places of a ring cache.
+
+        Uses `ring_attention.attend`; plain attention if no query must be rotated.
+        """
         keys, values = places
         if sight.is_plain:
             return self(to_rows(queries), keys, values, cache=None, mask=sight.seen)

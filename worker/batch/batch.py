@@ -1,6 +1,6 @@
-"""The running answers and the steps over them: the interface of `SharedPass`, `MergedRows` and `OneByOne`.
+"""Holds the running answers and runs steps: the interface of `SharedPass`, `MergedRows` and `OneByOne`.
 
-The runner sees `Batch` alone; `choosing` finds out which of the three a model gets. Device thread only.
+The runner uses only this interface; `choosing` chooses one of the three for a model. Device thread only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class Row:
     """One running answer.
 
-    `known` are the session's last tokens, in which drafts are looked for; the last one has no KV yet, the
-    session's first `num_cached` have. Their KV is in `caches`, or, if that is None, in a pool's slot or in
-    merged caches. `drawn` are the last step's tokens; `num_drawn` counts the answer's tokens, `num_left` how
-    many more it may get. The repetition penalty applies to the tokens in `seen`. Of a session with a window
-    KV of `most_held` tokens is held.
+    `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
+    first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, in a slot of a pool or
+    in merged caches. `drawn` are the tokens of the last step. `num_drawn` counts the answer's tokens,
+    `num_left` the tokens that it may still get. The repetition penalty applies to the tokens in `seen`. If
+    the session has a window, its caches hold KV of at most `most_held` tokens.
     """
 
     caches: list[Any] | None
@@ -52,7 +52,7 @@ class Row:
     slot: int = 0
 
     def draw(self, num_ahead: int = 0) -> Draw:
-        """Say how the token `num_ahead` positions after the next one is drawn."""
+        """Return how to draw the token that comes `num_ahead` positions after the next one."""
         return self.sampling, self.num_drawn + num_ahead, self.seen
 
     def append(self, tokens: list[int]) -> None:
@@ -67,9 +67,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
-    """Tokens of a prompt to run into a session's caches, which hold `start` tokens before.
+    """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
 
-    With `row` set the piece ends the prompt, and the last token's logits draw the row's first token.
+    If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
     """
 
     caches: list[Any]
@@ -84,7 +84,7 @@ class PrefillPiece:
 
 
 class Batch(ABC):
-    """The running answers, and one step after another for them and for prompts."""
+    """The running answers. Runs one step after another for them and for pieces of prompts."""
 
     #: Whether rows may have rings in the place of plain caches, and whether a model's own windows are rings.
     has_rings = windows_are_rings = False
@@ -103,19 +103,19 @@ class Batch(ABC):
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose KV all rows together hold."""
+        """Number of tokens with KV, over all rows."""
         return sum(min(row.num_cached, row.most_held) for row in self._rows)
 
     @property
     def growing(self) -> list[int]:
-        """How many tokens are held by the rows whose caches are full, so that the next step allocates."""
+        """For each row whose caches are full, so that the next step allocates: its number of tokens."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full]
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that removing a row allocates."""
+        """The most bytes that are allocated to remove a row."""
         return 0
 
     @property
@@ -124,7 +124,7 @@ class Batch(ABC):
         return False
 
     def caches(self, row: Row) -> list[Any]:
-        """Return a row's KV as caches that are valid until the next step, and must not be written."""
+        """Return a row's KV as caches. They are valid until the next step and must not be written to."""
         return row.caches or []
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Batch(ABC):
         """
 
     def remove(self, row: Row) -> list[Any]:
-        """Take a row out, and return its KV as caches of its own."""
+        """Remove a row, and return its KV as separate caches."""
         self._rows.remove(row)
         return row.caches or []
 

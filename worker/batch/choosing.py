@@ -1,7 +1,7 @@
-"""Chooses how a model's rows are run, once, at load. Device thread only.
+"""Chooses, once a model is loaded, how its running answers (rows) are batched. Device thread only.
 
-Where the model's classes do not decide this, a trial does: a few tokens are run both ways, and their logits
-compared. `trials` remembers which trials passed.
+Where the model's classes do not decide this, a trial does: it runs a few tokens batched and one by one, and
+compares the logits. `trials` remembers which trials passed.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def batch_for(
     max_draft: int = 0,
     trials: Trials | None = None,
 ) -> Batch:
-    """Return an empty batch that runs the model's rows in the best way; logs if that is a slow one.
+    """Return an empty batch of the fastest kind that the model supports; log if that kind is slow.
 
-    `room` says whether that many more bytes may be allocated; `max_draft` bounds a row's draft, in tokens.
+    `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -88,7 +88,10 @@ def batch_for(
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
-    """Return the layers that `matching` finds, none if it fails; remembered as a number, a bit for each."""
+    """Return the layers that `matching` finds; none if the search fails.
+
+    `trials` stores them as one number, with a bit for each layer.
+    """
     num_layers = len(make_prompt_cache(model))
 
     def find() -> int | None:
@@ -105,7 +108,7 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
-    """Return empty merged caches whose steps give the model's own logits; None if no way passes."""
+    """Return empty merged caches that give the model's own logits; None if no kind of merging does."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
     if missing is None:
@@ -122,7 +125,7 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
 
 
 def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
-    """Say whether a trial gives the model's own logits, except for rounding."""
+    """Say whether a trial gives the same logits as the model itself, except for rounding."""
     try:
         worst = deviation()
     except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
@@ -135,9 +138,9 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
 
 
 def _deviation_shared(model: Any, forward: Forward) -> float:
-    """Compare the logits of a shared pass with those of the rows alone; see `_deviation`.
+    """Compare the logits of a shared pass with the logits of each row run alone; see `_deviation`.
 
-    Two prompts, one of 21 tokens in two pieces, one of 3, and a token after each.
+    Runs a prompt of 21 tokens in two pieces, a prompt of 3 tokens, and one token after each.
     """
     alone = _prefilled(model, 16, 5), _prefilled(model, 3)
     one, other = make_prompt_cache(model), make_prompt_cache(model)
@@ -148,11 +151,11 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
 
 
 def _deviation_rotated(model: Any, forward: Forward, *, shares: bool) -> float:
-    """Return the largest difference of logits with rings and with mlx-lm's windows, as a share.
+    """Compare the logits with ring caches and with mlx-lm's windows; see `_deviation`.
 
-    Of 45 tokens in four pieces, with a window of 16 in layers that have none: the rings
-    count positions from a base that moves on every 16 tokens, so most keys stand on the other side of it.
-    In a model that `shares` a pass its own windows are rings too.
+    Runs 45 tokens in four pieces. Layers without a window get one of 16 tokens. The rings restart their
+    position count every 16 tokens, so most keys were rotated before the last restart. If the model `shares` a
+    pass, its own windows become rings too.
     """
     windows: list[Any] = [_windowed(cache, RotatingKVCache) for cache in make_prompt_cache(model)]
     rings = [_windowed(cache, _ring, own=shares) for cache in make_prompt_cache(model)]
@@ -172,7 +175,11 @@ def _ring(size: int) -> RingCache:
 
 
 def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) -> Any:
-    """Return a window of 16 tokens in the place of a plain cache; with `own` windows are replaced, too."""
+    """Return the cache that a trial uses for this one.
+
+    A plain cache becomes `window(16)`. If `own` is true, a sliding-window cache of the model becomes `window`
+    of the same size. Any other known cache stays.
+    """
     match cache:
         case CacheList():
             members = [_windowed(member, window, own=own) for member in cache.caches]
@@ -188,10 +195,10 @@ def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) ->
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
-    """Compare the logits of merged rows with those of the rows alone; see `_deviation`.
+    """Compare the logits of merged rows with the logits of each row run alone; see `_deviation`.
 
-    Sessions of three lengths: the third one joins after one step, the second one leaves after two steps and
-    continues alone. Then a step is rolled back.
+    Uses sessions of three lengths. The third session joins after one step. The second one leaves after two
+    steps and continues alone. Then one step is rolled back.
     """
     lengths, tokens = (7, 3, 5), (2, 3, 4, 5)
     first = (0, 0, 1)  # index of each row's first token in `tokens`
@@ -221,9 +228,9 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
 
 
 def _tolerance(model: Any) -> float:
-    """Return how far logits of the same tokens may differ, as a share of the largest.
+    """Return how far the logits of the same tokens may differ, relative to the largest logit.
 
-    With quantised KV, rounding may give a key another code.
+    The tolerance is larger for quantised KV, where rounding can change the code of a key.
     """
     if any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model))):
         return _COARSE
@@ -239,7 +246,7 @@ def _deviation(found: mx.array, expected: mx.array) -> float:
 
 
 def _prefilled(model: Any, *lengths: int) -> list[Any]:
-    """Make caches, and prefill pieces of these lengths."""
+    """Make caches, and prefill pieces with these numbers of tokens."""
     caches: list[Any] = make_prompt_cache(model)
     for length in lengths:
         model(mx.array([_ids(length)]), cache=caches)
@@ -247,7 +254,7 @@ def _prefilled(model: Any, *lengths: int) -> list[Any]:
 
 
 def _alone(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
-    """Run tokens one by one; returns their logits, (tokens, vocabulary)."""
+    """Run tokens one by one; return their logits, (tokens, vocabulary)."""
     return mx.concatenate([model(mx.array([[token]]), cache=caches)[:, -1] for token in tokens])
 
 

@@ -1,14 +1,15 @@
 """Operations that MLX computes slowly on a CPU, computed by numpy in MLX's own memory. Device thread only.
 
-MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. Over
-a prompt at a long context that is most of a forward pass: softmax in attention, SiLU in the layers between.
-Matrix products stay with MLX, which uses BLAS. An operation with numpy is evaluated at once, which costs some
-ten microseconds, so small operations stay with MLX too.
+MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. For
+a prompt at a long context, softmax (in attention) and SiLU (in the MLPs) would take most of a forward pass.
+Matrix products stay with MLX, which uses BLAS. MLX evaluates lazily, but an operation with numpy is evaluated
+at once. This costs some ten microseconds, so small operations stay with MLX too.
 
 On a CPU MLX's products with quantised matrices are no faster for one token than dequantising and multiplying,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
 
-Queries of a paged session are compared with its sketches in runs that fit into the processor's cache.
+The queries of a paged session are compared with its sketches (2-bit copies of keys) in runs of tokens that
+fit into the processor's cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def faster_attention(queries: Any, keys: Any) -> bool:
 
 
 def faster_weighted(scores: mx.array) -> bool:
-    """Say whether `weighted` is the faster way for these scores."""
+    """Say whether `weighted` is faster than MLX for these scores."""
     return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and _on_cpu()
 
 
@@ -55,7 +56,7 @@ def should_dequantise(keys: Any) -> bool:
 
 
 def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
-    """Dequantise a layer's keys, or values, to the type of their scales; unevaluated."""
+    """Dequantise a layer's keys or values to the dtype of their scales. The result is not evaluated yet."""
     codes, scales, biases = part
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
@@ -66,11 +67,11 @@ def faster_swiglu(gate: mx.array) -> bool:
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
-    """Compute softmax(scale queries keys^T + mask) values, evaluated up to the last product.
+    """Compute softmax(scale queries keys^T + mask) values, evaluated except for the last product.
 
     Shapes as for `mx.fast.scaled_dot_product_attention`: queries (rows, heads, tokens, head_dim), keys and
-    values (rows, KV heads, length, head_dim); `mask` is None, "causal", or an array that broadcasts to
-    (rows, heads, tokens, length), of booleans (True: seen) or of what is added.
+    values (rows, KV heads, length, head_dim); `mask` is None, "causal", or an array that broadcasts to (rows,
+    heads, tokens, length), either of booleans (True: visible) or of numbers that are added to the scores.
     """
     rows, heads, num_tokens, head_dim = queries.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -80,9 +81,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 
 
 def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
-    """Compute softmax(scores + mask) values, evaluated up to the last product; shapes as in `attention`.
+    """Compute softmax(scores + mask) values, evaluated except for the last product; shapes as in `attention`.
 
-    Writes into the memory of `scores`, which nobody else may have.
+    Overwrites the memory of `scores`, so nothing else may use that array.
     """
     rows, heads, num_tokens, length = scores.shape
     seen = mask if isinstance(mask, mx.array) else None
@@ -100,9 +101,10 @@ def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
 
 
 def exponentiated(scores: mx.array) -> tuple[mx.array, mx.array]:
-    """Replace scores by exp(score - largest of its row), evaluated; return the largest ones, and the sums.
+    """Replace each score by exp(score - largest score of its row), evaluated.
 
-    Writes into the memory of `scores`, which nobody else may have.
+    Returns the largest scores and the sums of the rows. Overwrites the memory of `scores`, so nothing else
+    may use that array.
     """
     mx.eval(scores)
     largest, sums = _exponentiate(_view(scores))
@@ -128,7 +130,7 @@ def faster_compared(queries: mx.array) -> bool:
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Compute `cache.kv.paged.compared`, evaluated: for 32 queries in a seventh of MLX's time."""
+    """Compute `cache.kv.paged.compared`, evaluated. For 32 queries it takes a seventh of MLX's time."""
     mx.eval(asked, sketch)
     heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
     found = [_compared(queries, codes, scales, biases, page) for queries, codes, scales, biases in heads]
@@ -142,7 +144,7 @@ def _compared(
     biases: np.ndarray[Any, Any],
     page: int,
 ) -> np.ndarray[Any, Any]:
-    """Return the largest log of a share of each page for one head's queries, (queries, head_dim)."""
+    """Return the log of each page's largest attention share over one head's queries, (queries, head_dim)."""
     num = len(asked)
     pages = np.empty((len(codes) // page, num), np.float32)
     largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
@@ -168,10 +170,10 @@ def _products(
     scales: np.ndarray[Any, Any],
     biases: np.ndarray[Any, Any],
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the products of all sketches with the queries, run by run: (tokens, queries).
+    """Yield the products of the sketches with the queries, one run of tokens at a time: (tokens, queries).
 
-    While numpy reads one run's products, MLX computes the next run's. (numpy's own BLAS would add a second
-    pool of spinning threads.)
+    While numpy reads the products of one run, MLX computes those of the next run. (numpy's own BLAS would add
+    a second pool of spinning threads.)
     """
     (num, size), groups = asked.shape, scales.shape[1]
     # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
@@ -208,7 +210,7 @@ def _view(array: mx.array) -> np.ndarray[Any, Any]:
 
 
 def _hide_later(scores: np.ndarray[Any, Any]) -> None:
-    """Mask the tokens after each token; the tokens are the last ones of the context."""
+    """Hide from each token the tokens after it (causal mask). The queries are the context's last tokens."""
     num_tokens = scores.shape[2]
     if num_tokens > 1:
         later = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)
@@ -228,10 +230,10 @@ def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
 
 
 def _exponentiate(scores: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Replace scores by exp(score - largest of its row); return the largest ones and the rows' sums.
+    """Replace each score by exp(score - largest score of its row).
 
-    Both are (rows, heads, tokens, 1). Many scores are computed head by head, so that each head stays in the
-    processor's cache.
+    Returns the largest scores and the sums of the rows, both (rows, heads, tokens, 1). If there are many
+    scores, they are computed head by head, so that each head stays in the processor's cache.
     """
     largest, sums = np.empty((2, *scores.shape[:3], 1), np.float32)
     heads = [()] if scores.size < _CACHED else np.ndindex(scores.shape[:2])

@@ -3,12 +3,13 @@
 mlx-lm's models take tokens as (rows, length) and pad shorter rows. Here every token is a row of length one:
 what works token by token (embeddings, projections, norms, experts, rotary positions) runs over all tokens at
 once. Attention, the only operation across tokens, is delegated to the parts of the pass, each with its own
-KV. So answers that decode and prompts that are prefilled share one pass over the weights, nothing is padded,
-and no cache is merged.
+KV. So decoding answers and prompts in prefill share one pass over the weights, nothing is padded, and no
+cache is merged.
 
-The models stay as they are. A view with `offset`, `make_mask` and `update_and_fetch` replaces their layers'
-caches, and a function that knows the view replaces the one that they call for attention. Not every
-architecture fits: `choosing` runs a few tokens both ways and compares.
+The code of the models is not changed. During a pass, views with `offset`, `make_mask` and `update_and_fetch`
+replace the layers' caches, and the attention function that models call is replaced by one that accepts such
+views. Not every architecture fits: `choosing` runs a few tokens with and without this module and compares the
+logits.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Part(Protocol):
         """The position of each token in its session."""
 
     def grid(self, layer: int) -> int:
-        """Say from which grid of positions a layer's offsets are counted; 0: from the session's beginning."""
+        """Return a layer's grid: offsets are positions modulo the grid; plain positions if it is 0."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Make the mask that `attend` gets, before the layer's cache is written."""
+        """Make the mask for `attend`. Called before the tokens are written to the layer's cache."""
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""
@@ -57,7 +58,7 @@ class Part(Protocol):
 
 
 class OwnPart:
-    """Some tokens of one session on its own caches, of whatever class they are."""
+    """Tokens of one session that use the session's own caches, of any class."""
 
     def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
         self._caches = caches
@@ -67,12 +68,12 @@ class OwnPart:
         self.offsets = list(range(start, start + num_tokens))
 
     def grid(self, layer: int) -> int:
-        """Only a ring's offsets are counted from a grid."""
+        """Return the grid of a ring; 0 for any other cache, whose offsets are plain positions."""
         cache = self._caches[layer]
         return cache.grid if isinstance(cache, RingCache) else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model does; `attend` makes that of a ring."""
+        """Let the cache make the mask, as the model does. For a ring, `attend` makes the mask itself."""
         cache = self._caches[layer]
         if isinstance(cache, RingCache):
             return None
@@ -99,7 +100,7 @@ class OwnPart:
         return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
 
     def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Write and attend run by run: no run overwrites keys that its tokens still need."""
+        """Write tokens and attend in runs: no run overwrites keys that its tokens still need."""
         ring, outputs = self._caches[layer], []
         sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
         if sees_all:
@@ -116,7 +117,10 @@ class OwnPart:
         return together.transpose(2, 1, 0, 3)
 
     def _written(self, ring: RingCache) -> Iterator[tuple[int, slice]]:
-        """Write the tokens run by run, none across a base; yield the position and the indices of each run."""
+        """Write the tokens to the ring in runs; yield each run's position and token indices.
+
+        No run crosses a multiple of the ring's grid, where offsets start again from 0.
+        """
         (keys, values), start, end = self._fetched, ring.offset, ring.offset + self._num_tokens
         while ring.offset < end:
             at, most = ring.offset, min(SLACK, ring.grid or SLACK)
@@ -131,7 +135,10 @@ class OwnPart:
         return self._sights[kind]
 
     def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Attend to all tokens of the session, before these are written: (1, heads, tokens, head_dim)."""
+        """Attend to all earlier tokens of the session and to the new ones: (1, heads, tokens, head_dim).
+
+        The new tokens are not in the cache yet.
+        """
         cache = self._caches[layer]
         later = (i for i in range(layer + 1, len(self._caches)) if isinstance(self._caches[i], PagedCache))
         then = next(later, None)
@@ -145,19 +152,19 @@ class OwnPart:
 
 
 def _of_one_session(array: mx.array) -> mx.array:
-    """Make (tokens, heads, 1, size) of one session (1, heads, tokens, size), or back."""
+    """Convert (tokens, heads, 1, size) of one session to (1, heads, tokens, size), or back."""
     return array.transpose(2, 1, 0, 3)
 
 
 class _Masks:
-    """One mask for each part, which the model passes on to attention unread."""
+    """One mask for each part of the pass. The model passes them on to attention without reading them."""
 
     def __init__(self, masks: list[Any]) -> None:
         self.of_parts = masks
 
 
 class _LayerView:
-    """Stands for a layer's cache during a pass."""
+    """Takes the place of a layer's cache during a pass."""
 
     def __init__(
         self,
@@ -198,7 +205,10 @@ class _LayerView:
 
 
 class RingView(_LayerView):
-    """Replaces a ring while the model runs consecutive tokens of one session, as in mlx-lm, from one base."""
+    """Takes the place of a ring cache while mlx-lm's own code runs consecutive tokens of one session.
+
+    All these tokens must lie between the same two multiples of the ring's grid.
+    """
 
     def __init__(self, layer: int, part: OwnPart, rotate: Rotate) -> None:
         num_tokens, offset = len(part.offsets), part.offsets[0] % part.grid(layer)
@@ -215,7 +225,7 @@ class RingView(_LayerView):
 
 
 class _Offsets:
-    """The offsets of all tokens of a pass, which differ by layer where some count from a grid."""
+    """The offsets of all tokens of a pass. They differ between layers if some layers count modulo a grid."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -248,10 +258,10 @@ class Forward:
     def __call__(
         self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
     ) -> mx.array:
-        """Build a pass over `tokens`, those of `parts` in order, and over pieces of prompts after them.
+        """Build a pass over `tokens` and over pieces of prompts. The caches are updated.
 
-        Returns logits, (rows, vocabulary): of all `tokens`, then of the last token of each piece that begins
-        a row. The caches are updated.
+        `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): first of all
+        `tokens`, then of the last token of each piece that starts a row.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -279,7 +289,9 @@ class Forward:
 
 
 def _select_hidden(model: Any) -> list[mx.array] | None:
-    """Patch the model so that its head runs for chosen positions only: the whole head is a tenth of a pass.
+    """Patch the model so that its output head runs for chosen positions only.
+
+    For all positions the head takes a tenth of a pass.
 
     Returns a list: the caller adds the positions before a pass and clears the list after it. While the list
     is empty, the head runs for all positions. Returns None if the model has another structure.

@@ -27,10 +27,10 @@ _MAX_PAUSE: Final = 32
 
 
 class Lookup:
-    """The last tokens of one session, searchable for the latest earlier copy of a run of tokens."""
+    """The last tokens of one session, indexed to find the latest earlier copy of a run of tokens."""
 
     def __init__(self, tokens: Iterable[int], *, most: int) -> None:
-        """`most` bounds a draft's length, in tokens."""
+        """`most` limits the length of a draft, in tokens."""
         self._tokens = array("I", tokens)
         self._most = most
         self._length = min(_FIRST_LENGTH, most)
@@ -44,11 +44,11 @@ class Lookup:
 
     @property
     def may_propose(self) -> bool:
-        """Whether `propose` may return tokens after one more token, whichever it is."""
+        """Whether `propose` could return tokens after one more token, whatever that token is."""
         return self._pause <= 1 and self._place(NGRAM - 1) is not None
 
     def propose(self, most: int) -> list[int]:
-        """Return a draft of up to `most` tokens; empty without a match, or while drafts keep failing."""
+        """Return a draft of up to `most` tokens; empty if nothing matches or `learn` has paused drafting."""
         place = self._place(NGRAM) if self._pause == 0 else None
         if place is None:
             return []
@@ -58,7 +58,10 @@ class Lookup:
         return proposed
 
     def learn(self, num_proposed: int, num_right: int) -> None:
-        """Adapt to a draft's acceptance: draft more tokens, fewer, or pause for longer each time."""
+        """Adapt to how much of a draft was accepted.
+
+        Later drafts get longer or shorter. If drafts keep failing, drafting pauses, for longer each time.
+        """
         if num_right == num_proposed:
             self._length = min(2 * self._length, self._most)
         else:
@@ -67,7 +70,7 @@ class Lookup:
         self._pause = self._paused
 
     def _place(self, num: int) -> int | None:
-        """Find the latest token behind an earlier run that equals the last `num` tokens."""
+        """Return the position after the latest earlier run of tokens that equals the last `num` tokens."""
         last = self._tokens[-num:]
         if len(last) < num:
             return None

@@ -1,8 +1,10 @@
-"""Finds the layers with induction heads, which find earlier text again. Device thread only.
+"""Finds a model's layers with induction heads: attention heads that find earlier text again.
 
-Such a head attends from a token to the token's first occurrence, or to what followed it there. The trial
-measures this on random tokens that are repeated. A paged session keeps sketches only of these layers' keys,
-to choose the chunks that it reads from SSD.
+Device thread only.
+
+Such a head attends from a token to the token's first occurrence, or to what followed it there. A trial
+measures this on a repeated sequence of random tokens. Only for these layers a paged session keeps sketches
+(2-bit copies) of keys, to choose the chunks that it reads from SSD.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ _FEWEST: Final = 4
 
 
 def num_sketched(num_layers: int) -> int:
-    """Return how many of a model's layers are sketched."""
+    """Return for how many of a model's layers sketches are kept."""
     return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
 
 
 def find(model: Any, forward: Forward) -> tuple[int, ...]:
-    """Return the numbers of the best layers, in order, among the layers that keep all tokens."""
+    """Return the indices of the layers with the best induction heads, in ascending order.
+
+    Only layers that keep all tokens are considered.
+    """
     own = make_prompt_cache(model)
     whole = [layer for layer, cache in enumerate(own) if type(cache) in (KVCache, QuantizedKVCache)]
     if len(whole) <= _FEWEST:
@@ -49,10 +54,11 @@ def find(model: Any, forward: Forward) -> tuple[int, ...]:
 
 
 class _Matching(OwnPart):
-    """A pass over a text and its repetition. `matched` has the result of each layer's best head.
+    """Part of a pass over a text that is followed by its repetition.
 
-    It is the larger of two means over the repeated tokens, unevaluated: the share of attention on the token's
-    first occurrence, and on the token after that.
+    `matched` has the result of each layer's best head, not evaluated yet. The result is the larger of two
+    means over the repeated tokens: the share of attention on the token's first occurrence, and on the token
+    after it.
     """
 
     def __init__(self, caches: list[Any]) -> None:

@@ -1,4 +1,6 @@
-"""KV of running answers merged into mlx-lm's batch caches: one pass over all rows. Device thread only.
+"""Merges the KV of running answers into mlx-lm's batch caches, so that one pass runs all rows.
+
+Device thread only.
 
 For models that cannot share a pass (`forward`), or whose caches are not all plain: recurrent states, windows,
 hybrids, custom attention. Rows of different length are padded on the left. A row that joins or leaves costs a
@@ -8,7 +10,7 @@ Only decoding is merged: a row joins with caches that hold its prompt, so recurr
 Each step can be rolled back until `commit`: the positions are remembered, and so are the arrays of recurrent
 states, which a step replaces and never changes in place.
 
-Knows nothing of answers: a row is any value that its owner chooses.
+Knows nothing of answers: a row can be any value.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _GROWTH: Final = BatchKVCache.step
 
 
 class _Window(BatchRotatingKVCache):
-    """A merged window with room for one more step, which overwrites nothing and can be rolled back."""
+    """A merged window with room for one extra step: that step overwrites nothing and can be rolled back."""
 
     def __init__(self, max_size: int, left_padding: list[int]) -> None:
         super().__init__(max_size + 1, left_padding)
@@ -57,7 +59,7 @@ class _Window(BatchRotatingKVCache):
         return super().make_mask(N, window_size or self.window, return_array)
 
     def extract(self, idx: int) -> Any:
-        """Copy a row to a window of the original size, in the order of time."""
+        """Copy a row to a window of the original size, ordered by time."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         cache.max_size = self.window
         cache.keys, cache.values = (
@@ -76,9 +78,10 @@ class _Arrays(ArraysCache):
 
 
 class _Spread(BatchKVCache):
-    """Masks for attention whose query heads have an axis of their own (gemma2).
+    """Makes masks for attention where the query heads have a separate axis (gemma2).
 
-    There mlx-lm's mask of four axes would fail, or, with as many rows as KV heads, mask the wrong ones.
+    There mlx-lm's mask of four axes would fail, or, if there are as many rows as KV heads, mask the wrong
+    ones.
     """
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:  # noqa: N803
@@ -107,34 +110,46 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def rows(self) -> list[RowT]:
-        """The rows; after `tidy`, in the order of a step's logits."""
+        """The rows. After `tidy` they are in the order of the logits that a step returns."""
         return [row for row in self._rows if row is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the merged caches, with padding and what is allocated ahead."""
+        """Bytes of the merged caches, including padding and room allocated in advance."""
         return sum(int(leaf.nbytes) for leaf in _leaves(self._caches))
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that removing a row allocates: its copy, then one layer of the rest at a time."""
+        """The most bytes that are allocated to remove a row.
+
+        First the row is copied, then the other rows, one layer at a time.
+        """
         largest = max((int(cache.nbytes) for cache in self._caches), default=0)
         return self.nbytes // len(self._rows) + largest if self._rows else 0
 
     @property
     def growing(self) -> list[int]:
-        """Lengths for which the next step allocates, one per row; the first one accounts for the copy."""
+        """For each row, the length for which the next step allocates; empty if it does not.
+
+        The first number covers all rows, since the whole batch is copied; the others are 0.
+        """
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
 
     def can_join(self, caches: Sequence[Any]) -> bool:
-        """Say whether a row with these caches can join: the classes have passed a trial, none is empty."""
+        """Say whether a row with these caches can join.
+
+        The classes of its caches must have passed a trial, and no cache may be empty.
+        """
         return all(
             can_merge(leaf) and type(leaf) in self._way and not leaf.empty() for leaf in _leaves(caches)
         )
 
     def joining_bytes(self, newcomers: Sequence[Sequence[Any]]) -> int:
-        """Return the most bytes allocated while rows with these caches join, without the rows' own KV."""
+        """Return the most bytes that joining allocates, besides the KV of the joining rows themselves.
+
+        `newcomers` are the caches of the rows that would join.
+        """
         num_rows = len(self._rows) + len(newcomers)
         merged = _leaves(self._caches) or [None] * len(_leaves(newcomers[0]))
         theirs = zip(*(_leaves(caches) for caches in newcomers), strict=True)
@@ -143,7 +158,10 @@ class MergedCaches(Generic[RowT]):
         return max(sum(after) - self.nbytes, 0) + 3 * max(after)
 
     def join(self, rows: Sequence[tuple[RowT, list[Any]]]) -> None:
-        """Copy rows in; their caches stay unchanged. If that fails, all merged rows are lost."""
+        """Copy rows into the merged caches; the rows' own caches stay unchanged.
+
+        If this fails, all merged rows are lost.
+        """
         if self._mark is not None:
             raise AssertionError("rows change only after the step is committed")
         try:
@@ -155,7 +173,7 @@ class MergedCaches(Generic[RowT]):
         self._rows += [row for row, _ in rows]
 
     def leave(self, row: RowT) -> list[Any]:
-        """Copy a row out into caches of its own."""
+        """Copy a row out into separate caches."""
         caches = self.show(row)
         mx.eval([cache.state for cache in caches])
         self._rows[self._rows.index(row)] = None
@@ -164,12 +182,12 @@ class MergedCaches(Generic[RowT]):
         return caches
 
     def show(self, row: RowT) -> list[Any]:
-        """Return a row's KV as caches of its own, unevaluated."""
+        """Return a row's KV as separate caches, not evaluated."""
         index = self._rows.index(row)
         return [cache.extract(index) for cache in self._caches]
 
     def tidy(self) -> None:
-        """Free the room of rows that have left. If that fails, all rows are lost."""
+        """Free the memory of rows that have left. If this fails, all rows are lost."""
         if None not in self._rows:
             return
         if self._mark is not None:
@@ -191,7 +209,7 @@ class MergedCaches(Generic[RowT]):
         return last
 
     def part(self, lengths: list[int]) -> MergedPart:
-        """Begin a step as part of a pass; `lengths` are the rows' tokens with KV."""
+        """Start a step as part of a pass; `lengths` are the numbers of tokens with KV, one per row."""
         self._remember()
         return MergedPart(self._caches, lengths)
 
@@ -249,7 +267,7 @@ def _merge(way: dict[type, type], caches: Sequence[Any]) -> Any:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the fields that the next step changes, as arrays that the step does not change in place."""
+    """Return the fields that the next step replaces. The step never changes these arrays in place."""
     if isinstance(leaf, ArraysCache):
         return {"cache": list(leaf.cache)}
     fields = {name: value for name, value in vars(leaf).items() if name in _POSITIONS}
@@ -258,7 +276,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
 
 
 def _is_full(leaf: Any) -> bool:
-    """Say whether the next step allocates."""
+    """Say whether the next step has to allocate memory for this cache."""
     if isinstance(leaf, ArraysCache):
         return False
     length = leaf.keys.shape[2]
@@ -266,7 +284,7 @@ def _is_full(leaf: Any) -> bool:
 
 
 def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
-    """Count a row's bytes in one leaf of the batch once rows with these caches have joined."""
+    """Count the bytes of one row in a merged cache, once rows with the caches `own` have joined."""
     if isinstance(own[0], ArraysCache):
         return int(own[0].nbytes)
     lengths = [cache.offset if type(cache) is QuantizedKVCache else cache.size() for cache in own]

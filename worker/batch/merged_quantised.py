@@ -1,7 +1,8 @@
-"""Quantised KV in one batch: a token's codes, scales and biases as a row of bytes. Device thread only.
+"""Merges quantised KV into one batch cache: a token's codes, scales and biases become a row of bytes.
 
-mlx-lm's batch cache moves, pads and cuts keys and values without reading them, so bytes work as well.
-Attention gets codes, scales and biases again, and finds `bits` and `group_size` here.
+Device thread only. mlx-lm's batch cache moves, pads and cuts keys and values without interpreting them, so it
+can hold bytes. Attention gets codes, scales and biases again, and reads `bits` and `group_size` from this
+cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MergedQuantised(BatchKVCache):
-    """Rows of one group size and number of bits; `dtype` is the type of the scales."""
+    """Rows with the same group size and number of bits; `dtype` is the type of the scales."""
 
     group_size: int
     bits: int
@@ -24,7 +25,7 @@ class MergedQuantised(BatchKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[QuantizedKVCache]) -> MergedQuantised:
-        """Copy caches, none of them empty, padded on the left to the longest."""
+        """Copy non-empty caches into one, padded on the left to the length of the longest."""
         plain = []
         for cache in caches:
             held: Any = (cache.keys, cache.values)

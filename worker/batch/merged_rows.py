@@ -27,7 +27,7 @@ _LEAST_ROWS: Final = 2
 
 
 class MergedRows(Batch):
-    """Rows are merged once there are two. A row for which there is no room stays on its own caches."""
+    """Rows are merged once there are two. A row that does not fit into memory stays on its own caches."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class MergedRows(Batch):
     ) -> None:
         """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
 
-        `room` says whether that many more bytes may be allocated. `rotations` says how layers rotate queries,
-        if their caches may be rings: such rows are not merged.
+        `room(n)` says whether `n` more bytes may be allocated. `rotations` says how layers rotate queries, if
+        their caches can be rings; rows with rings are not merged.
         """
         super().__init__()
         self.has_rings = rotations is not None
@@ -52,12 +52,12 @@ class MergedRows(Batch):
 
     @property
     def growing(self) -> list[int]:
-        """Lengths of the rows for which the next step allocates, merged or not."""
+        """For each row whose caches the next step enlarges, merged or not: its length."""
         return super().growing + self._merged.growing
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that removing a row allocates."""
+        """The most bytes that are allocated to remove a row."""
         return self._merged.removal_bytes
 
     def caches(self, row: Row) -> list[Any]:
@@ -65,7 +65,7 @@ class MergedRows(Batch):
         return self._merged.show(row) if row.caches is None else row.caches
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run the merged rows, and the other rows and pieces beside them. Never runs ahead."""
+        """Run the merged rows, and beside them the unmerged rows and the pieces. Never runs ahead."""
         del run_ahead
         self._join()
         merged, own = self._merged.rows, [row for row in self._rows if row.caches is not None]
@@ -87,7 +87,7 @@ class MergedRows(Batch):
         return row.caches
 
     def roll_back(self) -> bool:
-        """Undo the step in the merged caches; False if a row is not merged."""
+        """Undo the step in the merged caches; False if some row is not merged."""
         self._merged.roll_back()
         return set(self._rows) <= set(self._merged.rows)
 
@@ -97,7 +97,7 @@ class MergedRows(Batch):
         self._merged.clear()
 
     def _join(self) -> None:
-        """Merge the other rows: all at once, or, without room for that, as many as fit."""
+        """Merge the rows that are not merged yet: all at once, or as many as fit into memory."""
         merged = self._merged
         merged.tidy()
         own = [row for row in self._rows if row.caches is not None and merged.can_join(row.caches)]

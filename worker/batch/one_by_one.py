@@ -48,7 +48,10 @@ def run_apart(
     logits: Sequence[mx.array] = (),
     rotations: Sequence[Rotate] | None = None,
 ) -> mx.array:
-    """Build a pass over each row and piece; returns `logits`, the rows' and the new rows' first."""
+    """Build a separate pass over each row and piece.
+
+    Returns `logits` followed by the logits of the rows, then of the rows that the pieces start.
+    """
 
     def run(caches: list[Any], tokens: list[int]) -> mx.array:
         return run_alone(model, caches, tokens, rotations)[:, -1]
@@ -67,9 +70,10 @@ def run_apart(
 def run_alone(
     model: Any, caches: list[Any], tokens: list[int], rotations: Sequence[Rotate] | None
 ) -> mx.array:
-    """Build a pass over one session's next tokens; returns their logits, (1, tokens, vocabulary).
+    """Build a pass over one session's next tokens; return their logits, (1, tokens, vocabulary).
 
-    All tokens of one call of the model share a base, so tokens of several bases take several calls.
+    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it take several
+    calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
     if not rings or rotations is None:
@@ -84,7 +88,7 @@ def run_alone(
 
 
 def _shown(caches: list[Any], num_tokens: int, rotations: Sequence[Rotate]) -> list[Any]:
-    """Replace rings by views, for the next tokens."""
+    """Replace ring caches by views, for a pass over the next tokens."""
     held = [cache for _, cache in leaves(caches)]
     start = next(cache.offset for cache in held if type(cache) is RingCache)
     part, number = OwnPart(held, start, num_tokens), count()

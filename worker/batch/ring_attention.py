@@ -1,10 +1,11 @@
-"""Attention to rings: keys whose rotary position differs from their position in the session.
+"""Computes attention to ring caches, whose keys have another rotary position than their session position.
 
 A session without end must not give a model large positions: float32 angles are useless beyond some 100,000.
-So the layers of a `RingCache` get offsets from a base on a fixed grid of positions, `RingCache.grid`. A key
-of the base before is one grid further away than its rotation says, and a sink must appear right before the
-window. Rotating the query corrects both, since the dot product depends only on the distance. So no stored key
-changes, and results for a token depend only on its position. Device thread only.
+So the layers of a `RingCache` count positions modulo `RingCache.grid`: the base, where the count is 0, moves
+on by one grid at a time. A key that was counted from the previous base is one grid further away than its
+rotation says, and a sink must appear right before the window. Rotating the query corrects both, since the dot
+product depends only on the distance. So no stored key changes, and results for a token depend only on its
+position. Device thread only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def rotations(model: Any, num_caches: int) -> list[Rotate] | None:
-    """Find how each layer of a model rotates its queries; None where that cannot be told.
+    """Find how each layer of a model rotates its queries; None if that cannot be determined.
 
     A layer without rotary positions rotates nothing.
     """
@@ -80,12 +81,13 @@ _KINDS: Final = ("here", "before", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which places of rings some tokens see, for all layers with such rings.
+    """Which places of ring caches are visible to some tokens; the same for all layers with such rings.
 
-    `seen`, (rows, 1, tokens, places), is None if all places are seen. `before`, (rows, 1, 1, places), says
-    which keys are of the base before, None where none is. `to_sinks`, (tokens,), is how far queries are
-    rotated for the first `num_sinks` places, None if these need no rotation. The first `num_places` places
-    are used. For a single row, `runs` are the ends of consecutive places with equal values of these three.
+    `seen`, (rows, 1, tokens, places), is None if all places are visible. `before`, (rows, 1, 1, places),
+    marks the keys that were counted from the previous base; None if there are none. `to_sinks`, (tokens,), is
+    how far queries are rotated for the first `num_sinks` places; None if these need no rotation. Only the
+    first `num_places` places are used. For a single row, `runs` are the ends of consecutive places with equal
+    values of these three fields.
     """
 
     num_places: int
@@ -103,10 +105,10 @@ class Sight:
 
 
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
-    """Return which places of rings like this one the last `num` tokens of several rows see.
+    """Return which places of rings like this one the last `num` tokens of each row see.
 
-    A row's ring holds `ends` of its tokens; its last ones lie on the same side of a base. Tokens in slots are
-    seen if they are before the window; a ring with slots is alone.
+    `ends` has each row's number of tokens. The last `num` tokens of a row have the same base. Tokens in slots
+    (recalled chunks) are visible if they are before the window; a ring with slots must be the only row.
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
@@ -154,9 +156,9 @@ def attend(
 ) -> mx.array:
     """Compute attention of queries to a ring's places: (rows, heads, tokens, head_dim).
 
-    `queries` are (all rows' tokens, heads, 1, head_dim), and `to_rows` makes that (rows, heads, tokens,
-    head_dim); keys and values are (rows, KV heads, places, head_dim). `sink_logits`, one a head, are some
-    models' scores of a sink without a key.
+    `queries` are (all rows' tokens, heads, 1, head_dim), and `to_rows` converts this shape to (rows, heads,
+    tokens, head_dim); keys and values are (rows, KV heads, places, head_dim). Some models have a learned
+    attention sink without a key: `sink_logits` are its scores, one per head.
     """
 
     def scored(asking: mx.array, columns: mx.array) -> mx.array:
@@ -185,7 +187,10 @@ def _scores(
     rotate: Rotate,
     scored: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:
-    """Score all keys, (rows, KV heads, head_dim, places), each by the query that is rotated for its place."""
+    """Score all keys, each with the query rotated for the key's place.
+
+    The keys have the shape (rows, KV heads, head_dim, places).
+    """
     rotated = {"here": queries}
     if sight.before is not None:
         rotated["before"] = rotate(queries, sight.grid)

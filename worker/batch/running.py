@@ -1,7 +1,9 @@
-"""Attention to keys that come in parts, for a paged session's exact prefill. Device thread only.
+"""Computes attention to keys that arrive in parts, for the exact prefill of a paged session.
 
-Only one part and its scores are in memory. The result so far is corrected when larger scores come: "Online
-normalizer calculation for softmax" (arXiv 1805.02867).
+Device thread only.
+
+Only one part and its scores are in memory. The result so far is rescaled when a part has larger scores:
+"Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class RunningAttention:
     def add(self, keys: mx.array, values: mx.array, seen: mx.array | None = None) -> None:
         """Attend to more keys, (1, KV heads, length, head_dim), and values, evaluated.
 
-        `seen`, (tokens, length), says which token sees which key; each one sees at least one of these.
+        `seen`, (tokens, length), says which token sees which key; each token must see at least one of these
+        keys.
         """
         (_, heads, num_tokens, size), (_, kv_heads, length, _) = self._queries.shape, keys.shape
         together = self._queries.reshape(1, kv_heads, -1, size)

@@ -59,7 +59,8 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
     `draws` has each row's sampling, the index of the token in the answer, from 0, and the distinct tokens
     that the repetition penalty applies to. Returns integers, (rows,). A row's draw does not depend on other
-    rows. The result is unevaluated; for `waits_for_logits` rows the logits are evaluated here.
+    rows. The result is unevaluated; but the logits of rows for which `waits_for_logits` is true are evaluated
+    here.
     """
     likeliest = mx.argmax(logits, axis=-1)
     others = [i for i, (sampling, _, _) in enumerate(draws) if not sampling.takes_likeliest]
@@ -89,7 +90,10 @@ def draw(logits: mx.array, sampling: Sampling, index: int, seen: Collection[int]
 
 
 def _penalised(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
-    """Divide positive and multiply negative logits of seen tokens (CTRL, arXiv 1909.05858, section 4.1)."""
+    """Apply the repetition penalty to seen tokens: divide positive logits by it, multiply negative ones.
+
+    See CTRL, arXiv 1909.05858, section 4.1.
+    """
     rows = [i for i, (sampling, _, seen) in enumerate(draws) if sampling.repetition_penalty != 1.0 and seen]
     if not rows:
         return logits
@@ -142,7 +146,7 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
 
 
 def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as the largest top_k needs; beyond a row's own top_k they are -inf.
+    """Rank as many logits as the largest top_k needs; ranks beyond a row's own top_k become -inf.
 
     Returns the ranked logits, and the logarithm of the sum of their exponentials, (rows, 1).
     """
@@ -153,7 +157,10 @@ def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, m
 
 
 def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as top_p may need: on a CPU a few, if their sum suffices, else all."""
+    """Rank as many logits as top_p needs.
+
+    On a CPU, rank a few first; rank all only if the sum of the few is too small.
+    """
     total = mx.logsumexp(scaled, axis=-1, keepdims=True)
     if waits_for_logits(samplings[0]):
         ranked = _ranked(scaled, _CANDIDATES)
@@ -164,7 +171,10 @@ def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.a
 
 
 def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Keep the likeliest tokens until top_p is reached, or `ranked` ends; of equal ones the first."""
+    """Keep the likeliest tokens until top_p is reached, or `ranked` ends.
+
+    Of equally likely tokens the first is kept.
+    """
     probabilities = mx.exp(ranked - total)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
     # With top_p off only the end of `ranked` counts: rounding may bring a sum to 1 earlier.
@@ -189,5 +199,5 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
 
 
 def _needs_every_rank(sampling: Sampling) -> bool:
-    """Say whether top_p may keep any number of tokens, so that all may have to be ranked."""
+    """Say whether top_p may keep any number of tokens, so that all logits may have to be ranked."""
     return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

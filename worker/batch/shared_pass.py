@@ -1,10 +1,12 @@
-"""Answers and pieces of prompts in one pass over the weights, for models of plain KV. Device thread only.
+"""Runs answers and pieces of prompts in one pass over the weights, for models with plain KV.
+
+Device thread only.
 
 A step runs all rows and pieces in one pass of `forward`, and draws the rows' tokens. Three things make a step
-faster without changing the tokens: rows of similar length attend together in a pool (`slots`), few rows
-speculate (`lookup`), and the next step may be in flight before the last tokens are known.
+faster without changing the tokens: rows of similar length attend together in a pool (`slots`), rows speculate
+while there are few of them (`lookup`), and the next step may be in flight before the last tokens are known.
 
-A step appends to such caches; setting a cache's offset back undoes the step.
+A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _DRAFTING_ROWS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step in flight: `choice` has the tokens for `drafts`, then the first ones of rows that begin."""
+    """A step in flight.
+
+    `choice` has the tokens drawn for `drafts`, then the first tokens of the rows that begin.
+    """
 
     drafts: list[Draft]
     beginning: list[Row]
@@ -51,7 +56,7 @@ class _LaunchedStep:
 
 
 class SharedPass(Batch):
-    """Rows whose KV is in their sessions' own caches, or in a slot of a pool."""
+    """Rows whose KV is in the caches of their sessions, or in a slot of a pool."""
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class SharedPass(Batch):
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that removing a row allocates: a slot's copy."""
+        """The most bytes that are allocated to remove a row: a copy of its slot."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     @property
@@ -92,7 +97,7 @@ class SharedPass(Batch):
         return row.caches or [] if row.pool is None else row.pool.views(row.slot, row.num_cached)
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run a token of each row, its draft, and the pieces, in one pass."""
+        """Run in one pass: the next token of each row, the row's draft, and the pieces."""
         if not self._rows and not pieces:
             return
         if self._ahead is not None and pieces:
@@ -115,7 +120,7 @@ class SharedPass(Batch):
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Undo the failed step: it wrote behind the rows' ends, which the next step overwrites."""
+        """Undo the failed step: it wrote only after the rows' ends, and the next step overwrites that."""
         self._ahead = None
         for row in self._rows:
             _count_back(row)
@@ -208,7 +213,7 @@ class SharedPass(Batch):
         return drafts, parts
 
     def _lookup(self, row: Row) -> Lookup | None:
-        """Return a row's lookup; None if the row does not speculate: drafts pay off beside few rows."""
+        """Return a row's lookup; None if the row does not speculate, as drafts pay off only with few rows."""
         if not self._max_draft or len(self._rows) > _DRAFTING_ROWS:
             return None
         if row.pool is not None or row.sampling.repetition_penalty != 1.0:
@@ -246,6 +251,6 @@ class SharedPass(Batch):
 
 
 def _count_back(row: Row) -> None:
-    """Set a row's caches back to its known tokens; the next step overwrites the rest."""
+    """Set a row's caches back to its known tokens; the next step overwrites everything after them."""
     for cache in row.caches or ():
         cache.offset = row.num_cached

@@ -33,7 +33,7 @@ SMALLEST: Final = 256
 
 
 def form_of(caches: Sequence[Any]) -> Form | None:
-    """Return the form of a row with these caches; None where a pool cannot hold them."""
+    """Return the form of a row with these caches (see `Form`); None if a pool cannot hold them."""
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(
@@ -42,14 +42,18 @@ def form_of(caches: Sequence[Any]) -> Form | None:
 
 
 def capacity_for(form: Form, num_tokens: int) -> int:
-    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two; 0 for rings alone."""
+    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two.
+
+    The capacity is 0 if all layers are rings.
+    """
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length()) if None in form else 0
 
 
 class _Buffer:
-    """Keys, or values, of one layer in all slots: `(slots x heads x capacity, head_dim)`.
+    """The keys, or the values, of one layer in all slots: `(slots x heads x capacity, head_dim)`.
 
-    Flat, since writing to a list of rows takes a quarter of the time of writing by slot, head and position.
+    The array is flat: writing to a list of its rows takes a quarter of the time of writing by slot, head and
+    position.
     """
 
     def __init__(self, like: mx.array, capacity: int) -> None:
@@ -74,7 +78,10 @@ class _Buffer:
 
 
 class Pool:
-    """Rows of one form, with up to `capacity` tokens in plain layers. A slot is an index, in use or free."""
+    """Rows of one form, with up to `capacity` tokens in plain layers.
+
+    A slot is an index; it is in use or free.
+    """
 
     def __init__(self, form: Form, capacity: int) -> None:
         self.capacity = capacity
@@ -100,11 +107,11 @@ class Pool:
         return self.nbytes // len(self._used) if self._used else 0
 
     def is_full(self, num_tokens: int) -> bool:
-        """Whether a row of `num_tokens` has no room for another one."""
+        """Whether a row of `num_tokens` has no room for another token."""
         return bool(self.capacity) and num_tokens >= self.capacity
 
     def growth_bytes(self, caches: Sequence[Any]) -> int:
-        """Return the most bytes allocated if a session with these caches joins, and leaves again."""
+        """Return the most bytes that are allocated if a session with these caches joins and later leaves."""
         layers = zip(caches, self._rings, strict=True)
         slot = sum(
             (part.nbytes // part.shape[2]) * (ring.capacity if ring is not None else self.capacity)
@@ -119,7 +126,10 @@ class Pool:
         return num_more * slot + layer + slot
 
     def join(self, caches: Sequence[Any]) -> int:
-        """Copy a session's caches, of one length within the capacity, into a slot; return the slot."""
+        """Copy a session's caches into a slot; return the slot.
+
+        The caches must have equal lengths, within the capacity.
+        """
         if False not in self._used:
             self._grow(caches)
         slot = self._used.index(False)
@@ -132,14 +142,17 @@ class Pool:
         return slot
 
     def leave(self, slot: int, length: int) -> list[Any]:
-        """Copy a row of `length` tokens to caches of its own, and free its slot."""
+        """Copy a row of `length` tokens to separate caches, and free its slot."""
         caches = [_copied(view) for view in self.views(slot, length)]
         mx.eval([cache.state for cache in caches])
         self._used[slot] = False
         return caches
 
     def views(self, slot: int, length: int) -> list[Any]:
-        """Return a row as caches that share the pool's memory: to be read, not kept."""
+        """Return a row as caches that share the pool's memory.
+
+        Read them before the next step; do not keep them.
+        """
         layers = zip(self._keys, self._values, self._rings, self._first_held[slot], strict=True)
         here = slice(slot, slot + 1)
         return [
@@ -150,7 +163,7 @@ class Pool:
         ]
 
     def _grow(self, like: Sequence[Any]) -> None:
-        """Double the number of slots; the first slots get the shapes of these caches."""
+        """Double the number of slots. If there are none yet, `like` gives their shapes."""
         if not self._used:
             places = [self.capacity if ring is None else ring.capacity for ring in self._rings]
             made = [
@@ -164,7 +177,7 @@ class Pool:
         self._used += [False] * num_more
 
     def part(self, slots: list[int], lengths: list[int]) -> PoolPart:
-        """Begin a pass over one new token for each of `slots` (ascending), which hold `lengths` tokens."""
+        """Start a pass over one new token for each of `slots` (ascending), which hold `lengths` tokens."""
         return PoolPart(self._keys, self._values, self._rings, slots, lengths)
 
 
@@ -195,17 +208,17 @@ class PoolPart:
         self._mask = (mx.arange(self._span) <= mx.array(self._held)[:, None])[:, None, None]
 
     def grid(self, layer: int) -> int:
-        """Only a ring's offsets are counted from a grid."""
+        """Return the grid of a ring; 0 for a plain cache, whose offsets are plain positions."""
         ring = self._rings[layer]
         return ring.grid if ring is not None else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let each token see its whole session: for a single token plain caches ignore the options."""
+        """Let each token see its whole session. For a single token, plain caches ignore the options."""
         del layer, options
         return self._mask
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Write each row's key and value at its own place."""
+        """Write each row's new key and value at the end of that row."""
         for buffer, new in ((self._keys[layer], keys), (self._values[layer], values)):
             buffer.flat[self._rows_of(buffer, self._rings[layer])] = new.reshape(-1, new.shape[-1])
 
@@ -243,7 +256,7 @@ class PoolPart:
 
 
 def _filled(cache: Any) -> tuple[mx.array, mx.array]:
-    """Return the arrays of a cache that holds something."""
+    """Return the key and value arrays of a cache that is not empty."""
     if cache.keys is None:
         raise ValueError("a session without KV cannot join a pool")
     keys, values = cache.keys, cache.values
@@ -257,7 +270,7 @@ def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
 
 
 def _copied(view: Any) -> Any:
-    """Copy what a view holds to a cache of its own."""
+    """Copy the content of a view to a separate cache."""
     keys, values = (mx.contiguous(part[..., : view.offset, :]) for part in _filled(view))
     if type(view) is RingCache:
         return view.like(keys, values, view.offset, view.first_held)

@@ -1,7 +1,9 @@
-"""Remembers on disk which trials a model has passed, so that not every start runs dozens of passes.
+"""Remembers on disk which trials a model has passed, so that later starts need not repeat them.
+
+A trial runs dozens of passes.
 
 A trial finds out whether rows can share a pass, or be merged: with a large vocabulary on a CPU it takes
-seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not know what is tried.
+seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not know what they test.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ _MODELS: Final = 16
 
 
 class Trials:
-    """One model's trials. `key` names all that their results depend on; without `path` none is kept."""
+    """One model's trials.
+
+    `key` identifies everything that their results depend on. Without `path` no result is stored.
+    """
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self._path = path
@@ -33,9 +38,9 @@ class Trials:
         self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return which of `num_ways` ways passes: the remembered one, or else what `run` finds.
+        """Return which of `num_ways` ways passes: the stored result, or else the result of `run()`.
 
-        None, for no way, is not remembered: a trial may have failed for want of memory.
+        If no way passes, the result None is not stored: a trial may have failed because memory was short.
         """
         known = self._read().get(self._key, {}).get(name)
         if type(known) is int and 0 <= known < num_ways:

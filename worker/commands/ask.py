@@ -52,9 +52,11 @@ def decoded(body: bytes) -> str:
 async def ask(
     client: Client, name: str | None, text: str, system: str | None, sampling: Sampling, *, as_json: bool
 ) -> bool:
-    """Stream the answer, then remove a session that was made for it. Returns False if Ctrl-C ended it.
+    """Stream the answer; if no session was named, remove the one that was created for the question.
 
-    With `as_json` print the result instead, once it is there.
+    Returns False if Ctrl-C ended it.
+
+    With `as_json`, print the whole result at the end instead.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     messages = [{"role": "user", "content": text}]

@@ -1,4 +1,7 @@
-"""`turnkeep bench`, with the credentials of the NATS servers at --nats: `bench` itself knows no settings."""
+"""The command `turnkeep bench`.
+
+Adds the credentials of the NATS servers at --nats, since the package `bench` does not read settings.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def _group(config: Path | None, **flags: Any) -> None:
 
 
 def _login(settings: Settings, url: str) -> dict[str, Any]:
-    """Return the URL and nats-py's further options for the servers at `url`."""
+    """Return nats-py's options for the servers at `url`: the URL and the credentials."""
     return {"nats": over_tls(settings, url), "login": nats_options(replace(settings, nats=url))}
 
 

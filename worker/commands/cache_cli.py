@@ -41,7 +41,7 @@ class CacheCommandError(TurnkeepError):
 
 
 class _Group(click.Group):
-    """Turns each error of cache and disk into one line."""
+    """Reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         # Standard output is for the result, which may be JSON.
@@ -72,7 +72,7 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
 
 
 def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options that name the directory, and those of the settings in `names`."""
+    """Add the options that name the data directory, and the options of the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         command = with_settings("data_dir", "cache_key_file", *names)(command)
@@ -101,7 +101,7 @@ def _existing_cache(
 def _locate_cache(
     directory: Path | None, config: Path | None, flags: dict[str, Any]
 ) -> tuple[Path, Settings, bool]:
-    """Find the cache, and say whether its data directory has none yet.
+    """Find the cache; the returned bool says whether its data directory has no cache yet.
 
     An empty data directory is normal; a wrong `--dir` is the user's error.
     """

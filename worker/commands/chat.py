@@ -111,7 +111,7 @@ class _Chat:
                 _say(f"turnkeep: {error}")
 
     async def _enter(self) -> list[Exchange]:
-        """Begin or continue the session, and say so; return its last exchanges."""
+        """Start or continue the session, and print which; return the session's last exchanges."""
         info = await self._begin()
         if not self._defaults:
             self._sampling = self._defaults = preferred(info.worker.sampling, self._given)
@@ -192,7 +192,7 @@ class _Chat:
         _say(f"Removed: {_end_of(await self._remove(count))}")
 
     async def _remove(self, count: int) -> str:
-        """Rewind the session by so many exchanges; return the first removed question."""
+        """Rewind the session by `count` exchanges; return the first removed question."""
         start, exchange = await start_of_last(self._client, self._name, count)
         await self._session.rewind(start, timeout_s=_PATIENCE_S)
         self._unanswered = None
@@ -284,7 +284,7 @@ def _keys() -> KeyBindings:
 
 
 def _write(path: Path, past: Sequence[Exchange]) -> None:
-    """Write exchanges as Markdown, questions as quotations. Raises `InvalidMessageError`."""
+    """Write exchanges to a Markdown file, with the questions as quotations. Raises `InvalidMessageError`."""
     text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
     try:
         with path.expanduser().open("x", encoding="utf-8") as file:

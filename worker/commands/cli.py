@@ -58,7 +58,7 @@ _ELSEWHERE: Final = {
 
 
 class _Group(click.Group):
-    """Turns each error of a user into one line and an exit code."""
+    """Reports each error that a user can fix as one line with an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *_ELSEWHERE])

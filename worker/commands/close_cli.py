@@ -1,4 +1,4 @@
-"""The commands `close`, `rm` and `rewind`: what ends a session, or a part of it."""
+"""The commands `close`, `rm` and `rewind`: they end a session, or remove the end of one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def _close(
 
 
 async def removed(session: Session, timeout_s: float) -> Closed:
-    """Close a session with `forget`; one that is closed, or whose requests all failed, is opened for it."""
+    """Close a session with `forget`.
+
+    A session that is closed, or whose requests all failed, is opened first.
+    """
     try:
         return await session.close(forget=True, timeout_s=timeout_s)
     except RequestFailedError as error:
@@ -85,7 +88,11 @@ async def removed(session: Session, timeout_s: float) -> Closed:
 
 
 async def _check_open(session: Session) -> None:
-    """Raise unless a session is open: a refused request would stay in the log, under a name that is none."""
+    """Raise `TurnkeepError` unless the session is open.
+
+    Without this check the refused request would stay in the log, under the name of a session that does not
+    exist.
+    """
     try:
         await session.info(limit=0)
     except RequestFailedError as error:

@@ -56,7 +56,7 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
 
 
 def _policy(session: SessionInfo) -> list[tuple[str, str]]:
-    """Say what the model still sees of a session that does not keep all of its KV."""
+    """Describe which tokens the model still sees, for a session that does not keep all of its KV."""
     if session.cache is UNSET:
         return []
     visible = f"{session.visible_tokens} of at most {session.capacity_tokens} tokens"

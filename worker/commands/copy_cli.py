@@ -134,9 +134,10 @@ def import_(
 
 @contextlib.contextmanager
 def _log_of(settings: Settings) -> Iterator[None]:
-    """Make the log if there is none; without `nats` its server runs meanwhile, from the data directory.
+    """Make the log if there is none.
 
-    Raises `TurnkeepError`, also if a worker runs on the directory.
+    Without the setting `nats`, run the NATS server of the data directory meanwhile. Raises `TurnkeepError`,
+    also if a worker runs on the directory.
     """
     from worker.wire import broker
 
@@ -169,7 +170,7 @@ async def _make_log(settings: Settings) -> None:
 
 
 async def _said_by_worker(client: Client, session: str) -> str:
-    """Return the position that a worker reads from the log, or its refusal; empty without a worker."""
+    """Return the session's position, or its refusal, as the worker reports it; empty without a worker."""
     try:
         return f", at position {(await client.session(session).info(limit=0)).position}"
     except NoWorkerError:
@@ -179,7 +180,7 @@ async def _said_by_worker(client: Client, session: str) -> str:
 
 
 def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source: Path) -> None:
-    """Raise `CopyError` where no worker here could use the KV of a file."""
+    """Raise `CopyError` if no worker on this data directory could use the KV in the file."""
     place = settings.data_dir / "snapshots"
     if not manifest.kv:
         raise copies.CopyError(f"{source} holds no KV; leave out --kv")
@@ -208,7 +209,10 @@ def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source
 
 
 def _short(value: object) -> str:
-    """Print a field of an identity; some are digests, and all are another's choice."""
+    """Shorten a field of an identity for printing.
+
+    The value comes from a file, so it is escaped; some are long digests.
+    """
     return ascii(value).strip("'")[:24]
 
 

@@ -52,7 +52,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `missing` and `mend` are empty if all is well."""
+    """One finding. `missing` and `mend` are empty if nothing is wrong."""
 
     name: str
     state: State
@@ -229,6 +229,6 @@ def _failure(name: str, found: str, error: Exception) -> Check:
 
 
 def _split(error: Exception) -> tuple[str, str]:
-    """Split an error's one line into what is wrong and what would help."""
+    """Split a one-line error into the fault and the advice."""
     wrong, _, help_ = str(error).partition("; ")
     return wrong, help_

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Exchange:
     """One question and its answer: the session's tokens from `start` to `end`.
 
-    `start` is None if unknown: the exchange is the first one in the piece of the log that was read, or the
+    `start` is None if unknown: either the part of the log that was read starts with this exchange, or the
     chat template rewrote the text before it.
     """
 

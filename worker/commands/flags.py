@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Formatter(click.HelpFormatter):
-    """Lists the options of the connection to NATS behind the others, in a section of their own."""
+    """Lists the options of the NATS connection last, in their own section."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write options, or commands, in two columns."""
@@ -38,7 +38,7 @@ class _Formatter(click.HelpFormatter):
 
 
 class HelpContext(click.Context):
-    """The context of a command with such a `--help`."""
+    """The context of a command whose `--help` is written by `_Formatter`."""
 
     formatter_class = _Formatter
 
@@ -66,7 +66,7 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
-    """Parse a time: so long ago (`2h`), or a date and perhaps a time, local unless it has a zone."""
+    """Parse a time: an age such as `2h`, or a date with an optional time, local unless it has a time zone."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):
@@ -153,7 +153,7 @@ def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
 
 
 class SpanType(click.ParamType[tuple[int, int]]):
-    """Positions as START-END, the end not included."""
+    """A range of positions, written START-END; END is not included."""
 
     name = "span"
 

@@ -290,7 +290,7 @@ def _lines(turn: Turn) -> Iterator[str]:
 
 
 def _asked(request: Request | None) -> Iterator[str]:
-    """Print what a request adds to its session, or takes away."""
+    """Yield lines that say what a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
             calls = (f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ())

@@ -1,4 +1,4 @@
-"""`turnkeep replay`: finds the record and the tenant to replay into, and prints the report."""
+"""`turnkeep replay`: finds the recorded session and the tenant to replay it in, and prints the report."""
 
 from __future__ import annotations
 

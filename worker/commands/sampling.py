@@ -1,4 +1,7 @@
-"""The sampling options of `ask` and `chat`: those that were given, else the model's own."""
+"""The sampling options of `ask` and `chat`.
+
+Options that the user did not give come from the model's recommendations.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ _CAREFUL: Final = {"repetition_penalty": 1.1}
 
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
-    """Return the options that were given, and of the others the model's `own`."""
+    """Return the options that the user gave, and the model's `own` values for the others."""
     return {**(own or _CAREFUL), **{name: value for name, value in given.items() if value not in (None, ())}}
 
 
 async def asked(client: Client, given: Sampling) -> dict[str, Any]:
-    """Ask the worker for the model's own options, for those that were not given."""
+    """Ask the worker for the model's own options; options that the user gave replace them."""
     try:
         own = (await client.worker_metrics()).sampling
     except TurnkeepError:  # the request waits in the log for a worker
@@ -37,12 +40,12 @@ async def asked(client: Client, given: Sampling) -> dict[str, Any]:
 
 
 def whole(options: dict[str, Any]) -> dict[str, Any]:
-    """Let an answer without `max_tokens` go on to its end."""
+    """Let an answer without `max_tokens` continue to its natural end."""
     return {"max_tokens": _ALL_THAT_FITS, **options}
 
 
 def cut(result: Generated, max_tokens: int) -> str:
-    """Say why an answer ended in the middle; empty if it did not."""
+    """Explain why an answer was cut short; empty if it was not."""
     if result.finish_reason != "length":
         return ""
     num = result.usage.completion_tokens

@@ -25,7 +25,10 @@ _TAB = "    "
 
 
 def width() -> int:
-    """Return the usable cells of a line: after the last cell the cursor's position is undefined."""
+    """Return the number of usable cells in a line.
+
+    The last cell is not used: after it the cursor's position is undefined.
+    """
     return max(shutil.get_terminal_size().columns - 1, 8)
 
 
@@ -70,7 +73,7 @@ class WordWrap:
         return out
 
     def rest(self) -> str:
-        """Return the text that was held back, without spaces at the line's end."""
+        """Return the text that was held back, without spaces at its end."""
         out = self._place()
         self._gap = ""
         return out
@@ -101,7 +104,7 @@ class Screen:
         self._column = 0
 
     def write(self, text: str) -> None:
-        """Add to the answer's text."""
+        """Print more text of the answer."""
         text = printable(text)
         if self._words is None:
             self._print(text)
@@ -137,7 +140,7 @@ class Screen:
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """Turn echo off while an answer streams; typed keys go to the next prompt."""
+    """Turn off the echo of typed keys while an answer streams; the next prompt receives these keys."""
     terminal = next(
         (stream.fileno() for stream in (sys.stdin, sys.stdout) if stream and stream.isatty()), None
     )
@@ -154,7 +157,10 @@ def unechoed() -> Iterator[None]:
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Say whether this process is in the foreground: changing the terminal stops a background one."""
+    """Say whether this process is in the foreground.
+
+    The system stops a background process that changes the terminal.
+    """
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # another session's terminal

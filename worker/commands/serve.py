@@ -38,8 +38,8 @@ _SWITCH_INTERVAL_S = 0.001
 def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    Without a terminal, SIGHUP applies the limits that `read_again` returns. On a terminal SIGHUP means that
-    the terminal was closed, and stops the worker like SIGTERM.
+    Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
+    that the terminal was closed, and stops the worker like SIGTERM.
     """
     configure(settings.log_format, settings.log_level)
     if _for_people(settings):
@@ -73,7 +73,7 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
 
 
 def _for_people(settings: Settings) -> bool:
-    """Whether somebody reads the log on a terminal."""
+    """Whether the log goes to a terminal, for a person to read."""
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
@@ -94,7 +94,7 @@ async def _obey(
     starting: anyio.CancelScope,
     read_again: Callable[[], Settings],
 ) -> None:
-    """Obey signals: cancel a worker that is still starting, stop one that serves."""
+    """Handle signals: cancel a worker that is still starting, stop one that serves."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):

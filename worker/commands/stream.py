@@ -1,4 +1,4 @@
-"""Streams an answer to the terminal: its text, what it waits for, and Ctrl-C."""
+"""Streams an answer to the terminal: prints its text, shows what it waits for, and handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _Stream:
             self._reading.cancel()
 
     async def _stop(self) -> None:
-        """Cancel the answer; end the wait if there is no worker."""
+        """Cancel the answer. If there is no worker, stop waiting for the answer instead."""
         while not self._reading.done():
             try:
                 await self._generation.cancel()
@@ -110,7 +110,7 @@ class _Stream:
                 return
 
     async def _show_state(self) -> None:
-        """Show what the answer waits for, if no text has come for some time."""
+        """Show what the answer waits for, while no text has arrived for some time."""
         warned = False
         while True:
             await asyncio.sleep(_POLL_S)

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
-    """Connect a client by the settings; under another `prefix` than theirs if one is given."""
+    """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings."""
     from turnkeep_client.client import connect
 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
@@ -48,7 +48,7 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    """Run `say` with a connected client, until it ends or SIGTERM comes."""
+    """Connect a client and run `say` with it, until it ends or SIGTERM arrives."""
 
     async def run() -> _T:
         # SIGTERM cancels the task, so that changed terminal settings are restored.
